@@ -1,0 +1,37 @@
+"""The ``mindrlhf`` command: dispatch to one thin sub-command per user task."""
+
+import argparse
+import importlib
+import sys
+
+import mindrlhf
+from mindrlhf.errors import RunFailure, UserError
+
+COMMANDS = ("doctor", "data", "weights", "sft", "train", "eval", "report", "config")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with every sub-command registered."""
+    parser = argparse.ArgumentParser(prog="mindrlhf", description=mindrlhf.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"mindrlhf {mindrlhf.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"mindrlhf.commands.{name}").register(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; expected failures print one line, not a traceback."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except (UserError, RunFailure) as failure:
+        print(f"mindrlhf {arguments.command}: error: {failure}", file=sys.stderr)
+        return failure.exit_code
+    except KeyboardInterrupt:
+        print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

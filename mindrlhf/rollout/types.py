@@ -1,0 +1,66 @@
+"""The records that pass between trainer and generator, and the protocol every generator meets.
+
+This module is imported by the rollout interpreter too, so it needs NumPy and nothing else.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. ``top_k`` 0 means no limit; ``max_tokens`` counts the stop token."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to be sampled ``num_samples`` times.
+
+    Sample ``i`` is drawn from a random stream that depends on ``seed`` and ``i`` only, so that the same
+    request gives the same samples whatever else is in the batch (up to rounding in the kernels).
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    num_samples: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample of a request."""
+
+    request_id: int
+    sample_index: int
+    token_ids: np.ndarray  # int32 [response], stop token included when finish_reason is "stop"
+    logprobs: np.ndarray  # float32 [response], of the sampled (temperature-scaled) policy
+    finish_reason: str  # "stop" or "length"
+    weights_version: int  # version of the weights that produced it
+
+
+class Generator(Protocol):
+    """A source of completions whose weights the trainer replaces between steps."""
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yield every completion as it finishes: ``sum(r.num_samples)`` of them, in any order."""
+
+    def update_weights(self, version: int) -> None:
+        """Load the tensors that the weight board now holds and forget all cached prefixes."""
+
+    def sleep(self) -> None:
+        """Give the device memory back to the trainer (no-op on CPU)."""
+
+    def wake(self) -> None:
+        """Take device memory again; weights must be updated before the next ``generate``."""
+
+    def close(self) -> None:
+        """Stop every process and remove every socket that this generator made."""

