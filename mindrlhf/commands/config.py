@@ -1,0 +1,33 @@
+"""`mindrlhf config`: check a config file, or print the reference of all keys."""
+
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser("config", help="check a config file, or print the reference of all keys")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="check a config without touching a device")
+    check.add_argument("config", help="YAML file")
+    check.add_argument("overrides", nargs="*", metavar="section.key=value")
+    check.add_argument("--kind", choices=("train", "sft"), default="train", help="command the config is for")
+    check.add_argument("--workers", type=int, default=1, help="number of ranks it is to run on")
+    check.set_defaults(run=_check)
+    docs = actions.add_parser("docs", help="print the reference page (docs/config.md)")
+    docs.set_defaults(run=_docs)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from mindrlhf.config.schema import load_grpo_config, load_sft_config
+
+    load_config = load_grpo_config if arguments.kind == "train" else load_sft_config
+    load_config(arguments.config, arguments.overrides, world_size=arguments.workers)
+    print(f"{arguments.config}: ok for {arguments.workers} rank{'s' if arguments.workers > 1 else ''}")
+    return 0
+
+
+def _docs(arguments: argparse.Namespace) -> int:
+    from mindrlhf.config.reference import render
+
+    print(render(), end="")
+    return 0

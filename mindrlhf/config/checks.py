@@ -1,0 +1,173 @@
+"""Rules between keys. Each message says which value to change, and to what."""
+
+from typing import TYPE_CHECKING
+
+from mindrlhf.config import sections
+from mindrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from mindrlhf.config.schema import GrpoConfig, SftConfig
+
+
+def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int) -> None:
+    """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks."""
+    _check_device(config.run, config.model, config.parallel_config)
+    _check_group(config.algorithm, given)
+    _check_batches(config)
+    _check_schedule(config.optimizer, given)
+    _check_rewards(config.reward, config.evaluation, config.data, given)
+    if config.run.device == "cpu" and config.rollout.dtype != "float32":
+        raise UserError(
+            f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
+        )
+    resolve_data_parallel(config.parallel_config, world_size)
+
+
+def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> None:
+    """Check a `mindrlhf sft` config."""
+    _check_device(config.run, config.model, config.parallel_config)
+    _check_schedule(config.optimizer, given)
+    if "model.reference_path" in given:
+        raise UserError("'model.reference_path' is set, but supervised fine-tuning has no reference model: remove it")
+    data_parallel = resolve_data_parallel(config.parallel_config, world_size)
+    unit = config.supervised.batch_size * data_parallel
+    if config.supervised.rows_per_step % unit:
+        raise UserError(
+            f"'supervised.rows_per_step' is {config.supervised.rows_per_step}, not a multiple of batch_size * ranks "
+            f"= {unit}: "
+            f"set it to {_next_multiple(config.supervised.rows_per_step, unit)}"
+        )
+
+
+def resolve_data_parallel(parallel: sections.ParallelSection, world_size: int) -> int:
+    """Return data_parallel, filled from the world size when it is 0.
+
+    Raises:
+        UserError: the layout does not use exactly ``world_size`` ranks.
+    """
+    fixed = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
+    parts = "model_parallel * pipeline_stage * context_parallel"
+    if world_size % fixed:
+        raise UserError(
+            f"{world_size} ranks do not divide by {parts} = {fixed}: start {_next_multiple(world_size, fixed)} workers "
+            "or change 'parallel_config'"
+        )
+    if parallel.data_parallel and parallel.data_parallel * fixed != world_size:
+        raise UserError(
+            f"'parallel_config.data_parallel' is {parallel.data_parallel}, which with {parts} = {fixed} makes "
+            f"{parallel.data_parallel * fixed} ranks, but {world_size} were started: set data_parallel to "
+            f"{world_size // fixed}, or start {parallel.data_parallel * fixed} workers"
+        )
+    return world_size // fixed
+
+
+def _check_device(run: sections.RunSection, model: sections.ModelSection, parallel: sections.ParallelSection) -> None:
+    if parallel.use_seq_parallel and parallel.model_parallel == 1:
+        raise UserError(
+            "'parallel_config.use_seq_parallel' splits over model_parallel ranks, which is 1: set it to false"
+        )
+    if parallel.pipeline_stage > 1 and parallel.micro_batch_num < parallel.pipeline_stage:
+        raise UserError(
+            f"'parallel_config.micro_batch_num' is {parallel.micro_batch_num}, but a pipeline of "
+            f"{parallel.pipeline_stage} "
+            f"stages needs at least {parallel.pipeline_stage}"
+        )
+    if run.device != "cpu":
+        return
+    for name in ("param_dtype", "compute_dtype"):
+        if getattr(model, name) != "float32":
+            raise UserError(
+                f"'model.{name}' is {getattr(model, name)}, but run.device=cpu has float32 kernels only: set float32"
+            )
+    for name in (
+        "model_parallel",
+        "pipeline_stage",
+        "context_parallel",
+        "expert_parallel",
+        "micro_batch_interleave_num",
+    ):
+        if getattr(parallel, name) != 1:
+            raise UserError(
+                f"'parallel_config.{name}' is {getattr(parallel, name)}, but run.device=cpu trains in data parallel "
+                "only: set it to 1"
+            )
+    if parallel.enable_parallel_optimizer:
+        raise UserError("'parallel_config.enable_parallel_optimizer' needs run.device=ascend: set it to false")
+
+
+def _check_group(algorithm: sections.AlgorithmSection, given: frozenset[str]) -> None:
+    if algorithm.num_generations < 2:
+        raise UserError(
+            f"'algorithm.num_generations' is {algorithm.num_generations}, but {algorithm.name} compares the samples "
+            "of a "
+            "group with each other: set it to 2 or more (8 is usual)"
+        )
+    if algorithm.sync_ref_model and algorithm.beta == 0:
+        raise UserError(
+            "'algorithm.sync_ref_model' is true, but beta is 0, so there is no reference model: set beta above 0"
+        )
+    if "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model:
+        raise UserError("'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true")
+
+
+def _check_batches(config: "GrpoConfig") -> None:
+    training, algorithm = config.training, config.algorithm
+    num_samples = training.chunk_size * training.num_rollouts * algorithm.num_generations
+    if num_samples % training.num_minibatches:
+        raise UserError(
+            f"'training.num_minibatches' is {training.num_minibatches}, which does not divide the {num_samples} "
+            "samples of a "
+            "step (chunk_size * num_rollouts * num_generations)"
+        )
+    longest = max(training.row_lengths, default=0)
+    if longest and longest <= config.rollout.max_response_length:
+        raise UserError(
+            f"'training.row_lengths' ends at {longest}, which leaves no room for a prompt beside "
+            f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
+        )
+    if config.model.reference_path and algorithm.beta == 0:
+        raise UserError(
+            "'model.reference_path' is set, but algorithm.beta is 0, so no reference model is loaded: remove it or "
+            "raise beta"
+        )
+
+
+def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str]) -> None:
+    decays = optimizer.lr_schedule != "constant"
+    if decays and optimizer.end_lr is None:
+        raise UserError(f"'optimizer.end_lr' is needed with lr_schedule={optimizer.lr_schedule}: set it (0 is usual)")
+    if not decays and optimizer.end_lr is not None and optimizer.end_lr != optimizer.start_lr:
+        raise UserError(
+            f"'optimizer.end_lr' is {optimizer.end_lr:g}, but lr_schedule=constant never reaches it: set "
+            "lr_schedule to linear or cosine"
+        )
+
+
+def _check_rewards(
+    reward: sections.RewardSection,
+    evaluation: sections.EvaluationSection,
+    data: sections.DataSection,
+    given: frozenset[str],
+) -> None:
+    count, weights = len(reward.verifier_function), len(reward.verifier_weight)
+    if not count:
+        raise UserError("'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward")
+    if weights and weights != count:
+        raise UserError(
+            f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
+        )
+    if evaluation.verifier and evaluation.verifier not in reward.verifier_function:
+        raise UserError(
+            f"'evaluation.verifier' is '{evaluation.verifier}', which is not in reward.verifier_function "
+            f"({', '.join(reward.verifier_function)})"
+        )
+    if not data.eval_file:
+        unused = sorted(name for name in given if name.startswith("evaluation."))
+        if unused:
+            raise UserError(
+                f"'{unused[0]}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
+            )
+
+
+def _next_multiple(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,217 @@
+"""YAML and ``key=value`` overrides into frozen dataclasses, with one-line errors."""
+
+import contextlib
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from mindrlhf.errors import UserError
+
+Config = TypeVar("Config")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, which plain YAML silently lets win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                line = key_node.start_mark.line + 1
+                raise UserError(f"key '{key_node.value}' is given twice (line {line}): keep one")
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """Read a YAML mapping.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or is not a mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"config file '{path}' does not exist")
+    try:
+        with path.open(encoding="utf-8") as file:
+            content = yaml.load(file, Loader=_UniqueKeyLoader)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, but a config is a mapping of sections")
+    return content
+
+
+def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
+    """Read ``path``, apply ``section.key=value`` overrides and build a ``cls``.
+
+    Relative paths in the file stay relative to the working directory, as on the command line.
+
+    Returns:
+        The config, and the dotted names of the keys that were given explicitly.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value out of range, or a missing required key.
+    """
+    content = read_yaml(path)
+    for override in overrides:
+        _apply_override(content, override)
+    given: set[str] = set()
+    return build(cls, content, given=given), frozenset(given)
+
+
+def _apply_override(content: dict, override: str) -> None:
+    dotted, separator, text = override.partition("=")
+    if not separator or not dotted.strip():
+        raise UserError(f"override '{override}' is not of the form section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        raise UserError(f"override '{override}': the value is not valid YAML; quote it") from None
+    *parents, last = dotted.strip().split(".")
+    target = content
+    for parent in parents:
+        target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise UserError(f"override '{override}': '{parent}' is a value, not a section")
+    target[last] = value
+
+
+def build(cls: type[Config], content: Mapping[str, Any], where: str = "", given: set[str] | None = None) -> Config:
+    """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages."""
+    if not isinstance(content, Mapping):
+        raise UserError(f"'{where.rstrip('.')}' must be a section (a mapping of keys), not {content!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for name, value in content.items():
+        if name not in fields:
+            raise UserError(_unknown_key(cls, where, str(name)))
+        field = fields[name]
+        if "section" in field.metadata:
+            values[name] = build(field.metadata["section"], value or {}, f"{where}{name}.", given)
+            continue
+        values[name] = _convert(f"{where}{name}", value, hints[name], field.metadata)
+        if given is not None:
+            given.add(f"{where}{name}")
+    for name, field in fields.items():
+        missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if missing and name not in values:
+            raise UserError(f"key '{where}{name}' is required: {field.metadata['doc']}")
+        if "section" in field.metadata and name not in values:
+            values[name] = build(field.metadata["section"], {}, f"{where}{name}.", given)
+    return cls(**values)
+
+
+def dotted_keys(cls: type, prefix: str = "") -> Iterable[tuple[str, dataclasses.Field, Any]]:
+    """Yield (dotted name, field, type) of every leaf key below ``cls``."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if "section" in field.metadata:
+            yield from dotted_keys(field.metadata["section"], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field, hints[field.name]
+
+
+_ROOTS: list[type] = []
+
+
+def root_config(cls: type) -> type:
+    """Class decorator: mark a whole run's config, so that misplaced keys can be traced to their place."""
+    _ROOTS.append(cls)
+    return cls
+
+
+def _unknown_key(cls: type, where: str, name: str) -> str:
+    here = [field.name for field in dataclasses.fields(cls)]
+    place = f"section '{where.rstrip('.')}'" if where else "the top level"
+    message = f"unknown key '{where}{name}'"
+    near = difflib.get_close_matches(name, here, n=1)
+    if near:
+        return f"{message}; did you mean '{where}{near[0]}'?"
+    for root in _ROOTS:
+        for dotted, _, _ in dotted_keys(root):
+            if dotted.rpartition(".")[2] == name:
+                return f"{message}; did you mean '{dotted}'? (it belongs to another section)"
+    everywhere = {dotted.rpartition(".")[2]: dotted for root in _ROOTS for dotted, _, _ in dotted_keys(root)}
+    near = difflib.get_close_matches(name, everywhere, n=1)
+    if near:
+        return f"{message}; did you mean '{everywhere[near[0]]}'?"
+    return f"{message}; keys of {place}: {', '.join(here)}"
+
+
+def type_name(hint: Any) -> str:
+    """Return the words by which messages and docs call a type, such as 'integer' or 'list of integers'."""
+    names = {int: "integer", float: "number", str: "text", bool: "true/false"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return f"list of {type_name(arguments[0])}s"
+    if origin is dict:
+        return "mapping of text to text"
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if item is type(None) else type_name(item) for item in arguments)
+    return names.get(hint, str(hint))
+
+
+def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        hint = next(item for item in arguments if item is not type(None))
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        if isinstance(value, str):  # "a,b" as the command-line flags of the tutorial write it
+            value = [yaml.safe_load(item) for item in value.split(",") if item.strip()]
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_convert(f"{name}[{index}]", item, arguments[0], metadata) for index, item in enumerate(items))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"'{name}' must be a mapping, not {value!r}")
+        return {str(item): str(setting) for item, setting in value.items()}
+    value = _scalar(name, value, hint)
+    _check_range(name, value, metadata)
+    return value
+
+
+def _scalar(name: str, value: Any, hint: type) -> Any:
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-6 (no dot) as text; every user writes it so.
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"'{name}' must be a {type_name(hint)}, not {value!r}")
+    return value
+
+
+def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"'{name}' is {value!r}, but must be one of {', '.join(map(str, choices))}{hint}")
+    if minimum is not None and isinstance(value, (int, float)):
+        below = not (value > minimum if metadata["exclusive_minimum"] else value >= minimum)
+        if below:
+            bound = "greater than" if metadata["exclusive_minimum"] else "at least"
+            raise UserError(f"'{name}' is {value}, but must be {bound} {minimum:g}")
+    if maximum is not None and isinstance(value, (int, float)) and not value <= maximum:
+        raise UserError(f"'{name}' is {value}, but must be at most {maximum:g}")

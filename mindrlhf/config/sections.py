@@ -1,0 +1,200 @@
+"""The sections of a run's configuration. Each key is documented here, once; docs/config.md is generated from it."""
+
+from dataclasses import dataclass
+
+from mindrlhf.config.keys import REQUIRED, key
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What the run is called, where it writes and what it runs on."""
+
+    output_dir: str = key("runs/default", "directory for metrics, checkpoints, samples, logs and the report")
+    seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
+    device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
+    max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The model to train."""
+
+    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)")
+    reference_path: str = key("", "Hugging Face directory of the reference model; empty means `model.path`")
+    random_init: bool = key(
+        False, "ignore weights in `model.path` and draw them from `run.seed`; needs only config.json"
+    )
+    param_dtype: str = key("float32", "type of the trained parameters", choices=("float32", "bfloat16"))
+    compute_dtype: str = key(
+        "float32", "type of the matrix products; CPU has float32 kernels only", choices=("float32", "bfloat16")
+    )
+    recompute: bool = key(False, "recompute each layer's activations in the backward pass to save memory")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """The prompts, and the tokenizer they were built with."""
+
+    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`")
+    tokenizer_dir: str = key(REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file")
+    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation")
+    shuffle: bool = key(True, "shuffle the prompts anew in each epoch")
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    """The generator: one vLLM server process per replica, in an interpreter of its own."""
+
+    python: str = key(
+        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one"
+    )
+    env: dict[str, str] = key({}, "environment variables set for the rollout server")
+    num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
+    max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
+    temperature: float = key(
+        1.0, "sampling temperature; training logits are divided by it too", minimum=0, exclusive_minimum=True
+    )
+    top_p: float = key(
+        1.0,
+        "nucleus sampling mass; 1 samples from the whole distribution",
+        minimum=0,
+        maximum=1,
+        exclusive_minimum=True,
+    )
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 means all", minimum=0)
+    dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
+    max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
+    num_threads: int = key(1, "CPU threads of a server", minimum=1)
+    tensor_parallel: int = key(1, "devices that share one replica's weights", minimum=1)
+    gpu_memory_utilization: float = key(
+        0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
+    )
+    kv_cache_gib: int = key(1, "key-value cache of a server on CPU, in GiB", minimum=1)
+    start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
+    restarts: int = key(0, "how often a dead server is started again before the run fails", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    """The verifiers that score a response."""
+
+    verifier_function: tuple[str, ...] = key(
+        REQUIRED, "verifier names, or path/to/file.py:function; a list, or text with commas between"
+    )
+    verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
+    num_workers: int = key(1, "verifier processes", minimum=1, maximum=256)
+    timeout_s: float = key(
+        10.0, "time limit for one sample in one verifier, in seconds", minimum=0, exclusive_minimum=True
+    )
+    failure_value: float = key(0.0, "reward of a sample whose verifier timed out or raised")
+
+
+@dataclass(frozen=True)
+class AlgorithmSection:
+    """The objective."""
+
+    name: str = key("grpo", "advantage estimator and loss", choices=("grpo",))
+    num_generations: int = key(8, "samples per prompt: the group whose mean is the baseline", minimum=1)
+    scale_rewards: bool = key(
+        True, "divide advantages by the group's standard deviation (GRPO); false leaves the mean-only form (Dr. GRPO)"
+    )
+    clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
+    clip_high: float = key(0.28, "the probability ratio is clipped above at 1 + clip_high", minimum=0)
+    beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
+    sync_ref_model: bool = key(False, "copy the actor into the reference model every `ref_model_sync_steps` steps")
+    ref_model_sync_steps: int = key(64, "steps between two copies", minimum=1)
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """How a batch of samples becomes optimiser updates."""
+
+    chunk_size: int = key(8, "prompts sent to the generator at a time", minimum=1)
+    num_rollouts: int = key(1, "chunks per step; a step uses chunk_size * num_rollouts prompts", minimum=1)
+    epochs: int = key(1, "passes over the training prompts", minimum=1)
+    batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
+    row_lengths: tuple[int, ...] = key(
+        (), "allowed row lengths, in tokens; empty means one that fits the longest sample", minimum=8
+    )
+    pack: bool = key(True, "put several samples into one row")
+    num_minibatches: int = key(1, "optimiser updates that one pass over a step's samples is split into", minimum=1)
+    num_iterations: int = key(1, "passes over a step's samples", minimum=1)
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """AdamW (Loshchilov and Hutter 2019); norms and biases are not decayed."""
+
+    start_lr: float = key(1e-6, "learning rate after the warm-up", minimum=0)
+    end_lr: float | None = key(None, "learning rate at the last step; null keeps `start_lr`", minimum=0)
+    lr_schedule: str = key("constant", "course from start_lr to end_lr", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "steps over which the learning rate rises from 0", minimum=0)
+    beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.9999)
+    beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.99999)
+    epsilon: float = key(1e-8, "added to the root of the second moment", minimum=0, exclusive_minimum=True)
+    weight_decay: float = key(0.01, "decoupled weight decay of matrices", minimum=0)
+    max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0)
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    """How the model is cut over the ranks, in MindFormers' terms."""
+
+    data_parallel: int = key(0, "copies of the model; 0 means as many as the world size leaves", minimum=0)
+    model_parallel: int = key(1, "ranks that share each weight matrix", minimum=1)
+    pipeline_stage: int = key(1, "stages that the layers are split into", minimum=1)
+    context_parallel: int = key(1, "ranks that share each sequence", minimum=1)
+    expert_parallel: int = key(1, "ranks that share the experts", minimum=1)
+    use_seq_parallel: bool = key(False, "split norms and residuals along the sequence over the model_parallel ranks")
+    micro_batch_num: int = key(1, "micro-batches in flight in the pipeline", minimum=1)
+    micro_batch_interleave_num: int = key(
+        1, "halves of a micro-batch whose compute and communication overlap", minimum=1, maximum=2
+    )
+    vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of cutting its vocabulary")
+    enable_parallel_optimizer: bool = key(False, "split the optimiser state over the data-parallel ranks (ZeRO)")
+    optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """Accuracy on held-out prompts during training."""
+
+    every_steps: int = key(50, "steps between evaluations; 0 means only before the first and after the last", minimum=0)
+    before_training: bool = key(True, "evaluate the starting model too")
+    num_samples: int = key(1, "samples per prompt", minimum=1)
+    temperature: float = key(1.0, "sampling temperature; 0 takes the likeliest token", minimum=0)
+    max_prompts: int = key(0, "use only the first prompts of `data.eval_file`; 0 means all", minimum=0)
+    verifier: str = key(
+        "", "the verifier whose mean is called accuracy; empty means the first of `reward.verifier_function`"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Run state on disk."""
+
+    every_steps: int = key(100, "steps between checkpoints; 0 means only the final export", minimum=0)
+    keep_last: int = key(2, "newest checkpoints kept", minimum=1)
+    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`")
+
+
+@dataclass(frozen=True)
+class ObserveSection:
+    """What is reported."""
+
+    performance_stats: bool = key(True, "report the timing of every stage and the throughput")
+    tensorboard: bool = key(True, "write TensorBoard event files")
+    samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
+
+
+@dataclass(frozen=True)
+class SupervisedSection:
+    """Supervised fine-tuning on prompt and response pairs."""
+
+    rows_per_step: int = key(64, "rows per optimiser update, over all ranks", minimum=1)
+    epochs: int = key(1, "passes over the training records", minimum=1)
+    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    row_lengths: tuple[int, ...] = key(
+        (), "allowed row lengths, in tokens; empty means one that fits the longest record", minimum=8
+    )
+    pack: bool = key(True, "put several records into one row")
