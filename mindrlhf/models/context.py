@@ -1,0 +1,45 @@
+"""Prepare MindFormers in this process: its import, its logging and its global switches."""
+
+import logging
+import os
+import warnings
+
+from mindrlhf.errors import UserError
+
+DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
+
+
+def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
+    """Import MindFormers quietly and switch it to its mcore cells in graph mode; call it once, before `build_model`.
+
+    MindFormers opens log files when it is imported (by default below the current directory) and prints its
+    log to stdout; both are set here, which only works before its first import.
+
+    Args:
+        device: `cpu` or `ascend`.
+        log_dir: directory for MindFormers' own log files; made when missing.
+
+    Raises:
+        UserError: unknown device.
+    """
+    if device not in DEVICE_TARGETS:
+        raise UserError(f"device={device!r}: use one of {', '.join(DEVICE_TARGETS)}")
+    os.environ.setdefault("LOG_MF_PATH", os.fspath(log_dir))
+    # The logger is named after its directory; a disabled level set before the import also silences the import.
+    logging.getLogger(f"mindformers{os.path.expanduser(os.environ['LOG_MF_PATH'])}").addFilter(_only_errors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mindformers
+
+    mindformers.build_context(
+        {
+            "use_legacy": False,
+            "run_mode": "train",
+            "context": {"mode": 0, "device_target": DEVICE_TARGETS[device]},
+            "parallel": {},
+        }
+    )
+
+
+def _only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

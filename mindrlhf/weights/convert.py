@@ -1,0 +1,81 @@
+"""Between a model (or MindFormers-named arrays) and logical Hugging Face tensors, driven by the `ModelSpec`."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from mindrlhf.models.layouts import fuse, split
+from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.weights.hf import SafetensorsDirectory
+
+OUTPUT_NAME = "lm_head.weight"
+
+
+def hf_shapes(spec: ModelSpec, dims: ModelDims) -> dict[str, tuple[int, ...]]:
+    """Shape of every Hugging Face tensor of a model, by name, in the order of the forward pass."""
+    return {name: shape for rule in spec.rules(dims) for name, shape in zip(rule.hf_names, rule.shape(dims))}
+
+
+def ignored_names(dims: ModelDims) -> frozenset[str]:
+    """Names that a checkpoint may hold although the model does not need them: the output of a tied model."""
+    return frozenset({OUTPUT_NAME}) if dims.tied else frozenset()
+
+
+def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
+    """Load a Hugging Face directory into a `CausalLM`, converting to its parameter dtype, one tensor at a time.
+
+    Raises:
+        UserError: names or shapes do not fit the model, or a file is damaged; nothing has been loaded then.
+    """
+    import mindspore as ms
+
+    spec, dims = model.spec, model.dims
+    checkpoint = SafetensorsDirectory(model_dir)
+    checkpoint.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    for rule in spec.rules(dims):
+        parameter = parameters[rule.mf_name]
+        fused = fuse(rule, dims, [checkpoint.read(name) for name in rule.hf_names])
+        parameter.set_data(ms.Tensor(np.array(fused, dtype=_numpy_dtype(parameter))))
+
+
+def iter_hf_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every Hugging Face tensor of a `CausalLM`: live views where layouts agree, copies where they differ."""
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    for rule in model.spec.rules(model.dims):
+        parts = split(rule, model.dims, parameters[rule.mf_name].asnumpy())
+        yield from zip(rule.hf_names, parts)
+
+
+def hf_tensor_infos(model) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of what `iter_hf_tensors` yields, in the same order, without touching data."""
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    return [
+        (name, _numpy_dtype(parameters[rule.mf_name]), shape)
+        for rule in model.spec.rules(model.dims)
+        for name, shape in zip(rule.hf_names, rule.shape(model.dims))
+    ]
+
+
+def _numpy_dtype(parameter) -> np.dtype:
+    import mindspore as ms
+
+    return np.dtype(ms.dtype_to_nptype(parameter.dtype))
+
+
+def random_hf_weights(hf_config: dict, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield random float32 tensors: normal(0, initializer_range) matrices, norms one, biases zero.
+
+    Each tensor depends on `seed` and its own name only.
+    """
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    for name, shape in hf_shapes(spec, dims).items():
+        if name.endswith("bias"):
+            yield name, np.zeros(shape, np.float32)
+        elif len(shape) == 1:
+            yield name, np.ones(shape, np.float32)
+        else:
+            generator = np.random.default_rng([seed, *name.encode()])
+            yield name, generator.standard_normal(shape, dtype=np.float32) * np.float32(dims.initializer_range)

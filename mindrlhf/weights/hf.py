@@ -1,0 +1,190 @@
+"""Hugging Face model directories: config.json and safetensors files, read lazily and written as a stream."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from mindrlhf.errors import UserError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(bfloat16),
+}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def read_hf_config(model_dir: str | os.PathLike) -> dict:
+    """Read `config.json` of a Hugging Face directory.
+
+    Raises:
+        UserError: the directory or file is missing, or the file is not a JSON object.
+    """
+    path = Path(model_dir) / "config.json"
+    if not Path(model_dir).is_dir():
+        raise UserError(f"model directory {str(model_dir)!r} does not exist: give a Hugging Face model directory")
+    if not path.is_file():
+        raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict:
+    """Read one JSON object; a `UserError` names the file when it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+class SafetensorsFile:
+    """One safetensors file, memory-mapped: tensors are read-only views of the file.
+
+    Written for the published format: 8 bytes of little-endian header length, a JSON header, the data.
+
+    Raises:
+        UserError: the file is missing, truncated or not a safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            size_bytes = self.path.stat().st_size
+            with open(self.path, "rb") as file:
+                prefix = file.read(8)
+                header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+                if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+                    raise UserError(f"{self.path} is not a safetensors file, or is truncated: download it again")
+                header = json.loads(file.read(header_bytes))
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.path} has a damaged safetensors header: download it again") from error
+        self.metadata = header.pop("__metadata__", {})
+        self._entries = header
+        self._data_start = 8 + header_bytes
+        self._check_entries(size_bytes - self._data_start)
+        self._map = np.memmap(self.path, dtype=np.uint8, mode="r") if header else np.empty(0, np.uint8)
+
+    def _check_entries(self, data_bytes: int) -> None:
+        for name, entry in self._entries.items():
+            dtype = DTYPES.get(entry.get("dtype")) if isinstance(entry, dict) else None
+            if dtype is None:
+                raise UserError(f"{self.path}: tensor {name!r} has an unsupported dtype; use one of {', '.join(DTYPES)}")
+            start, end = entry["data_offsets"]
+            expected = int(np.prod(entry["shape"], dtype=np.int64)) * dtype.itemsize
+            if end > data_bytes:
+                raise UserError(f"{self.path} is truncated at tensor {name!r}: download it again")
+            if start < 0 or end - start != expected:
+                raise UserError(f"{self.path}: tensor {name!r} has damaged offsets: download it again")
+
+    def names(self) -> list[str]:
+        """Tensor names, in the order of the header."""
+        return list(self._entries)
+
+    def info(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor, from the header alone."""
+        entry = self._entries[name]
+        return DTYPES[entry["dtype"]], tuple(entry["shape"])
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file."""
+        dtype, shape = self.info(name)
+        start, end = (self._data_start + offset for offset in self._entries[name]["data_offsets"])
+        raw = self._map[start:end]
+        if start % dtype.itemsize:
+            raw = raw.copy()
+        return np.asarray(raw).view(dtype).reshape(shape)
+
+
+class SafetensorsDirectory:
+    """The safetensors of a model directory, single or sharded with an index; tensors are read lazily.
+
+    Raises:
+        UserError: directory missing, no safetensors in it, a shard missing, or an index that does not fit the shards.
+    """
+
+    def __init__(self, model_dir: str | os.PathLike):
+        self.directory = Path(model_dir)
+        if not self.directory.is_dir():
+            raise UserError(f"model directory {str(model_dir)!r} does not exist: give a model directory")
+        self._files: dict[str, SafetensorsFile] = {}
+        index_path = self.directory / INDEX_NAME
+        if index_path.is_file():
+            self._file_of = self._read_index(index_path)
+        elif (self.directory / SINGLE_NAME).is_file():
+            self._file_of = {name: SINGLE_NAME for name in self._open(SINGLE_NAME).names()}
+        else:
+            raise UserError(f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
+
+    def _open(self, file_name: str) -> SafetensorsFile:
+        if file_name not in self._files:
+            self._files[file_name] = SafetensorsFile(self.directory / file_name)
+        return self._files[file_name]
+
+    def _read_index(self, index_path: Path) -> dict[str, str]:
+        file_of = read_json_object(index_path).get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
+            raise UserError(f"{index_path} has no weight_map of names to file names")
+        for file_name in sorted(set(file_of.values())):
+            if Path(file_name).name != file_name:
+                raise UserError(f"{index_path} names {file_name!r}: shards must lie beside the index")
+            present = set(self._open(file_name).names())
+            expected = {name for name, owner in file_of.items() if owner == file_name}
+            if present != expected:
+                raise UserError(
+                    f"{self.directory / file_name} and {INDEX_NAME} disagree about {min(present ^ expected)!r}: "
+                    "download both again"
+                )
+        return file_of
+
+    def names(self) -> list[str]:
+        """Every tensor name."""
+        return list(self._file_of)
+
+    def info(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor, without reading it."""
+        return self._open(self._file_of[name]).info(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of its file."""
+        return self._open(self._file_of[name]).read(name)
+
+    def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
+        """Compare names and shapes with what the model needs, both ways.
+
+        Raises:
+            UserError: a tensor is missing, unexpected (and not `ignored`) or has the wrong shape.
+        """
+        missing = [name for name in shapes if name not in self._file_of]
+        if missing:
+            raise UserError(f"{self.directory} lacks {_count(missing)} that config.json implies: {_some(missing)}")
+        unexpected = [name for name in self._file_of if name not in shapes and name not in ignored]
+        if unexpected:
+            raise UserError(f"{self.directory} has {_count(unexpected)} the model does not know: {_some(unexpected)}")
+        for name, shape in shapes.items():
+            found = self.info(name)[1]
+            if found != tuple(shape):
+                raise UserError(
+                    f"{self.directory}: tensor {name!r} has shape {list(found)}, but config.json implies {list(shape)}"
+                )
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
