@@ -7,7 +7,7 @@ import numpy as np
 
 from mindrlhf.models.layouts import fuse, split
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
-from mindrlhf.weights.hf import SafetensorsDirectory
+from mindrlhf.weights.hf import STORAGE_DTYPES, SafetensorsDirectory, convert_dtype
 
 OUTPUT_NAME = "lm_head.weight"
 
@@ -36,32 +36,37 @@ def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     for rule in spec.rules(dims):
         parameter = parameters[rule.mf_name]
-        fused = fuse(rule, dims, [checkpoint.read(name) for name in rule.hf_names])
-        parameter.set_data(ms.Tensor(np.array(fused, dtype=_numpy_dtype(parameter))))
+        dtype = _dtype_name(parameter)
+        parts = [convert_dtype(checkpoint.read(name), checkpoint.info(name)[0], dtype) for name in rule.hf_names]
+        # The copy keeps the parameter from sharing the read-only file mapping.
+        data = np.array(fuse(rule, dims, parts), order="C")
+        parameter.set_data(ms.Tensor(data.view(np.dtype(ms.dtype_to_nptype(parameter.dtype)))))
 
 
 def iter_hf_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every Hugging Face tensor of a `CausalLM`: live views where layouts agree, copies where they differ."""
+    """Yield every Hugging Face tensor of a `CausalLM`: live views where layouts agree, copies where they differ.
+
+    bfloat16 comes as uint16 bit patterns.
+    """
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     for rule in model.spec.rules(model.dims):
-        parts = split(rule, model.dims, parameters[rule.mf_name].asnumpy())
+        parameter = parameters[rule.mf_name]
+        parts = split(rule, model.dims, parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)]))
         yield from zip(rule.hf_names, parts)
 
 
-def hf_tensor_infos(model) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of what `iter_hf_tensors` yields, in the same order, without touching data."""
+def hf_tensor_infos(model) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype name and shape of what `iter_hf_tensors` yields, in the same order, without touching data."""
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     return [
-        (name, _numpy_dtype(parameters[rule.mf_name]), shape)
+        (name, _dtype_name(parameters[rule.mf_name]), shape)
         for rule in model.spec.rules(model.dims)
         for name, shape in zip(rule.hf_names, rule.shape(model.dims))
     ]
 
 
-def _numpy_dtype(parameter) -> np.dtype:
-    import mindspore as ms
-
-    return np.dtype(ms.dtype_to_nptype(parameter.dtype))
+def _dtype_name(parameter) -> str:
+    return str(parameter.dtype).lower()
 
 
 def random_hf_weights(hf_config: dict, seed: int) -> Iterator[tuple[str, np.ndarray]]:

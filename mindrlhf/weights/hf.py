@@ -6,19 +6,19 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from mindrlhf.errors import UserError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(bfloat16),
+# NumPy has no bfloat16: those tensors are held as their bit patterns, uint16.
+STORAGE_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
 }
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FILE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPE_OF_CODE = {code: dtype for dtype, code in _FILE_CODES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -45,6 +45,24 @@ def read_json_object(path: Path) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def convert_dtype(array: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Convert between dtypes given by name; bfloat16 is rounded to nearest even. The array itself when they agree."""
+    if source == target:
+        return array
+    if source == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if target != "bfloat16":
+        return array.astype(STORAGE_DTYPES[target])
+    return _round_to_bfloat16(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def _round_to_bfloat16(array: np.ndarray) -> np.ndarray:
+    bits = array.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    # Rounding a NaN could carry into infinity: keep its upper half and make it quiet.
+    return np.where(np.isnan(array), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
 
 
 class SafetensorsFile:
@@ -80,11 +98,11 @@ class SafetensorsFile:
 
     def _check_entries(self, data_bytes: int) -> None:
         for name, entry in self._entries.items():
-            dtype = DTYPES.get(entry.get("dtype")) if isinstance(entry, dict) else None
+            dtype = _DTYPE_OF_CODE.get(entry.get("dtype")) if isinstance(entry, dict) else None
             if dtype is None:
-                raise UserError(f"{self.path}: tensor {name!r} has an unsupported dtype; use one of {', '.join(DTYPES)}")
+                raise UserError(f"{self.path}: tensor {name!r} has an unsupported dtype; use one of {', '.join(_DTYPE_OF_CODE)}")
             start, end = entry["data_offsets"]
-            expected = int(np.prod(entry["shape"], dtype=np.int64)) * dtype.itemsize
+            expected = int(np.prod(entry["shape"], dtype=np.int64)) * STORAGE_DTYPES[dtype].itemsize
             if end > data_bytes:
                 raise UserError(f"{self.path} is truncated at tensor {name!r}: download it again")
             if start < 0 or end - start != expected:
@@ -94,14 +112,15 @@ class SafetensorsFile:
         """Tensor names, in the order of the header."""
         return list(self._entries)
 
-    def info(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor, from the header alone."""
+    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype name (`float32`, `float16`, `bfloat16`) and shape of a tensor, from the header alone."""
         entry = self._entries[name]
-        return DTYPES[entry["dtype"]], tuple(entry["shape"])
+        return _DTYPE_OF_CODE[entry["dtype"]], tuple(entry["shape"])
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file."""
-        dtype, shape = self.info(name)
+        """The tensor as a read-only view of the mapped file; bfloat16 as uint16 bit patterns."""
+        dtype_name, shape = self.info(name)
+        dtype = STORAGE_DTYPES[dtype_name]
         start, end = (self._data_start + offset for offset in self._entries[name]["data_offsets"])
         raw = self._map[start:end]
         if start % dtype.itemsize:
@@ -154,12 +173,12 @@ class SafetensorsDirectory:
         """Every tensor name."""
         return list(self._file_of)
 
-    def info(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """Dtype and shape of a tensor, without reading it."""
+    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of a tensor, without reading it."""
         return self._open(self._file_of[name]).info(name)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of its file."""
+        """The tensor as a read-only view of its file; bfloat16 as uint16 bit patterns."""
         return self._open(self._file_of[name]).read(name)
 
     def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
