@@ -1,0 +1,53 @@
+"""The one place that sets MindSpore's global state: context, communication, MindFormers' switches."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindrlhf.config.sections import RunSection
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where this process stands among the trainer ranks."""
+
+    index: int
+    world_size: int
+
+    @property
+    def is_lead(self) -> bool:
+        """Rank 0 drives the loop; the others serve it."""
+        return self.index == 0
+
+
+def num_ranks_from_environment() -> int:
+    """Return the world size that msrun announced, 1 outside of msrun."""
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def start_runtime(run: RunSection, log_dir: Path) -> Rank:
+    """Set the MindSpore context from the config and join the other ranks; call it once per process.
+
+    The number of threads comes from ``OMP_NUM_THREADS``, which the launcher sets: MindSpore's own default
+    is a pool of threads far larger than a share of a CPU machine.
+    """
+    import mindspore as ms
+
+    from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device(DEVICE_TARGETS[run.device])
+    if run.device == "cpu":
+        num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        ms.set_context(runtime_num_threads=num_threads)
+    ms.set_seed(run.seed)
+    world_size = num_ranks_from_environment()
+    index = 0
+    if world_size > 1:
+        from mindspore.communication import get_rank, init
+
+        init()
+        index = get_rank()
+        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=False)
+    prepare_mindformers(run.device, log_dir / "mindformers")
+    return Rank(index, world_size)

@@ -1,0 +1,163 @@
+"""The lead rank calls a method on the worker of every rank at once.
+
+A star of TCP connections between rank 0 and the others, beside the device's own collectives: it carries batches
+and results as plain NumPy arrays, and it closes the moment a process dies, which a collective does not notice.
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.training.runtime import Rank
+from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+
+_ADMISSION_TIMEOUT_S = 60.0
+_TOKEN_WORDS = 4
+
+Values = dict[str, Any]  # arguments or results: NumPy arrays and JSON values by name
+
+
+class Team:
+    """The lead's view of all ranks. ``call`` is the only way work reaches a rank."""
+
+    def __init__(self, worker: Any, connections: Sequence[socket.socket] = ()):
+        self._worker = worker
+        self._connections = list(connections)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, the lead included."""
+        return 1 + len(self._connections)
+
+    def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> list[Values]:
+        """Run ``worker.method(**arguments)`` on every rank and return the results by rank.
+
+        Args:
+            method: a public method of the worker; it takes and returns arrays and JSON values by name.
+            per_rank: arguments of their own for each rank.
+            common: arguments that all ranks get.
+
+        Raises:
+            RunFailure: a rank died or failed; the message names it.
+        """
+        arguments = [{**common, **own} for own in per_rank] if per_rank else [common] * self.world_size
+        for rank, connection in enumerate(self._connections, start=1):
+            self._guard(rank, _send, connection, {"method": method}, arguments[rank])
+        results = [getattr(self._worker, method)(**arguments[0]) or {}]
+        for rank, connection in enumerate(self._connections, start=1):
+            header, values = self._guard(rank, _receive, connection)
+            if "error" in header:
+                error = UserError if header["is_user_error"] else RunFailure
+                raise error(f"rank {rank}: {header['error']}")
+            results.append(values)
+        return results
+
+    def close(self) -> None:
+        """Tell the other ranks that the run is over."""
+        for connection in self._connections:
+            try:
+                _send(connection, {"method": "close"}, {})
+            except (ConnectionClosed, OSError):
+                pass  # it is gone already, which is what we want
+            connection.close()
+        self._connections = []
+
+    def _guard(self, rank: int, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (ConnectionClosed, ProtocolError, OSError) as error:
+            raise RunFailure(f"rank {rank} died ({error}); see worker_{rank}.log in the log directory") from None
+
+
+def serve(worker: Any, connection: socket.socket) -> None:
+    """Do what the lead asks until it closes the team; the loop of every other rank.
+
+    Raises:
+        RunFailure: the lead died.
+    """
+    while True:
+        try:
+            header, arguments = _receive(connection)
+        except (ConnectionClosed, ProtocolError, OSError) as error:
+            raise RunFailure(f"the lead rank died ({error}); see worker_0.log in the log directory") from None
+        if header["method"] == "close":
+            connection.close()
+            return
+        try:
+            result = getattr(worker, header["method"])(**arguments) or {}
+        except Exception as error:
+            _send(
+                connection, {"error": " ".join(str(error).split()), "is_user_error": isinstance(error, UserError)}, {}
+            )
+            raise
+        _send(connection, {}, result)
+
+
+def connect(rank: Rank) -> list[socket.socket]:
+    """Open the star: on the lead, a connection to each other rank in order; elsewhere, the one to the lead.
+
+    The lead's address and a random token travel by a device broadcast, so only the ranks of this run can join.
+    """
+    if rank.world_size == 1:
+        return []
+    if rank.is_lead:
+        return _admit(rank)
+    port, *token = _broadcast(np.zeros(1 + _TOKEN_WORDS, np.int32))
+    connection = socket.create_connection((_lead_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    send_message(connection, {"rank": rank.index, "token": [int(word) for word in token]})
+    return [connection]
+
+
+def _admit(rank: Rank) -> list[socket.socket]:
+    token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
+    with socket.create_server((_lead_host(), 0), backlog=rank.world_size) as listener:
+        listener.settimeout(_ADMISSION_TIMEOUT_S)
+        _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
+        connections: dict[int, socket.socket] = {}
+        while len(connections) < rank.world_size - 1:
+            connection, _ = listener.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            header, _ = receive_message(connection, timeout_s=_ADMISSION_TIMEOUT_S)
+            if header.get("token") != token:
+                connection.close()
+                continue
+            connections[header["rank"]] = connection
+    return [connections[index] for index in range(1, rank.world_size)]
+
+
+def _lead_host() -> str:
+    return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
+
+
+def _broadcast(words: np.ndarray) -> np.ndarray:
+    """Return rank 0's int32 ``words`` on every rank."""
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    class Broadcast(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.broadcast = ops.Broadcast(0)
+
+        def construct(self, value):
+            return self.broadcast((value,))[0]
+
+    return Broadcast()(ms.Tensor(words)).asnumpy()
+
+
+def _send(connection: socket.socket, header: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in values.items() if name not in arrays}
+    send_message(connection, {**header, "values": plain}, arrays)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], Values]:
+    header, arrays = receive_message(connection)
+    return header, {**header.pop("values"), **arrays}
