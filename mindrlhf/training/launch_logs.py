@@ -1,0 +1,92 @@
+"""Following the log files of the ranks and choosing which lines the terminal shows; the files keep everything."""
+
+import re
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+# What MindSpore and MindFormers write on every healthy start on CPU or Ascend.
+HARMLESS_LINES = re.compile(
+    "|".join(
+        (
+            r"^\[(DEBUG|INFO)\] [A-Z]",
+            r"^\[WARNING\] .*\[mindspore/ccsrc/(include/)?cluster/(rpc|topology)/",
+            r"^\[WARNING\] .*\[mindspore/ccsrc/.*collective",
+            r"^\[WARNING\] .*deprecated",
+            r"^\[WARNING\] .*Distributed job is spawned",
+            r"^\S+ \S+ - mindformers\S* - (DEBUG|INFO) - ",
+            r"DeprecationWarning|FutureWarning|UserWarning",
+            r"^\s+warnings\.warn\(",
+            r"^None of PyTorch, TensorFlow",
+            r"^Start (scheduler|worker) process with|^Start scheduler process, log file",
+        )
+    )
+)
+_NEWS_OF_OTHER_RANKS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|(Error|Exception|error):")
+_TRACEBACK_START = re.compile(r"^Traceback \(most recent call last\)")
+_TRACEBACK_MAX_LINES = 60
+_NUM_REMEMBERED_LINES = 500
+
+
+class LogFollower:
+    """Copies new lines of each rank's log to the terminal.
+
+    Rank 0 is shown plainly. Of the others only warnings, errors and tracebacks are shown, after ``[rank N]``, and
+    not again when another rank has just said the same.
+    """
+
+    def __init__(self, log_paths: dict[int, Path], out: TextIO) -> None:
+        self._tails = {rank: _Tail(path) for rank, path in log_paths.items()}
+        self._out = out
+        self._traceback_lines_left = dict.fromkeys(log_paths, 0)
+        self._shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)
+
+    def poll(self, *, final: bool = False) -> None:
+        """Show what was written since the last call; ``final`` shows an unfinished last line too."""
+        for rank, tail in self._tails.items():
+            for line in tail.new_lines(final=final):
+                self._show(rank, line)
+        self._out.flush()
+
+    def _show(self, rank: int, line: str) -> None:
+        if HARMLESS_LINES.search(line):
+            self._traceback_lines_left[rank] = 0
+            return
+        if rank == 0:
+            self._shown.append(line)
+            self._out.write(f"{line}\n")
+        elif self._is_news(rank, line) and line not in self._shown:
+            self._shown.append(line)
+            self._out.write(f"[rank {rank}] {line}\n")
+
+    def _is_news(self, rank: int, line: str) -> bool:
+        if _TRACEBACK_START.search(line):
+            self._traceback_lines_left[rank] = _TRACEBACK_MAX_LINES
+        if self._traceback_lines_left[rank] > 0:
+            self._traceback_lines_left[rank] -= 1
+            return True
+        return bool(_NEWS_OF_OTHER_RANKS.search(line))
+
+
+class _Tail:
+    """The lines appended to a file since the last look; the file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_bytes = 0
+        self._unfinished = b""
+
+    def new_lines(self, *, final: bool) -> list[str]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset_bytes)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset_bytes += len(data)
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        if final and self._unfinished:
+            lines.append(self._unfinished)
+            self._unfinished = b""
+        # A progress bar redraws its line after each carriage return: only its last state is worth a line.
+        return [line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2] for line in lines]

@@ -1,0 +1,123 @@
+"""A run's processes on Linux: who descends from whom, how they ended, and that none outlives its parent.
+
+Nothing here imports MindSpore or vLLM, so that the launcher, the workers and the rollout server can all use it.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
+
+# <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+# proc(5): field 52, counted from 1; fields[0] is field 3.
+_EXIT_CODE_FIELD = 52 - 3
+# wait(2)
+_CORE_DUMPED = 0x80
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What ``/proc/PID/stat`` says of a process; ``returncode`` as in ``subprocess``, and None while it runs."""
+
+    pid: int
+    parent_pid: int
+    returncode: int | None
+
+
+def read_status(pid: int) -> ProcessStatus | None:
+    """Return the status of a process, or None when there is no such process (any more)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The second field is the program's name in brackets and may itself hold spaces and brackets.
+    fields = text.rpartition(")")[2].split()
+    state, parent_pid, wait_status = fields[0], int(fields[1]), int(fields[_EXIT_CODE_FIELD])
+    if state not in "ZX":
+        return ProcessStatus(pid, parent_pid, None)
+    return ProcessStatus(pid, parent_pid, os.waitstatus_to_exitcode(wait_status & ~_CORE_DUMPED))
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """Return the environment a process was started with; empty when it cannot be read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
+
+
+def descendants(root_pid: int, *, except_trees: Collection[int] = ()) -> list[ProcessStatus]:
+    """Return every descendant of a process, parents first, zombies included.
+
+    ``except_trees`` names processes that are left out together with their own descendants.
+    """
+    children: dict[int, list[ProcessStatus]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (status := read_status(int(entry))) is not None:
+            children.setdefault(status.parent_pid, []).append(status)
+    found, frontier = [], [root_pid]
+    while frontier:
+        for status in children.get(frontier.pop(), []):
+            if status.pid not in except_trees:
+                found.append(status)
+                frontier.append(status.pid)
+    return found
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make this process the new parent of any descendant whose own parent dies, so that none is lost from sight."""
+    previous = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(previous))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, previous.value)
+
+
+def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel send ``signal_number`` to this process when the thread that started it ends, however it ends.
+
+    Args:
+        parent_pid: the parent this process was meant to have; if it has already gone, the signal is sent at once.
+        signal_number: SIGKILL cannot be blocked by a hung collective; SIGTERM leaves a chance to clean up.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal_number)
+
+
+def die_with_launcher() -> None:
+    """Call first in a worker's main: a worker of ``mindrlhf.training.launch`` does not outlive a killed launcher.
+
+    Does nothing under a plain ``msrun``, which may return before its workers (``--join=False``).
+    """
+    launcher_pid = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher_pid is None:
+        return
+    die_with_parent()
+    if read_status(int(launcher_pid)) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_all(pids: Collection[int], signal_number: int) -> None:
+    """Send a signal to every process that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+
+
+def _prctl(option: int, argument: int) -> None:
+    if _LIBC.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
