@@ -1,0 +1,119 @@
+"""``mindrlhf data``: build prompt files from raw data, and show what is in them."""
+
+import argparse
+from dataclasses import asdict
+
+from mindrlhf.errors import UserError
+
+NUM_SHOWN_IDS = 32
+
+
+def register(subparsers) -> None:
+    """Add ``data build`` and ``data show``."""
+    parser = subparsers.add_parser("data", help="build prompt files and look into them")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _register_build(actions)
+    show = actions.add_parser("show", help="print the header and the first records of a prompt file")
+    show.add_argument("file", metavar="FILE")
+    show.add_argument("--num", type=int, default=3, metavar="N", help="records to print (default: 3)")
+    show.add_argument("--tokenizer", metavar="DIR", help="decode with this tokenizer, which must be the file's own")
+    show.set_defaults(run=run_show)
+
+
+def _register_build(actions) -> None:
+    build = actions.add_parser("build", help="turn JSONL, JSON or Parquet files into a MindRecord prompt file")
+    build.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
+    build.add_argument("--output", required=True, metavar="FILE", help="the MindRecord file to write")
+    build.add_argument("--tokenizer", required=True, metavar="DIR", help="Hugging Face directory, or .model file")
+    build.add_argument(
+        "--handler", default="gsm8k", metavar="NAME", help="gsm8k (default), deepscaler, dapo_math_17k or map_keys"
+    )
+    build.add_argument(
+        "--map", type=parse_key_map, default={}, metavar="question=KEY,...", help="for map_keys; also answer, response"
+    )
+    build.add_argument(
+        "--template", default="qwen", metavar="NAME", help="qwen (default: the tokenizer's own), plain, r1, Jinja file"
+    )
+    build.add_argument("--system", metavar="TEXT", help="system prompt in place of the template's own")
+    build.add_argument("--task", choices=("prompts", "sft"), default="prompts", help="sft stores responses too")
+    build.add_argument("--max-prompt-length", type=int, required=True, metavar="N", help="tokens; longer are dropped")
+    build.add_argument("--max-length", type=int, metavar="N", help="for sft: tokens of prompt + response")
+    build.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
+    build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
+    build.set_defaults(run=run_build)
+
+
+def parse_key_map(text: str) -> dict[str, str]:
+    """Return ``{"question": "q", "answer": "a"}`` for ``question=q,answer=a``."""
+    pairs = [item.partition("=") for item in text.split(",")]
+    for name, equals, key in pairs:
+        if not (name and equals and key):
+            raise argparse.ArgumentTypeError(f"expected question=KEY,answer=KEY, got {text!r}")
+    return {name: key for name, _, key in pairs}
+
+
+def run_build(arguments) -> int:
+    """Build a prompt file and print what became of the records."""
+    from mindrlhf.data.build import build_prompts
+
+    report = build_prompts(
+        arguments.input,
+        arguments.output,
+        arguments.tokenizer,
+        handler=arguments.handler,
+        key_map=arguments.map,
+        template=arguments.template,
+        system=arguments.system,
+        task=arguments.task,
+        max_prompt_length=arguments.max_prompt_length,
+        max_length=arguments.max_length,
+        num_workers=arguments.workers,
+        skip_bad=arguments.skip_bad,
+    )
+    print_report(report)
+    return 0
+
+
+def print_report(report) -> None:
+    """Print a ``BuildReport`` in a few lines."""
+    header = report.header
+    print(
+        f"records    {header.num_kept} kept of {header.num_read} read "
+        f"({header.num_too_long} too long, {header.num_bad} bad)"
+    )
+    for example in report.bad_examples:
+        print(f"  bad      {example}")
+    print(f"prompts    {report.prompt_lengths}")
+    if report.response_lengths:
+        print(f"responses  {report.response_lengths}")
+    print(f"time       {report.elapsed_s:.1f} s")
+    print(f"written    {report.path}")
+
+
+def run_show(arguments) -> int:
+    """Print the header and the first records of a prompt file, decoded when the tokenizer is given."""
+    from mindrlhf.data.mindrecord import PromptFile
+    from mindrlhf.data.tokenizers import load_tokenizer
+
+    if arguments.num < 0:
+        raise UserError(f"--num must be 0 or more, got {arguments.num}")
+    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    prompts = PromptFile.open(arguments.file, tokenizer.fingerprint if tokenizer else None)
+    for name, value in asdict(prompts.header).items():
+        print(f"{name:22} {value}")
+    for record in prompts.read(range(min(arguments.num, len(prompts)))):
+        print(f"\n--- {record.source_id}")
+        print(f"answer    {record.answer}")
+        _print_ids("prompt", record.prompt_ids, tokenizer)
+        if len(record.response_ids):
+            _print_ids("response", record.response_ids, tokenizer)
+    return 0
+
+
+def _print_ids(label: str, ids, tokenizer) -> None:
+    print(f"{label:9} {len(ids)} tokens")
+    if tokenizer:
+        print(tokenizer.decode(ids, skip_special_tokens=False))
+    else:
+        rest = " ..." if len(ids) > NUM_SHOWN_IDS else ""
+        print(" ".join(map(str, ids[:NUM_SHOWN_IDS])) + rest)

@@ -1,0 +1,286 @@
+"""Build a prompt file: read, encode in parallel, spool, then write MindRecord with the final counts."""
+
+import importlib.util
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+from os.path import commonpath, relpath
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+from tqdm import tqdm
+
+from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
+from mindrlhf.data.mindrecord import (
+    TASKS,
+    PromptFileHeader,
+    PromptRecord,
+    check_output_path,
+    index_path,
+    write_prompt_file,
+)
+from mindrlhf.data.readers import BadRecord, RawRecord, check_readable, read_records
+from mindrlhf.data.workers import default_num_workers, encode_in_order
+from mindrlhf.errors import UserError
+
+CHUNK_RECORDS = 128
+NUM_REPORTED_BAD = 5
+
+SPOOL_SCHEMA = pyarrow.schema(
+    {
+        "prompt_ids": pyarrow.list_(pyarrow.int32()),
+        "response_ids": pyarrow.list_(pyarrow.int32()),
+        "answer": pyarrow.string(),
+        "source_id": pyarrow.string(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Shortest, mean and longest, in tokens."""
+
+    shortest: int
+    mean: float
+    longest: int
+
+    def __str__(self) -> str:
+        return f"min {self.shortest}, mean {self.mean:.1f}, max {self.longest} tokens"
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did. ``bad_examples`` are the first few bad records, as ``file:number: reason``."""
+
+    path: Path
+    header: PromptFileHeader
+    prompt_lengths: LengthSummary
+    response_lengths: LengthSummary | None  # None unless the task is sft
+    bad_examples: tuple[str, ...]
+    elapsed_s: float
+
+
+@dataclass
+class _Tally:
+    """Running totals of a build."""
+
+    num_read: int = 0
+    num_bad: int = 0
+    num_too_long: int = 0
+    bad_examples: list[str] = field(default_factory=list)
+    lengths: list[Counter] = field(default_factory=lambda: [Counter(), Counter()])  # of prompts, of responses
+
+    def add(self, chunk: EncodedChunk) -> None:
+        self.num_read += chunk.num_read
+        self.num_bad += len(chunk.bad_records)
+        self.num_too_long += chunk.num_too_long
+        num_wanted = NUM_REPORTED_BAD - len(self.bad_examples)
+        self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
+        for counter, lengths in zip(self.lengths, chunk.lengths().T):
+            counter.update(lengths.tolist())
+
+    @property
+    def num_kept(self) -> int:
+        return self.num_read - self.num_bad - self.num_too_long
+
+    def summary(self, column: int) -> LengthSummary:
+        counter = self.lengths[column]
+        total = sum(length * count for length, count in counter.items())
+        return LengthSummary(min(counter), total / counter.total(), max(counter))
+
+
+def build_prompts(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    tokenizer_path: str | Path,
+    *,
+    merges_path: str | Path | None = None,
+    handler: str = "gsm8k",
+    key_map: Mapping[str, str] | None = None,
+    template: str = "qwen",
+    system: str | None = None,
+    task: str = "prompts",
+    max_prompt_length: int = 1024,
+    max_length: int | None = None,
+    num_workers: int | None = None,
+    skip_bad: bool = False,
+    show_progress: bool = True,
+) -> BuildReport:
+    """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
+
+    Args:
+        inputs: JSONL, JSON or Parquet files.
+        output: the MindRecord file, replaced when it exists.
+        tokenizer_path, merges_path: see ``load_tokenizer``.
+        handler, key_map: see ``load_handler``.
+        template, system: see ``load_template``.
+        task: "prompts", or "sft" to store responses too, end token appended.
+        max_prompt_length: in tokens; longer prompts are dropped and counted.
+        max_length: for task "sft", in tokens of prompt + response, end token included; longer ones are
+            dropped and counted.
+        num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
+        skip_bad: count records that cannot be used, instead of ending at the first.
+        show_progress: draw a progress bar on stderr when it is a terminal.
+
+    Raises:
+        UserError: a setting that does not fit, unreadable data, a bad record, or no record left.
+        RunFailure: a worker process died.
+    """
+    started_s = time.monotonic()
+    inputs, output = [Path(path) for path in inputs], Path(output)
+    _check_paths(inputs, output)
+    _check_numbers(task, max_prompt_length, max_length, num_workers)
+    input_size_bytes = sum(path.stat().st_size for path in inputs)
+    if num_workers is None:
+        num_workers = default_num_workers(input_size_bytes)
+    settings = EncoderSettings(
+        tokenizer_path=str(tokenizer_path),
+        merges_path=None if merges_path is None else str(merges_path),
+        handler=handler,
+        key_map=dict(key_map or {}),
+        template=template,
+        system=system,
+        task=task,
+        max_prompt_length=max_prompt_length,
+        max_length=max_length,
+        source_names=_source_names(inputs),
+    )
+    encoder = RecordEncoder(settings)
+    tally = _Tally()
+    with tempfile.TemporaryDirectory(prefix=".mindrlhf-build-", dir=output.parent) as directory:
+        spool = Path(directory) / "records.arrow"
+        with _progress_bar(input_size_bytes, show_progress) as bar:
+            encoded = encode_in_order(encoder, settings, _chunks(inputs, bar), num_workers)
+            # Closing the generator ends the worker processes, also when a bad record ends the build.
+            with closing(encoded), pyarrow.OSFile(str(spool), "wb") as sink:
+                _spool(_counted(encoded, tally, skip_bad), sink)
+        _check_any_kept(tally, settings)
+        header = _header(settings, encoder, tally)
+        write_prompt_file(output, header, _read_spool(spool))
+    return BuildReport(
+        path=output,
+        header=header,
+        prompt_lengths=tally.summary(0),
+        response_lengths=tally.summary(1) if task == "sft" else None,
+        bad_examples=tuple(tally.bad_examples),
+        elapsed_s=time.monotonic() - started_s,
+    )
+
+
+def _check_paths(inputs: Sequence[Path], output: Path) -> None:
+    if not inputs:
+        raise UserError("no input files")
+    for path in inputs:
+        check_readable(path)
+        if path.resolve() in (output.resolve(), index_path(output).resolve()):
+            raise UserError(f"output {output} would overwrite input {path}")
+    if len({path.resolve() for path in inputs}) < len(inputs):
+        raise UserError("the same input file is named twice; its records would count twice")
+    check_output_path(output)
+    if importlib.util.find_spec("mindspore") is None:
+        raise UserError("writing MindRecord needs MindSpore, which is not installed: see 'mindrlhf doctor'")
+
+
+def _check_numbers(task: str, max_prompt_length: int, max_length: int | None, num_workers: int | None) -> None:
+    if task not in TASKS:
+        raise UserError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
+    if max_prompt_length < 1:
+        raise UserError(f"max_prompt_length must be 1 or more, got {max_prompt_length}")
+    if num_workers is not None and num_workers < 1:
+        raise UserError(f"the number of workers must be 1 or more, got {num_workers}")
+    if task == "prompts" and max_length is not None:
+        raise UserError("max_length bounds prompt + response, so it goes with task sft; use max_prompt_length")
+    if task == "sft" and max_length is None:
+        raise UserError("task sft needs max_length: the most tokens of prompt + response")
+    if max_length is not None and max_length < 2:
+        raise UserError(f"max_length must be 2 or more, got {max_length}")
+
+
+def _source_names(inputs: Sequence[Path]) -> dict[str, str]:
+    """Name each input as briefly as tells them apart: file name, else the path below the common folder."""
+    names = {str(path): path.name for path in inputs}
+    if len(set(names.values())) < len(names):
+        root = commonpath([path.resolve().parent for path in inputs])
+        names = {str(path): relpath(path.resolve(), root) for path in inputs}
+    return names
+
+
+def _progress_bar(size_bytes: int, show_progress: bool) -> tqdm:
+    disable = None if show_progress else True  # None draws on terminals only
+    return tqdm(total=size_bytes, unit="B", unit_scale=True, desc="encode", file=sys.stderr, disable=disable)
+
+
+def _chunks(inputs: Sequence[Path], bar: tqdm) -> Iterator[list[RawRecord | BadRecord]]:
+    """Yield the records of all inputs in lists; a list never spans two files."""
+    done_bytes = 0
+    for path in inputs:
+        records = read_records(path)
+        while chunk := list(islice(records, CHUNK_RECORDS)):
+            yield chunk
+            bar.update(done_bytes + chunk[-1].position_bytes - bar.n)
+        done_bytes += path.stat().st_size
+
+
+def _counted(chunks: Iterable[EncodedChunk], tally: _Tally, skip_bad: bool) -> Iterator[EncodedChunk]:
+    for chunk in chunks:
+        if chunk.bad_records and not skip_bad:
+            raise UserError(f"{chunk.bad_records[0]} (mend the record, or pass --skip-bad to count and leave out such)")
+        tally.add(chunk)
+        yield chunk
+
+
+def _check_any_kept(tally: _Tally, settings: EncoderSettings) -> None:
+    if tally.num_kept:
+        return
+    limit = f"{settings.max_prompt_length} tokens" + (f" ({settings.max_length} in all)" if settings.max_length else "")
+    first_bad = f", the first: {tally.bad_examples[0]}" if tally.bad_examples else ""
+    raise UserError(
+        f"no record is left of {tally.num_read}: {tally.num_too_long} longer than {limit}, "
+        f"{tally.num_bad} bad{first_bad}"
+    )
+
+
+def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) -> PromptFileHeader:
+    return PromptFileHeader(
+        task=settings.task,
+        tokenizer_fingerprint=encoder.tokenizer.fingerprint,
+        template=encoder.template.name,
+        template_sha256=encoder.template.sha256,
+        handler=settings.handler,
+        num_read=tally.num_read,
+        num_kept=tally.num_kept,
+        num_bad=tally.num_bad,
+        num_too_long=tally.num_too_long,
+        max_prompt_length=settings.max_prompt_length,
+        max_length=settings.max_length,
+        longest_prompt=tally.summary(0).longest,
+        longest_response=tally.summary(1).longest,
+    )
+
+
+def _spool(chunks: Iterable[EncodedChunk], sink: pyarrow.NativeFile) -> None:
+    """Keep the ids on disk until the counts are known, which MindRecord wants first."""
+    with pyarrow.ipc.new_stream(sink, SPOOL_SCHEMA) as writer:
+        for chunk in chunks:
+            rows = [vars(record) for record in chunk.records]
+            writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=SPOOL_SCHEMA))
+
+
+def _read_spool(spool: Path) -> Iterator[list[PromptRecord]]:
+    with pyarrow.memory_map(str(spool)) as source, pyarrow.ipc.open_stream(source) as reader:
+        for batch in reader:
+            columns = [_id_arrays(batch["prompt_ids"]), _id_arrays(batch["response_ids"])]
+            texts = [batch["answer"].to_pylist(), batch["source_id"].to_pylist()]
+            yield [PromptRecord(*values) for values in zip(*columns, *texts, strict=True)]
+
+
+def _id_arrays(column: pyarrow.ListArray) -> Iterator[np.ndarray]:
+    """Yield int32 ``[length]`` for each row of a list column."""
+    ids, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+    return (ids[start:end] for start, end in zip(offsets[:-1], offsets[1:]))

@@ -1,0 +1,183 @@
+"""Handlers: from the raw record of a known data set to an ``Example``.
+
+A handler is a function of the record's fields. What the record lacks is a ``RecordError`` with the
+reason, which the builder reports with file and line.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from mindrlhf.errors import UserError
+
+ROLES = ("system", "user", "assistant", "tool")
+MAPPED_FIELDS = ("question", "answer", "response")
+
+
+class RecordError(ValueError):
+    """One record cannot be used; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat; ``role`` is one of ``ROLES``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem, ready for a template.
+
+    ``messages`` ends with the user's turn. ``answer`` is what verifiers compare with ("" when the data has
+    none); ``response`` is a worked solution for supervised training, None when the data has none.
+    """
+
+    messages: tuple[Message, ...]
+    answer: str
+    response: str | None = None
+    source_id: str = ""
+
+    @property
+    def question(self) -> str:
+        """Text of the last message."""
+        return self.messages[-1].content
+
+
+Handler = Callable[[Mapping], Example]
+
+
+def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler:
+    """Return the handler called ``name``.
+
+    Args:
+        name: a key of ``HANDLERS``, or ``map_keys``.
+        key_map: for ``map_keys``: which key of the record holds the question (required), the answer and
+            the response. A dotted key (``reward_model.ground_truth``) reaches into nested records.
+
+    Raises:
+        UserError: unknown name, or a key map that is missing, wrong or not wanted.
+    """
+    key_map = dict(key_map or {})
+    if name == "map_keys":
+        return _map_keys_handler(key_map)
+    if name not in HANDLERS:
+        raise UserError(f"unknown handler {name!r}; choose from {', '.join(handler_names())}")
+    if key_map:
+        raise UserError(f"handler {name!r} takes no key map; use handler map_keys, or leave the map out")
+    return HANDLERS[name]
+
+
+def handler_names() -> tuple[str, ...]:
+    """Return every name that ``load_handler`` takes."""
+    return (*HANDLERS, "map_keys")
+
+
+def with_source(example: Example, source_id: str) -> Example:
+    """Return ``example`` with its ``source_id`` set."""
+    return replace(example, source_id=source_id)
+
+
+def read_gsm8k(fields: Mapping) -> Example:
+    """GSM8K: the final number stands after the last ``#### ``; the whole answer text is the response."""
+    solution = _text(fields, "answer")
+    _, marker, final = solution.rpartition("####")
+    if not marker:
+        raise RecordError("no '#### ' before a final answer in field 'answer'")
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final.strip())
+    if not answer:
+        raise RecordError("nothing after '#### ' in field 'answer'")
+    return Example(_question_messages(_required(fields, "question"), "question"), answer, response=solution)
+
+
+def read_deepscaler(fields: Mapping) -> Example:
+    """DeepScaleR: fields ``problem`` and ``answer``."""
+    return Example(_question_messages(_required(fields, "problem"), "problem"), _answer(fields, "answer"))
+
+
+def read_dapo_math_17k(fields: Mapping) -> Example:
+    """DAPO-Math-17k: a chat in ``prompt``, the answer in ``reward_model.ground_truth``."""
+    prompt = _required(fields, "prompt")
+    if not isinstance(prompt, list):
+        raise RecordError(f"field 'prompt' must be a list of messages, found {type(prompt).__name__}")
+    return Example(_question_messages(prompt, "prompt"), _answer(fields, "reward_model.ground_truth"))
+
+
+HANDLERS: dict[str, Handler] = {
+    "gsm8k": read_gsm8k,
+    "deepscaler": read_deepscaler,
+    "dapo_math_17k": read_dapo_math_17k,
+}
+
+
+def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
+    wrong = [name for name in key_map if name not in MAPPED_FIELDS]
+    if wrong:
+        raise UserError(f"unknown field {wrong[0]!r} in the key map; it takes {', '.join(MAPPED_FIELDS)}")
+    if not key_map.get("question"):
+        raise UserError("handler map_keys needs to know the question's key: --map question=KEY,answer=KEY")
+
+    def read_mapped(fields: Mapping) -> Example:
+        question_key = key_map["question"]
+        return Example(
+            messages=_question_messages(_required(fields, question_key), question_key),
+            answer=_answer(fields, key_map["answer"]) if "answer" in key_map else "",
+            response=_text(fields, key_map["response"]) if "response" in key_map else None,
+        )
+
+    return read_mapped
+
+
+def _required(fields: Mapping, key: str) -> object:
+    """Return the value at ``key``: the literal key when present, else the path that its dots spell."""
+    if key in fields:
+        value = fields[key]
+    else:
+        value = fields
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise RecordError(f"no field {key!r}")
+            value = value[part]
+    if value is None:
+        raise RecordError(f"field {key!r} is null")
+    return value
+
+
+def _text(fields: Mapping, key: str) -> str:
+    value = _required(fields, key)
+    if not isinstance(value, str):
+        raise RecordError(f"field {key!r} must be text, found {type(value).__name__}")
+    if not value.strip():
+        raise RecordError(f"field {key!r} is empty")
+    return value
+
+
+def _answer(fields: Mapping, key: str) -> str:
+    value = _required(fields, key)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    return _text(fields, key).strip()
+
+
+def _question_messages(value: object, key: str) -> tuple[Message, ...]:
+    """Return a question, given as text or as a chat, as messages."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise RecordError(f"field {key!r} must be text or a list of messages, found {type(value).__name__}")
+    if not value:
+        raise RecordError(f"field {key!r} holds no messages")
+    messages = tuple(_message(item, key) for item in value)
+    if messages[-1].role != "user":
+        raise RecordError(f"the last message of field {key!r} is from {messages[-1].role!r}, not from 'user'")
+    return messages
+
+
+def _message(item: object, key: str) -> Message:
+    role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+    if not isinstance(content, str) or not content.strip():
+        raise RecordError(f"a message of field {key!r} has no text in 'content'")
+    if role not in ROLES:
+        raise RecordError(f"a message of field {key!r} has role {role!r}; expected one of {', '.join(ROLES)}")
+    return Message(role, content)

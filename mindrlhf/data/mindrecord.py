@@ -1,0 +1,289 @@
+"""Prompt files: MindRecord with a header that says what the records are.
+
+The header is JSON in the schema description of the MindRecord file itself. A file is two files,
+``NAME`` and its index ``NAME.db``; they may be moved together but not renamed, because MindRecord keeps
+the name in the index. Both load with ``mindspore.dataset.MindDataset`` too.
+"""
+
+import json
+import os
+import shutil
+import sqlite3
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from mindrlhf.errors import UserError
+
+FORMAT = "mindrlhf-prompts"
+FORMAT_VERSION = 1
+TASKS = ("prompts", "sft")
+
+# MindRecord's defaults (16 MiB and 32 MiB) make small files large: a page table of 1 MiB serves some 5,000 pages.
+HEADER_SIZE_BYTES = 1 << 20
+PAGE_SIZE_BYTES = 8 << 20
+FORBIDDEN_IN_NAMES = set(r'\/:*?"<>|`&;' + "'")
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt."""
+
+    prompt_ids: np.ndarray  # int32 [prompt]
+    response_ids: np.ndarray  # int32 [response], end token included; empty unless the task is sft
+    answer: str
+    source_id: str
+
+
+@dataclass(frozen=True)
+class PromptFileHeader:
+    """What was built, from what. Lengths are in tokens."""
+
+    task: str  # "prompts" or "sft"
+    tokenizer_fingerprint: str
+    template: str
+    template_sha256: str
+    handler: str
+    num_read: int
+    num_kept: int
+    num_bad: int
+    num_too_long: int
+    max_prompt_length: int
+    max_length: int | None  # limit of prompt + response; None unless the task is sft
+    longest_prompt: int
+    longest_response: int
+    format_version: int = FORMAT_VERSION
+
+
+def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> None:
+    """Write ``header`` and the records of ``batches`` to ``path`` and ``path.db``.
+
+    Either both files are there and whole afterwards, or the error leaves what was there before. A machine
+    that dies between the two renames leaves a file without index, which ``PromptFile.open`` refuses.
+
+    Raises:
+        UserError: MindRecord takes no such name, or cannot write there.
+    """
+    check_output_path(path)
+    with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=path.parent) as directory:
+        # MindRecord stores the name, so the temporary part is the directory.
+        temporary = Path(directory) / path.name
+        num_written = _write(temporary, header, batches)
+        assert num_written == header.num_kept, f"wrote {num_written} records, the header says {header.num_kept}"
+        _publish(temporary, path)
+
+
+def check_output_path(path: Path) -> None:
+    """Raise ``UserError`` when a prompt file cannot be written at ``path``."""
+    if path.is_dir():
+        raise UserError(f"output {path} is a directory; name a file, such as {path / 'train.mindrecord'}")
+    if not path.parent.is_dir():
+        raise UserError(f"no such directory for the output: {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"cannot write into {path.parent}")
+    forbidden = FORBIDDEN_IN_NAMES & set(path.name)
+    if forbidden or path.name != path.name.strip():
+        raise UserError(
+            f"MindRecord does not take the file name {path.name!r}: no spaces at the ends, and none of "
+            + " ".join(sorted(FORBIDDEN_IN_NAMES))
+        )
+
+
+def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> int:
+    from mindspore.mindrecord import FileWriter
+
+    columns = _columns(header.task)
+    writer = FileWriter(str(path), shard_num=1)
+    writer.set_header_size(HEADER_SIZE_BYTES)
+    writer.set_page_size(PAGE_SIZE_BYTES)
+    writer.add_schema(columns, json.dumps({"format": FORMAT, **asdict(header)}))
+    writer.add_index(["source_id"])
+    num_written = 0
+    try:
+        for batch in batches:
+            rows = [{name: getattr(record, name) for name in columns} for record in batch]
+            writer.write_raw_data(rows)
+            num_written += len(rows)  # rows that do not fit the schema were taken out, with a mere warning
+        writer.commit()
+    except RuntimeError as error:  # what MindRecord's C++ side raises: a full disk, a record above the page size
+        raise UserError(f"MindRecord cannot write {path.name}: {_mindrecord_reason(error)}") from error
+    return num_written
+
+
+def _columns(task: str) -> dict:
+    """Return the schema. MindDataset reads an empty array as garbage, so prompts have no response column."""
+    columns = {
+        "prompt_ids": {"type": "int32", "shape": [-1]},
+        "response_ids": {"type": "int32", "shape": [-1]},
+        "answer": {"type": "string"},
+        "source_id": {"type": "string"},
+    }
+    if task == "prompts":
+        del columns["response_ids"]
+    return columns
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give the finished pair its name. Without its index a file is refused, so no mixed pair is ever read."""
+    index, temporary_index = index_path(path), index_path(temporary)
+    # MindRecord makes its files private; other users' training jobs read them too.
+    readable = temporary.with_name("mode")
+    readable.touch()
+    for file in (temporary, temporary_index):
+        shutil.copymode(readable, file)
+        _sync(file)
+    index.unlink(missing_ok=True)
+    os.replace(temporary, path)
+    os.replace(temporary_index, index)
+    _sync(path.parent)
+
+
+def index_path(path: Path) -> Path:
+    """Return the path of MindRecord's index of ``path``."""
+    return path.with_name(path.name + ".db")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class PromptFile:
+    """A prompt file open for reading. Opening reads the header and checks the file; records are read on demand."""
+
+    def __init__(self, path: Path, header: PromptFileHeader):
+        self.path = path
+        self.header = header
+
+    @classmethod
+    def open(cls, path: str | Path, tokenizer_fingerprint: str | None = None) -> "PromptFile":
+        """Open ``path``; MindSpore is not imported before the first ``read``.
+
+        Args:
+            path: the MindRecord file; its ``.db`` must lie beside it.
+            tokenizer_fingerprint: of the tokenizer that will read the ids; None skips the comparison.
+
+        Raises:
+            UserError: absent, empty, truncated, renamed or foreign file, or another tokenizer's.
+        """
+        path = Path(path)
+        header = read_header(path)
+        _check_index(path, header)
+        if tokenizer_fingerprint is not None and tokenizer_fingerprint != header.tokenizer_fingerprint:
+            raise UserError(
+                f"{path} was built with tokenizer {header.tokenizer_fingerprint[:12]}, this run has "
+                f"{tokenizer_fingerprint[:12]}: build it again with this run's tokenizer, or change tokenizer_dir"
+            )
+        return cls(path, header)
+
+    def __len__(self) -> int:
+        return self.header.num_kept
+
+    def read(self, indices: Sequence[int]) -> list[PromptRecord]:
+        """Return the records at ``indices``, in that order; an index may come more than once.
+
+        One call costs about 10 ms whatever the number of records, so read a batch at a time.
+
+        Raises:
+            UserError: MindRecord finds the file damaged.
+        """
+        wanted = [int(index) for index in indices]
+        for index in wanted:
+            if not 0 <= index < len(self):
+                raise IndexError(f"record {index} of {self.path}, which has {len(self)}")
+        if not wanted:
+            return []
+        # The sampler takes at most as many indices as there are records.
+        distinct = sorted(set(wanted))
+        records = dict(zip(distinct, self._read_distinct(distinct), strict=True))
+        return [records[index] for index in wanted]
+
+    def _read_distinct(self, indices: list[int]) -> Iterator[PromptRecord]:
+        from mindspore.dataset import MindDataset, SubsetSampler
+
+        try:
+            dataset = MindDataset(str(self.path), num_parallel_workers=1, sampler=SubsetSampler(indices))
+            for row in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
+                yield PromptRecord(
+                    prompt_ids=row["prompt_ids"],
+                    response_ids=row.get("response_ids", np.zeros(0, np.int32)),
+                    answer=row["answer"].item(),
+                    source_id=row["source_id"].item(),
+                )
+        except RuntimeError as error:
+            raise UserError(f"{self.path} is damaged, build it again: {_mindrecord_reason(error)}") from error
+
+
+def read_header(path: Path) -> PromptFileHeader:
+    """Return the header of the prompt file at ``path``, without MindSpore.
+
+    A MindRecord file starts with the length of its own header (uint64, little endian) and the header
+    (JSON), which holds our description, the page size and the table of pages.
+
+    Raises:
+        UserError: absent, empty, truncated or foreign file, or one of a newer version.
+    """
+    if not path.is_file():
+        raise UserError(f"no prompt file at {path}: build one with 'mindrlhf data build'")
+    size_bytes = path.stat().st_size
+    if size_bytes == 0:
+        raise UserError(f"{path} is empty: build it again with 'mindrlhf data build'")
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            layout = json.loads(file.read(length)) if length <= size_bytes else None
+            description = json.loads(layout["schema"][0]["desc"])
+            is_ours = description.pop("format") == FORMAT
+            end_bytes = max(_page_ends(layout))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise UserError(f"{path} is not a prompt file: build one with 'mindrlhf data build'")
+    version = description.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: build it again")
+    if size_bytes < end_bytes:
+        raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
+    if description.keys() != {field.name for field in fields(PromptFileHeader)}:
+        raise UserError(f"{path} has an incomplete header: build it again")
+    return PromptFileHeader(**description)
+
+
+def _page_ends(layout: dict) -> Iterator[int]:
+    """Yield where the used part of each page ends, in bytes from the start of the file."""
+    for page in layout["page"]:
+        yield layout["header_size"] + page["page_id"] * layout["page_size"] + page["page_size"]
+
+
+def _check_index(path: Path, header: PromptFileHeader) -> None:
+    """Raise ``UserError`` unless the index beside ``path`` belongs to it."""
+    index = index_path(path)
+    if not index.is_file():
+        raise UserError(f"{path} has no index {index.name}: copy it along, or build the file again")
+    try:
+        with closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            ((name,),) = database.execute("SELECT NAME FROM SHARD_NAME")
+            ((num_records,),) = database.execute("SELECT COUNT(*) FROM INDEXES")
+    except (sqlite3.Error, ValueError) as error:
+        raise UserError(f"the index {index} is damaged ({error}): build the file again") from error
+    if name != path.name:
+        raise UserError(f"{path} was renamed: MindRecord needs its first name, so rename both files to {name}[.db]")
+    if num_records != header.num_kept:
+        raise UserError(f"the index {index} has {num_records} records, the file {header.num_kept}: build it again")
+
+
+def _mindrecord_reason(error: RuntimeError) -> str:
+    """Return the one line of a MindRecord error that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line.removeprefix("[ERROR]").strip() for line in lines if line.startswith("[ERROR]")]
+    return (reasons or lines or [type(error).__name__])[0]

@@ -1,0 +1,291 @@
+"""Tokenizers from Hugging Face directories and SentencePiece models, behind one small interface."""
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from mindrlhf.data.tokenizer_config import AddedTokenSpec, TokenizerConfig, read_tokenizer_config
+from mindrlhf.errors import UserError
+
+# Tokens with which chat models end a turn; a chat model stops on it, whatever its eos token is.
+CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+
+# Qwen2's way of cutting text into words before byte-pair merging (transformers' Qwen2Tokenizer, Apache-2.0).
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_END_TOKEN = "<|endoftext|>"
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back. Nothing is added or cut: no bos, no eos, no padding, no truncation.
+
+    Attributes:
+        vocab_size: one more than the highest id that ``encode`` can give. (A model's embedding may have
+            more rows.)
+        bos_token, eos_token: their text, None when there is none.
+        eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist.
+        pad_token_id: the pad token, else eos, else 0. Padding is masked everywhere, so any valid id serves.
+        chat_template: Jinja source, None when the tokenizer has none.
+    """
+
+    def __init__(self, config: TokenizerConfig, added_ids: dict[str, int], vocab_size: int):
+        """``added_ids`` maps the special and added tokens to their ids."""
+        self.vocab_size = vocab_size
+        self.bos_token = config.bos_token
+        self.eos_token = config.eos_token
+        self.chat_template = config.chat_template
+        self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
+        end_ids = [self._special_id(token) for token in (self.chat_end_token, config.eos_token) if token]
+        self.eos_token_ids = tuple(dict.fromkeys(end_ids))
+        if config.pad_token:
+            self.pad_token_id = self._special_id(config.pad_token)
+        else:
+            self.pad_token_id = end_ids[-1] if end_ids else 0
+
+    def _special_id(self, token: str) -> int:
+        token_id = self.token_to_id(token)
+        if token_id is None:
+            raise UserError(f"tokenizer_config.json names the token {token!r}, which is not in the vocabulary")
+        return token_id
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of one token of the vocabulary, or None."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``; special tokens written out in it become their ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return ``[encode(text) for text in texts]``."""
+        return [self.encode(text) for text in texts]
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``; ids outside the vocabulary (unused embedding rows) give nothing."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all that decides which ids a text becomes.
+
+        The same for the same tokenizer on any machine, in any place, and stored as tokenizer.json or as
+        vocab.json and merges.txt. The chat template is not part of it.
+        """
+        canonical = json.dumps(self._definition(), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @abstractmethod
+    def _definition(self) -> dict:
+        """Return JSON values that define the tokenization."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer run by the ``tokenizers`` library."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig):
+        # Saved tokenizers may carry settings that would cut or fill every text.
+        backend.no_truncation()
+        backend.no_padding()
+        _add_tokens(backend, config.added_tokens)
+        self._backend = backend
+        added_ids = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
+        super().__init__(config, added_ids, vocab_size=max(backend.get_vocab().values(), default=-1) + 1)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode([int(token_id) for token_id in ids], skip_special_tokens=skip_special_tokens)
+
+    def _definition(self) -> dict:
+        saved = json.loads(self._backend.to_str())
+        model = saved["model"]
+        # Older releases of the library write a merge as one string.
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges", None) or ()]
+        return {
+            "vocab": model.pop("vocab", None),
+            "merges": merges,
+            "model": _without_defaults(model),
+            "added_tokens": _without_defaults(saved["added_tokens"]),
+            "normalizer": _without_defaults(saved["normalizer"]),
+            "pre_tokenizer": _without_defaults(saved["pre_tokenizer"]),
+        }
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, plus the added tokens that a tokenizer_config.json beside it names.
+
+    Text between special tokens is encoded piece by piece, each with the model's own normalisation (as
+    transformers' ``LlamaTokenizer`` does with ``legacy=True``).
+    """
+
+    def __init__(self, path: Path, config: TokenizerConfig | None):
+        import sentencepiece
+
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(path.read_bytes())
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path} is not a readable SentencePiece model: {error}") from error
+        model = self._processor
+        self._num_pieces = model.GetPieceSize()
+        control_ids = [piece_id for piece_id in range(self._num_pieces) if model.IsControl(piece_id)]
+        self._special_ids = {model.IdToPiece(piece_id): piece_id for piece_id in control_ids}
+        if config is None:
+            config = TokenizerConfig(bos_token=self._piece(model.bos_id()), eos_token=self._piece(model.eos_id()))
+        for spec in config.added_tokens:
+            self._check_added(path, spec)
+            self._special_ids[spec.content] = spec.token_id
+        self._id_to_added = {token_id: token for token, token_id in self._special_ids.items()}
+        self._skipped_ids = {*control_ids, *(s.token_id for s in config.added_tokens if s.flags.get("special", True))}
+        longest_first = sorted(map(re.escape, self._special_ids), key=len, reverse=True)
+        self._splitter = re.compile("(" + "|".join(longest_first) + ")") if longest_first else None
+        vocab_size = max(self._num_pieces, *(token_id + 1 for token_id in self._special_ids.values()), 0)
+        super().__init__(config, self._special_ids, vocab_size)
+
+    def _piece(self, piece_id: int) -> str | None:
+        return self._processor.IdToPiece(piece_id) if piece_id >= 0 else None
+
+    def _check_added(self, path: Path, spec: AddedTokenSpec) -> None:
+        if spec.token_id < self._num_pieces and self._processor.IdToPiece(spec.token_id) != spec.content:
+            raise UserError(
+                f"{path.parent / 'tokenizer_config.json'} gives {spec.content!r} the id {spec.token_id}, "
+                f"which is {self._piece(spec.token_id)!r} in {path.name}"
+            )
+
+    def token_to_id(self, token: str) -> int | None:
+        if token in self._special_ids:
+            return self._special_ids[token]
+        piece_id = self._processor.PieceToId(token)
+        return piece_id if self._processor.IdToPiece(piece_id) == token else None
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in self._splitter.split(text) if self._splitter else [text]:
+            if part in self._special_ids:
+                ids.append(self._special_ids[part])
+            elif part:
+                ids.extend(self._processor.EncodeAsIds(part))
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        texts: list[str] = []
+        pieces: list[int] = []
+        for token_id in map(int, ids):
+            if token_id in self._id_to_added:
+                texts.append(self._processor.DecodeIds(pieces))
+                pieces = []
+                if not (skip_special_tokens and token_id in self._skipped_ids):
+                    texts.append(self._id_to_added[token_id])
+            elif token_id < self._num_pieces:
+                pieces.append(token_id)
+        return "".join([*texts, self._processor.DecodeIds(pieces)])
+
+    def _definition(self) -> dict:
+        model_hash = hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
+        return {"sentencepiece": model_hash, "special_tokens": self._special_ids}
+
+
+def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> Tokenizer:
+    """Load the tokenizer at ``path``.
+
+    Args:
+        path: a directory with tokenizer.json, vocab.json and merges.txt, or a SentencePiece ``.model``; or
+            the ``.model`` file itself; or, with ``merges_path``, a vocab.json file.
+        merges_path: merges.txt of a vocabulary file that may lie anywhere.
+
+    Raises:
+        UserError: there is no tokenizer, or a file of it is damaged.
+    """
+    path = Path(path)
+    if merges_path is not None:
+        return _load_vocab_and_merges(path, Path(merges_path))
+    if path.is_file() and path.suffix == ".model":
+        return SentencePieceTokenizer(path, read_tokenizer_config(path.parent))
+    if not path.is_dir():
+        raise UserError(f"no tokenizer at {path}: expected a directory or a SentencePiece .model file")
+    if (path / "tokenizer.json").is_file():
+        return _load_tokenizer_json(path / "tokenizer.json")
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        return _load_vocab_and_merges(path / "vocab.json", path / "merges.txt")
+    models = sorted(path.glob("*.model"))
+    if len(models) == 1:
+        return SentencePieceTokenizer(models[0], read_tokenizer_config(path))
+    if models:
+        raise UserError(f"{path} holds several SentencePiece models; name one of {', '.join(m.name for m in models)}")
+    raise UserError(f"no tokenizer in {path}: looked for tokenizer.json, vocab.json with merges.txt, and *.model")
+
+
+def _load_tokenizer_json(path: Path) -> Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+    return HuggingFaceTokenizer(backend, read_tokenizer_config(path.parent) or TokenizerConfig())
+
+
+def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
+    """Build Qwen2's byte-level BPE; settings come from a tokenizer_config.json beside the vocabulary."""
+    for path in (vocab_path, merges_path):
+        if not path.is_file():
+            raise UserError(f"no such tokenizer file: {path}")
+    config = read_tokenizer_config(vocab_path.parent)
+    # The files do not say how text is cut into words, so the class must: guessing would give wrong ids.
+    tokenizer_class = (config.tokenizer_class if config else None) or "Qwen2Tokenizer"
+    if tokenizer_class not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
+        raise UserError(
+            f"{vocab_path} belongs to a {tokenizer_class}; from vocab.json and merges.txt only Qwen2Tokenizer can be "
+            "built, so save it with transformers as tokenizer.json"
+        )
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocab_path), str(merges_path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{vocab_path} and {merges_path} are not a readable vocabulary: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    if config is None:
+        # What Qwen2Tokenizer does without a configuration.
+        end_token = AddedTokenSpec(backend.get_vocab_size(), QWEN2_END_TOKEN, {"special": True, "normalized": False})
+        config = TokenizerConfig(eos_token=QWEN2_END_TOKEN, pad_token=QWEN2_END_TOKEN, added_tokens=(end_token,))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), behavior="isolated")
+    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=config.add_prefix_space, use_regex=False)
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return HuggingFaceTokenizer(backend, config)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, specs: Sequence[AddedTokenSpec]) -> None:
+    """Add the tokens that ``backend`` does not know as added tokens yet, in the order of their ids."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [spec for spec in specs if spec.content not in known]
+    backend.add_tokens([tokenizers.AddedToken(spec.content, **spec.flags) for spec in missing])
+    for spec in specs:
+        token_id = backend.token_to_id(spec.content)
+        if token_id != spec.token_id:
+            raise UserError(
+                f"tokenizer_config.json gives {spec.content!r} the id {spec.token_id}, but it comes out as {token_id}: "
+                "the vocabulary is of another tokenizer"
+            )
+
+
+def _without_defaults(value: object) -> object:
+    """Drop what does not change the ids: unset keys, which releases write differently, and offset trimming."""
+    if isinstance(value, dict):
+        kept = {key: _without_defaults(item) for key, item in value.items() if key != "trim_offsets"}
+        return {key: item for key, item in kept.items() if not (item is None or item is False or item == "")}
+    if isinstance(value, list):
+        return [_without_defaults(item) for item in value]
+    return value
