@@ -1,0 +1,239 @@
+"""The thread of the reward pool that keeps its workers busy, on time and alive."""
+
+import math
+import os
+import queue
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.rewards.registry import part_name
+from mindrlhf.rewards.types import RewardResult
+from mindrlhf.rewards.worker_process import Task, WorkerProcess
+
+MAX_BATCH_SAMPLES = 64
+MAX_BATCH_CHARS = 1 << 20
+# How often the workers' health is looked at when nothing else happens.
+CHECK_INTERVAL_S = 0.25
+START_LIMIT_S = 120.0
+# Deaths in a row that no sample is to blame for, before the pool gives up.
+MAX_UNEXPLAINED_DEATHS = 3
+EXCERPT_CHARS = 80
+
+
+class Dispatcher(threading.Thread):
+    """Hands tasks to workers and results to ``finished``; replaces workers that die or exceed the limit.
+
+    It starts every worker itself, since the kernel ties a worker's life to the thread that started it.
+    ``started`` gets a value when the first worker is ready, or the reason why the workers cannot start.
+    ``finished`` gets lists of ``(sequence, RewardResult)``, or once, as the last item, an exception.
+    """
+
+    def __init__(
+        self,
+        verifiers: Sequence[str],
+        weights: Sequence[float],
+        num_workers: int,
+        timeout_s: float,
+        failure_value: float,
+    ):
+        super().__init__(name="mindrlhf-reward-dispatcher", daemon=True)
+        self.started: Future[None] = Future()
+        self.finished: queue.SimpleQueue[list[tuple[int, RewardResult]] | BaseException] = queue.SimpleQueue()
+        self._verifiers = list(verifiers)
+        self._part_names = [part_name(verifier) for verifier in verifiers]
+        self._weights = list(weights)
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._failure_value = failure_value
+        self._incoming: deque[Task] = deque()
+        self._workers: list[WorkerProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd, self._waker_fd = os.pipe()
+        self._wake_is_due = False
+        self._is_stopping = False
+        self._num_unexplained_deaths = 0
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Queue tasks (from any thread)."""
+        self._incoming.extend(tasks)
+        self._wake()
+
+    def stop(self) -> None:
+        """Kill all workers and wait for the thread to end (from any other thread)."""
+        self._is_stopping = True
+        self._wake()
+        self.join()
+
+    def run(self) -> None:
+        try:
+            self._selector.register(self._wake_fd, selectors.EVENT_READ)
+            for _ in range(self._num_workers):
+                self._start_worker()
+            while not self._is_stopping:
+                self._serve_once()
+        except BaseException as error:
+            if not self.started.done():
+                self.started.set_exception(error)
+            self.finished.put(error)
+        finally:
+            for worker in self._workers:
+                worker.kill()
+                worker.close()
+            self._selector.close()
+
+    def close_wake_pipe(self) -> None:
+        """Release the last descriptors, when no thread can call ``add`` or ``stop`` any more."""
+        os.close(self._wake_fd)
+        os.close(self._waker_fd)
+
+    def _wake(self) -> None:
+        if not self._wake_is_due:
+            self._wake_is_due = True
+            os.write(self._waker_fd, b"!")
+
+    def _serve_once(self) -> None:
+        for key, _ in self._selector.select(self._time_to_next_check_s()):
+            worker = key.data
+            if worker is None:
+                os.read(self._wake_fd, 64)
+                # Before the tasks are taken: one that is added from here on wakes again.
+                self._wake_is_due = False
+            elif key.fd == worker.responses_fd:
+                self._receive(worker)
+            else:
+                self._send(worker)
+        for worker in list(self._workers):
+            self._check_health(worker)
+        self._hand_out()
+
+    def _time_to_next_check_s(self) -> float:
+        now_s = time.monotonic()
+        limits = [CHECK_INTERVAL_S, self._timeout_s]
+        for worker in self._workers:
+            running = worker.clock.running()
+            if running is not None:
+                limits.append(max(0.0, running.started_at_s + self._timeout_s - now_s))
+        return min(limits)
+
+    def _start_worker(self) -> None:
+        worker = WorkerProcess(self._verifiers)
+        self._workers.append(worker)
+        self._selector.register(worker.responses_fd, selectors.EVENT_READ, worker)
+        self._send(worker)
+
+    def _send(self, worker: WorkerProcess) -> None:
+        worker.send()
+        is_registered = worker.requests_fd in self._selector.get_map()
+        if worker.has_unsent_bytes and not is_registered:
+            self._selector.register(worker.requests_fd, selectors.EVENT_WRITE, worker)
+        elif is_registered and not worker.has_unsent_bytes:
+            self._selector.unregister(worker.requests_fd)
+
+    def _hand_out(self) -> None:
+        """Give idle workers work by guided self-scheduling: each takes its share of what is left.
+
+        Source: Polychronopoulos and Kuck, IEEE Transactions on Computers C-36(12), 1987. Large batches keep the
+        cost per sample low; the shrinking ones at the end spread slow samples over all workers.
+        """
+        while self._incoming:
+            batch_size = min(MAX_BATCH_SAMPLES, math.ceil(len(self._incoming) / self._num_workers))
+            # A worker may hold one batch beyond the one it works on, so that it never waits for us.
+            open_to_work = [w for w in self._workers if w.is_ready and len(w.tasks) < batch_size]
+            if not open_to_work:
+                return
+            worker = min(open_to_work, key=lambda w: len(w.tasks))
+            worker.give(self._take_batch(batch_size))
+            self._send(worker)
+
+    def _take_batch(self, num_samples: int) -> list[Task]:
+        batch: list[Task] = []
+        num_chars = 0
+        while self._incoming and len(batch) < num_samples and num_chars < MAX_BATCH_CHARS:
+            task = self._incoming.popleft()
+            num_chars += len(task.sample.completion) + len(task.sample.prompt)
+            batch.append(task)
+        return batch
+
+    def _receive(self, worker: WorkerProcess) -> None:
+        for message in worker.receive():
+            if worker.is_ready:
+                self._num_unexplained_deaths = 0
+                self._publish([self._finish(worker.tasks.pop(sequence), o) for sequence, o in message])
+            elif "error" in message:
+                raise UserError(message["error"])
+            else:
+                worker.context_keywords = message["context"]
+                if not self.started.done():
+                    self.started.set_result(None)
+
+    def _publish(self, results: list[tuple[int, RewardResult]]) -> None:
+        if results:
+            self.finished.put(results)
+
+    def _finish(self, task: Task, outcomes: Sequence[Any]) -> tuple[int, RewardResult]:
+        parts, failures = {}, {}
+        for position, (name, outcome) in enumerate(zip(self._part_names, outcomes)):
+            if isinstance(outcome, float):
+                parts[name] = outcome
+                continue
+            outcome = outcome or {"failed": task.failures[position]}
+            if "invalid" in outcome:
+                sample = task.sample
+                raise UserError(
+                    f"verifier '{name}' returned {outcome['invalid']} for sample {sample.index} (completion "
+                    f"{sample.completion[:EXCERPT_CHARS]!r}): it must return a finite number"
+                )
+            parts[name] = self._failure_value
+            failures[name] = outcome["failed"]
+        total = math.fsum(weight * part for weight, part in zip(self._weights, parts.values()))
+        return task.sequence, RewardResult(task.sample.index, parts, total, failures)
+
+    def _check_health(self, worker: WorkerProcess) -> None:
+        if not worker.is_ready and time.monotonic() - worker.started_at_s > START_LIMIT_S:
+            raise UserError(
+                f"verifiers {', '.join(self._verifiers)} took longer than {START_LIMIT_S:.0f} s to load: "
+                "move slow work out of the top level of the verifier file"
+            )
+        has_ended = worker.has_hung_up or worker.has_exited()
+        if has_ended or worker.overdue_call(self._timeout_s) is not None:
+            self._replace(worker, has_ended)
+
+    def _replace(self, worker: WorkerProcess, has_ended: bool) -> None:
+        """Bury a worker: blame the call it was busy with, return its other samples, start its successor."""
+        ending = worker.kill()
+        self._receive(worker)
+        if not worker.is_ready:
+            raise RunFailure(f"a reward worker ended while it started ({ending}): see its messages above")
+        # Read after death: only now is it certain which call was under way. A call that was overdue may
+        # have returned just before the kill; then the next one is innocent.
+        culprit = worker.clock.running() if has_ended else worker.overdue_call(self._timeout_s)
+        blamed = worker.tasks.get(culprit.sequence) if culprit is not None else None
+        if blamed is not None:
+            self._num_unexplained_deaths = 0
+            self._blame(worker, blamed, culprit.position, f"worker died: {ending}" if has_ended else "timeout")
+        elif has_ended:
+            self._num_unexplained_deaths += 1
+            if self._num_unexplained_deaths >= MAX_UNEXPLAINED_DEATHS:
+                raise RunFailure(
+                    f"reward workers ended {MAX_UNEXPLAINED_DEATHS} times in a row without a sample to blame "
+                    f"({ending}): see their messages above; is the machine out of memory?"
+                )
+        self._incoming.extendleft(reversed(worker.tasks.values()))
+        for fd in (worker.requests_fd, worker.responses_fd):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        worker.close()
+        self._workers.remove(worker)
+        self._start_worker()
+
+    def _blame(self, worker: WorkerProcess, task: Task, position: int, reason: str) -> None:
+        task.failures[position] = reason
+        if len(task.failures) == len(self._verifiers):
+            del worker.tasks[task.sequence]
+            self._publish([self._finish(task, [None] * len(self._verifiers))])

@@ -1,0 +1,109 @@
+"""Numbers as people and models write them, compared as exact rationals.
+
+What counts as a number, after surrounding spaces, ``$...$``, ``**`` and a closing full stop are dropped:
+
+- ``42``, ``-3``, ``+3``, ``42.``, ``42.0``, ``.5``, ``1e-3``; a minus sign may be the Unicode one;
+- commas that separate thousands (``1,042``; also ``1{,}042`` and ``1\\,042`` of LaTeX), not others (``1,04``);
+- fractions of those: ``3/4``, ``\\frac{3}{4}``, ``\\frac34``;
+- with a currency sign before (``$42``, ``-$3``), which is ignored;
+- with a per cent sign behind. ``42%`` equals ``42%`` and, beside a number without the sign, both ``42``
+  ("what percentage ...?") and ``0.42``.
+
+Numbers are equal only when they are exactly equal: ``0.33`` is not ``1/3``.
+"""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+# Longer texts are not taken for numbers; it also bounds the work of every expression below.
+MAX_NUMBER_CHARS = 64
+
+_UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
+_PLAIN = re.compile(
+    rf"(?P<sign>[-+]?)\s?[$€£¥]?\s?(?P<inner_sign>[-+]?)(?P<top>{_UNSIGNED})(?:\s?/\s?(?P<bottom>{_UNSIGNED}))?"
+    r"\s?(?P<percent>%?)\.?"
+)
+_LATEX_FRACTION = re.compile(
+    r"(?P<sign>[-+]?)\\[dt]?frac\s?(?:\{(?P<inner_sign>[-+]?)(?P<top>[0-9]+)\}\{(?P<bottom>[0-9]+)\}"
+    r"|(?P<top_digit>[0-9])(?P<bottom_digit>[0-9]))(?P<percent>%?)\.?"
+)
+_IN_PROSE = re.compile(
+    r"(?:(?<![\w)\]}])[-+])?[$€£¥]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?(?:/[0-9]+(?:\.[0-9]+)?)?(?:\s?\\?%)?"
+)
+_SPELLINGS = (("\u2212", "-"), ("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ","), ("\\!", ""))
+
+
+class Number(NamedTuple):
+    """A number as written: ``value`` leaves the per cent sign aside, so ``42%`` has the value 42."""
+
+    value: Fraction
+    is_percentage: bool
+
+
+def parse_number(text: str) -> Number | None:
+    """Read the whole of ``text`` as one number, or return None. Linear time, whatever the text."""
+    text = strip_decoration(text)
+    if not text or len(text) > MAX_NUMBER_CHARS:
+        return None
+    for written, plain in _SPELLINGS:
+        text = text.replace(written, plain)
+    match = _PLAIN.fullmatch(text) or _LATEX_FRACTION.fullmatch(text)
+    if match is None:
+        return None
+    groups = match.groupdict()
+    if groups["sign"] and groups["inner_sign"]:
+        return None
+    value = _to_fraction(groups["top"] or groups["top_digit"])
+    bottom = groups["bottom"] or groups.get("bottom_digit")
+    if bottom:
+        divisor = _to_fraction(bottom)
+        if divisor == 0:
+            return None
+        value /= divisor
+    if "-" in (groups["sign"], groups["inner_sign"]):
+        value = -value
+    return Number(value, bool(groups["percent"]))
+
+
+def numbers_equal(a: Number, b: Number) -> bool:
+    """Whether two numbers are the same, under the reading of per cent signs given above."""
+    if a.value == b.value:
+        return True
+    if a.is_percentage == b.is_percentage:
+        return False
+    percentage, plain = (a, b) if a.is_percentage else (b, a)
+    return percentage.value == plain.value * 100
+
+
+def last_number(text: str) -> str | None:
+    """The last number written in a running text, as text (``"-3"``, ``"$1,042"``, ``"3/4"``), or None.
+
+    Only the neighbourhood of the last digit is looked at, so the cost does not grow with the numbers in the text.
+    """
+    last_digit = max(text.rfind(digit) for digit in "0123456789")
+    if last_digit < 0:
+        return None
+    start = max(0, last_digit - MAX_NUMBER_CHARS)
+    window = text[start : last_digit + 4].replace("\u2212", "-")
+    found = None
+    for match in _IN_PROSE.finditer(window):
+        # A number that reaches the edge of the window is longer than any number we accept.
+        if start == 0 or match.start() > 0:
+            found = match.group()
+    return found
+
+
+def strip_decoration(text: str) -> str:
+    """Drop the spaces, Markdown emphasis, LaTeX math delimiters and closing full stop around an answer."""
+    text = text.strip().strip("*`").strip()
+    if text.startswith("\\(") and text.endswith("\\)"):
+        text = text[2:-2].strip()
+    if len(text) > 1 and text.endswith("$") and not text.endswith("\\$"):
+        text = text.strip("$").strip()
+    return text
+
+
+def _to_fraction(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").removesuffix("."))

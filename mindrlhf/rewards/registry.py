@@ -1,0 +1,179 @@
+"""Verifiers by name: the built-in ones, and a user's own by ``path/to/file.py:function``.
+
+A verifier is ``def f(completion: str, answer: str, **context) -> float``. Of the context (``prompt``,
+``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it
+takes ``**context``.
+
+Built-in verifiers are the functions marked with ``@register`` in the modules of ``mindrlhf.rewards.verifiers``.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import math
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindrlhf.errors import UserError
+
+CONTEXT_KEYWORDS = ("prompt", "finish_reason", "num_tokens")
+
+_registered: dict[str, Callable[..., float]] = {}
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A reward function and the context keywords it wants."""
+
+    name: str
+    function: Callable[..., float]
+    context_keywords: tuple[str, ...]
+
+
+def register(function: Callable[..., float]) -> Callable[..., float]:
+    """Decorator: make ``function`` a built-in verifier under its own name."""
+    name = function.__name__
+    assert name not in _registered, f"two built-in verifiers are named {name}"
+    _registered[name] = function
+    return function
+
+
+def built_in_names() -> list[str]:
+    """The names of all built-in verifiers, sorted."""
+    from mindrlhf.rewards import verifiers
+
+    for module in pkgutil.iter_modules(verifiers.__path__, verifiers.__name__ + "."):
+        importlib.import_module(module.name)
+    return sorted(_registered)
+
+
+def part_name(specification: str) -> str:
+    """The name under which the rewards of ``specification`` are reported: the function's name."""
+    return specification.rpartition(":")[2]
+
+
+def check(specification: str) -> None:
+    """Raise what can be known without running a user's file.
+
+    Raises:
+        UserError: unknown name (with the nearest valid names), or no such file.
+    """
+    path, colon, function_name = specification.rpartition(":")
+    if colon:
+        if not function_name.isidentifier():
+            raise UserError(f"verifier '{specification}': write path/to/file.py:function")
+        if not Path(path).is_file():
+            raise UserError(f"verifier '{specification}': there is no file {path}")
+        return
+    if specification.endswith(".py"):
+        raise UserError(f"verifier '{specification}' names a file only: write {specification}:function")
+    names = built_in_names()
+    if specification not in names:
+        from difflib import get_close_matches
+
+        nearest = get_close_matches(specification, names, n=3, cutoff=0.5) or names
+        raise UserError(
+            f"unknown verifier '{specification}': did you mean {' or '.join(nearest)}? "
+            "A function of your own is given as path/to/file.py:function"
+        )
+
+
+def resolve(specification: str) -> Verifier:
+    """Find the verifier called ``specification``, a built-in name or ``path/to/file.py:function``.
+
+    Loading a user's file runs it: only reward workers do that; elsewhere use ``check``.
+
+    Raises:
+        UserError: unknown name, missing file or function, a file that does not load, or a signature that
+            cannot take ``(completion, answer)``.
+    """
+    check(specification)
+    path, colon, name = specification.rpartition(":")
+    function = _load_function(Path(path), name) if colon else _registered[specification]
+    return Verifier(name, function, _context_keywords(specification, function))
+
+
+def parse_verifiers(names: str, weights: str) -> tuple[list[str], list[float]]:
+    """Split ``"a,b"`` and ``"1.0,0.5"`` into verifier names and weights.
+
+    Raises:
+        UserError: an empty name, a weight that is not a finite number, or counts that differ.
+    """
+    parsed_names = [name.strip() for name in names.split(",")]
+    parsed_weights = [_parse_weight(weight.strip()) for weight in weights.split(",")]
+    check_selection(parsed_names, parsed_weights)
+    return parsed_names, parsed_weights
+
+
+def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
+    """Check that names and weights belong together.
+
+    Raises:
+        UserError: no verifier, an empty or repeated name, weights not finite, or counts that differ.
+    """
+    if not names or not all(names):
+        raise UserError(f"verifiers {list(names)}: give at least one verifier name, and no empty ones")
+    if len(names) != len(weights):
+        raise UserError(
+            f"{len(names)} verifiers ({', '.join(names)}) but {len(weights)} weights "
+            f"({', '.join(map(str, weights))}): give one weight per verifier"
+        )
+    for name, weight in zip(names, weights):
+        if not math.isfinite(weight):
+            raise UserError(f"the weight of verifier '{name}' is {weight}: it must be a finite number")
+    reported = [part_name(name) for name in names]
+    for name in reported:
+        if reported.count(name) > 1:
+            raise UserError(f"two verifiers would both be reported as '{name}': name each verifier once")
+
+
+def _parse_weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"verifier weight '{text}' is not a number: give weights as in 1.0,0.5") from None
+
+
+def _load_function(path: Path, name: str) -> Callable[..., float]:
+    module_name = f"mindrlhf_user_verifier_{abs(hash(path.resolve()))}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        specification = importlib.util.spec_from_file_location(module_name, path)
+        if specification is None:
+            raise UserError(f"verifier file {path} is not a Python file: its name must end in .py")
+        module = importlib.util.module_from_spec(specification)
+        # Dataclasses and the like look their module up while it is being executed.
+        sys.modules[module_name] = module
+        # Last, so that a helper beside the user's file is found but shadows nothing.
+        sys.path.append(str(path.resolve().parent))
+        try:
+            specification.loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[module_name]
+            raise UserError(f"verifier file {path} does not load: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        raise UserError(f"verifier file {path} has no function '{name}'; it has {', '.join(defined) or 'none'}")
+    return function
+
+
+def _context_keywords(specification: str, function: Callable[..., float]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        keywords = CONTEXT_KEYWORDS
+    else:
+        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        keywords = tuple(keyword for keyword in CONTEXT_KEYWORDS if keyword in named)
+    try:
+        inspect.signature(function).bind("", "", **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise UserError(
+            f"verifier '{specification}' cannot be called as f(completion, answer"
+            f"{''.join(f', {keyword}=...' for keyword in keywords)}): {error}; "
+            f"beyond completion and answer it may take {', '.join(CONTEXT_KEYWORDS)}"
+        ) from None
+    return keywords

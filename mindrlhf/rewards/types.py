@@ -1,0 +1,25 @@
+"""The records that enter and leave the reward room."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One completion to be scored. ``index`` is the caller's own name for it and comes back in the result."""
+
+    index: int
+    completion: str
+    answer: str  # the reference answer
+    prompt: str = ""
+    finish_reason: str = "stop"  # "stop" or "length"
+    num_tokens: int = 0  # response tokens, stop token included
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The rewards of one completion."""
+
+    index: int
+    parts: dict[str, float]  # by verifier name, unweighted
+    total: float  # sum of weight * part
+    failures: dict[str, str] = field(default_factory=dict)  # reason, by name of the verifier that gave no value

@@ -1,0 +1,19 @@
+"""Is the completion short?"""
+
+from mindrlhf.rewards.registry import register
+
+# The length, in tokens, that earns one half.
+HALF_REWARD_TOKENS = 1024
+
+
+@register
+def length_reward(completion: str, answer: str, *, num_tokens: int, finish_reason: str) -> float:
+    """``h / (h + n)`` for a response of ``n`` tokens, with ``h = HALF_REWARD_TOKENS``; between 0 and 1.
+
+    It falls with every token at every length, so that two lengths in a group always differ. A response
+    that was cut off (``finish_reason == "length"``), or is blank, earns 0: neither is a short answer.
+    Meant to be added with a small weight to a reward for being right.
+    """
+    if finish_reason == "length" or not completion.strip():
+        return 0.0
+    return HALF_REWARD_TOKENS / (HALF_REWARD_TOKENS + num_tokens)

@@ -1,0 +1,124 @@
+"""One worker of the reward pool: ``python -m mindrlhf.rewards.worker CLOCK_FD PARENT_PID``.
+
+It speaks JSON lines. In: first the list of verifiers, then batches of samples ``[[sequence, skipped positions,
+completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or ``{"error": message}``, then
+batches of ``[[sequence, [outcome of each verifier, ...]], ...]``, where an outcome is a number, null (skipped),
+``{"failed": reason}`` or ``{"invalid": what was returned}``.
+
+The time limit is enforced from outside, by killing this process.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from mindrlhf.errors import UserError
+from mindrlhf.rewards import time_limit
+from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
+
+# Results of a batch under way are sent on at least this often, so that little is lost when a worker is killed.
+FLUSH_INTERVAL_S = 0.005
+MAX_REASON_CHARS = 500
+
+
+def main() -> int:
+    """Serve until the pool closes its end of the pipe."""
+    clock_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    requests, responses = _take_pipes()
+    _die_with_parent(parent_pid)
+    clock = time_limit.CallClock(clock_fd)
+    time_limit.install(clock)
+    try:
+        verifiers = [resolve(specification) for specification in json.loads(requests.readline())]
+    except UserError as error:
+        _send(responses, {"error": str(error)})
+        return 1
+    keywords = [keyword for keyword in CONTEXT_KEYWORDS if any(keyword in v.context_keywords for v in verifiers)]
+    _send(responses, {"context": keywords})
+    for line in requests:
+        _score_batch(verifiers, keywords, json.loads(line), clock, responses)
+    return 0
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Move the pool's pipes out of reach of verifiers that read standard input or print."""
+    requests = os.fdopen(os.dup(0), "rb")
+    responses = os.fdopen(os.dup(1), "wb", buffering=0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, responses
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the pool's thread ends, even while a verifier hangs (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1  # include/uapi/linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def _send(responses: BinaryIO, message: Any) -> None:
+    unsent = memoryview(json.dumps(message).encode() + b"\n")
+    while unsent:
+        unsent = unsent[responses.write(unsent) :]
+
+
+def _score_batch(
+    verifiers: Sequence[Verifier],
+    keywords: Sequence[str],
+    samples: list[list],
+    clock: time_limit.CallClock,
+    responses: BinaryIO,
+) -> None:
+    finished: list[list] = []
+    flushed_at_s = time.monotonic()
+    for sequence, skipped, completion, answer, *context_values in samples:
+        context = dict(zip(keywords, context_values))
+        outcomes: list[Any] = []
+        for position, verifier in enumerate(verifiers):
+            if position in skipped:
+                outcomes.append(None)
+                continue
+            if finished and time.monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
+                _send(responses, finished)
+                finished = []
+                flushed_at_s = time.monotonic()
+            clock.begin(sequence, position)
+            outcomes.append(_outcome(verifier, completion, answer, context))
+            clock.stop()
+        finished.append([sequence, outcomes])
+    _send(responses, finished)
+
+
+def _outcome(verifier: Verifier, completion: str, answer: str, context: dict[str, Any]) -> float | dict[str, str]:
+    try:
+        value = verifier.function(completion, answer, **{name: context[name] for name in verifier.context_keywords})
+    except BaseException as error:  # SystemExit too: a verifier must not end its worker
+        return {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
+    try:
+        # NumPy scalars are converted; text that happens to spell a number is not a reward.
+        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:
+        reward = math.nan
+    return reward if math.isfinite(reward) else {"invalid": _describe(value)}
+
+
+def _describe(value: Any) -> str:
+    try:
+        return f"{value!r:.80} ({type(value).__name__})" if isinstance(value, str) else f"{repr(value)[:80]}"
+    except Exception:
+        return f"an object of type {type(value).__name__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The pool's side of one worker: its process, its pipes, and the samples it holds."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindrlhf.rewards.time_limit import CallClock, Running
+from mindrlhf.rewards.types import RewardInput
+
+READ_SIZE_BYTES = 1 << 18
+
+
+@dataclass(slots=True)
+class Task:
+    """A sample on its way through the pool, and the verifiers that have failed on it so far."""
+
+    sequence: int
+    sample: RewardInput
+    failures: dict[int, str] = field(default_factory=dict)  # reason, by position of the verifier
+
+
+class WorkerProcess:
+    """A running worker. Nothing here blocks except ``kill``, which waits for the killed process.
+
+    The worker is a fresh interpreter, never a fork: the parent has MindSpore's threads and locks.
+    """
+
+    def __init__(self, verifiers: Sequence[str]):
+        clock_fd = os.memfd_create("mindrlhf-reward-clock")
+        try:
+            self.clock = CallClock(clock_fd)
+            self.clock.stop()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mindrlhf.rewards.worker", str(clock_fd), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(clock_fd,),
+                start_new_session=True,  # a process group of its own, so that a verifier's children die with it
+            )
+        finally:
+            os.close(clock_fd)
+        self.requests_fd = self._process.stdin.fileno()
+        self.responses_fd = self._process.stdout.fileno()
+        os.set_blocking(self.requests_fd, False)
+        os.set_blocking(self.responses_fd, False)
+        self.started_at_s = time.monotonic()
+        self.context_keywords: list[str] | None = None  # known once the worker is ready
+        self.tasks: dict[int, Task] = {}
+        self.has_hung_up = False
+        self._unsent = memoryview(b"")
+        self._queued: list[bytes] = []
+        self._received: list[bytes] = []
+        self._queue(list(verifiers))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.context_keywords is not None
+
+    @property
+    def has_unsent_bytes(self) -> bool:
+        return bool(self._unsent) or bool(self._queued)
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        """Send one batch of samples."""
+        keywords = self.context_keywords
+        messages = []
+        for task in tasks:
+            sample = task.sample
+            self.tasks[task.sequence] = task
+            context = [getattr(sample, keyword) for keyword in keywords]
+            messages.append([task.sequence, list(task.failures), sample.completion, sample.answer, *context])
+        self._queue(messages)
+
+    def send(self) -> None:
+        """Write as much as the pipe takes."""
+        while self.has_unsent_bytes:
+            if not self._unsent:
+                self._unsent = memoryview(self._queued.pop(0))
+            try:
+                self._unsent = self._unsent[os.write(self.requests_fd, self._unsent) :]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                self._unsent = memoryview(b"")
+                self._queued.clear()
+
+    def receive(self) -> list[Any]:
+        """Read what there is and return the complete messages; notes in ``has_hung_up`` that no more will come."""
+        messages = []
+        while True:
+            try:
+                chunk = os.read(self.responses_fd, READ_SIZE_BYTES)
+            except BlockingIOError:
+                return messages
+            if not chunk:
+                self.has_hung_up = True
+                return messages
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                messages.append(json.loads(b"".join([*self._received, line])))
+                self._received.clear()
+            if rest:
+                self._received.append(rest)
+            if len(chunk) < READ_SIZE_BYTES:
+                return messages
+
+    def overdue_call(self, timeout_s: float) -> Running | None:
+        """The call that has gone on for longer than the limit, if any."""
+        running = self.clock.running()
+        if running is None or time.monotonic() - running.started_at_s <= timeout_s:
+            return None
+        return running
+
+    def has_exited(self) -> bool:
+        """Whether the process has ended. It is not reaped yet, so its process group id is still its own."""
+        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return status is not None
+
+    def kill(self) -> str:
+        """End the process and its children, and say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+
+    def close(self) -> None:
+        """Close the pipes of a killed process."""
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _queue(self, message: Any) -> None:
+        self._queued.append(json.dumps(message).encode() + b"\n")
