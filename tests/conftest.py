@@ -1,0 +1,32 @@
+"""What several test modules need: the order of tests, shared data, the rollout interpreter."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SYSTEM_TESTS = Path(__file__).parent / "system"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the quick tests first, so that a plain mistake shows early."""
+    items.sort(key=lambda item: SYSTEM_TESTS in item.path.parents)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The directory that ``MINDRLHF_SHARED`` names (GSM8K and a real tokenizer in its ``data``); skips when unset."""
+    path = os.environ.get("MINDRLHF_SHARED")
+    if not path:
+        pytest.skip("MINDRLHF_SHARED names no directory of shared data")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def rollout_python() -> str:
+    """The interpreter that has vLLM: ``MINDRLHF_ROLLOUT_PYTHON``, else ``.venv-rollout`` of the repository."""
+    path = Path(os.environ.get("MINDRLHF_ROLLOUT_PYTHON", REPOSITORY / ".venv-rollout" / "bin" / "python"))
+    if not path.exists():
+        pytest.skip(f"no rollout interpreter at {path}: run bash scripts/setup.sh")
+    return str(path)
