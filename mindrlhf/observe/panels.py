@@ -1,0 +1,159 @@
+"""Which charts a report has, from the metrics that a run has."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindrlhf.observe.charts import NUM_COLOURS, Chart, line_chart, stacked_chart
+from mindrlhf.observe.run_data import RunData
+from mindrlhf.observe.series import Series
+
+# The stages of a step in the order in which they happen; stages not named here follow by name.
+STAGES = ("rollout", "reward", "old_log_p", "reference_model", "update", "reshard_to_infer")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A heading and its charts."""
+
+    title: str
+    charts: list[Chart]
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A line chart of those of its metrics (name -> legend) that the run has."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    from_zero: bool = False
+    log: bool = False
+    noisy: bool = True
+
+
+OPTIMISATION = (
+    _Lines("Entropy", "nats", {"entropy": "entropy"}, from_zero=True),
+    _Lines("KL to the reference model", "nats", {"kl": "KL"}, from_zero=True),
+    _Lines(
+        "Rollout against training log-probs",
+        "nats",
+        {
+            "rollout_diff/max_abs": "largest difference",
+            "rollout_diff/mean_abs": "mean difference",
+            "rollout_diff/k3": "KL (k3)",
+        },
+        log=True,
+    ),
+    _Lines("Gradient norm", "", {"grad_norm": "gradient norm"}, from_zero=True),
+    _Lines(
+        "Clipped tokens",
+        "%",
+        {"clip_fraction/low": "ratio too low", "clip_fraction/high": "ratio too high"},
+        from_zero=True,
+    ),
+    _Lines("Loss", "", {"loss": "loss"}),
+    _Lines("Learning rate", "", {"lr": "learning rate"}, from_zero=True, noisy=False),
+)
+SPEED = (
+    _Lines(
+        "Throughput per device",
+        "tokens/s",
+        {"vllm_tps": "rollout", "update_tps": "update", "e2e_tps": "whole step"},
+        from_zero=True,
+    ),
+    _Lines("Packing efficiency", "%", {"packing/efficiency": "packing efficiency"}, from_zero=True),
+    _Lines("Peak memory, lead rank", "GB", {"memory/peak_rss_gb": "peak memory"}, from_zero=True, noisy=False),
+)
+LEARNING = (
+    _Lines("Groups without signal", "%", {"reward/groups_without_signal": "groups"}, from_zero=True),
+    _Lines("Responses cut at the limit", "%", {"response_length/cut_fraction": "responses"}, from_zero=True),
+)
+
+
+def build_panels(run: RunData) -> list[Panel]:
+    """Return the panels of a run; charts and panels without data are left out."""
+    learning = [_accuracy(run), _reward(run), _reward_by_verifier(run), _lengths(run), *_lines(run, LEARNING)]
+    panels = [
+        Panel("Learning", [chart for chart in learning if chart]),
+        Panel("Policy and optimiser", list(_lines(run, OPTIMISATION))),
+        Panel("Speed and memory", [chart for chart in (_timings(run), *_lines(run, SPEED)) if chart]),
+    ]
+    return [panel for panel in panels if panel.charts]
+
+
+def accuracy_series(run: RunData) -> Series | None:
+    """Return held-out accuracy with its intervals."""
+    return _banded(run, "accuracy", "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
+
+
+def _accuracy(run: RunData) -> Chart | None:
+    series = accuracy_series(run)
+    return series and line_chart("Held-out accuracy", "%", [series], from_zero=True, noisy=False)
+
+
+def _reward(run: RunData) -> Chart | None:
+    series = run.series.get("reward/mean")
+    return series and line_chart("Mean reward", "", [_named(series, "reward")])
+
+
+def _reward_by_verifier(run: RunData) -> Chart | None:
+    prefix, suffix = "reward/", "/mean"
+    verifiers = [
+        _named(series, name[len(prefix) : -len(suffix)])
+        for name, series in run.series.items()
+        if name.startswith(prefix) and name.endswith(suffix) and name != "reward/mean"
+    ]
+    return line_chart("Mean reward by verifier", "", verifiers[:NUM_COLOURS]) if verifiers else None
+
+
+def _lengths(run: RunData) -> Chart | None:
+    series = _banded(run, "mean", "response_length/mean", "response_length/min", "response_length/max")
+    return series and line_chart("Response length with range", "tokens", [series], from_zero=True)
+
+
+def _lines(run: RunData, specs: Iterable[_Lines]) -> Iterable[Chart]:
+    for spec in specs:
+        series = [_named(run.series[metric], legend) for metric, legend in spec.metrics.items() if metric in run.series]
+        if series:
+            yield line_chart(
+                spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy
+            )
+
+
+def _timings(run: RunData) -> Chart | None:
+    """Return the time of each stage, stacked; what no stage owns is "other"."""
+    if "timing/all" not in run.series:
+        return None
+    whole = run.series["timing/all"]
+    inside = np.isfinite(whole.values)
+    steps, unowned = whole.steps[inside], whole.values[inside].copy()
+    names = [name.removeprefix("timing/") for name in run.series if name.startswith("timing/") and name != "timing/all"]
+    names.sort(key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name))
+    layers = {}
+    for name in names[: NUM_COLOURS - 1]:
+        layers[name] = _at_steps(run.series[f"timing/{name}"], steps)
+        unowned -= layers[name]
+    layers["other"] = np.maximum(unowned, 0.0)
+    return stacked_chart("Time per step by stage", "s", steps, layers)
+
+
+def _at_steps(series: Series, steps: np.ndarray) -> np.ndarray:
+    """Return the values at ``steps`` (int [n]), 0 where the series has none."""
+    value_of_step = dict(zip(series.steps.tolist(), np.nan_to_num(series.values).tolist()))
+    return np.array([value_of_step.get(step, 0.0) for step in steps.tolist()])
+
+
+def _banded(run: RunData, name: str, metric: str, low: str, high: str) -> Series | None:
+    """Return a metric with the band between two others, or without it when they are not there at the same steps."""
+    if metric not in run.series:
+        return None
+    middle, bands = run.series[metric], [run.series.get(low), run.series.get(high)]
+    if all(band is not None and np.array_equal(band.steps, middle.steps) for band in bands):
+        return Series(name, middle.steps, middle.values, *(band.values for band in bands))
+    return _named(middle, name)
+
+
+def _named(series: Series, name: str) -> Series:
+    return Series(name, series.steps, series.values, series.low, series.high)

@@ -1,0 +1,187 @@
+"""The HTML report of a run: one file that opens without a network."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment
+from markupsafe import Markup
+
+import mindrlhf
+from mindrlhf.observe.axes import compact, with_unit
+from mindrlhf.observe.charts import Chart, interval_plot
+from mindrlhf.observe.panels import Panel, build_panels
+from mindrlhf.observe.records import replace_file
+from mindrlhf.observe.run_data import RunData, read_run
+
+MAX_TEXT = 4000  # characters of a prompt or completion that are shown
+
+
+def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
+    """Write the report of a run and return its path (``run_dir/report.html`` when ``out_file`` is None).
+
+    The page holds its style, script and data; its content security policy forbids it to load anything or to run
+    any script but its own, whatever the samples contain.
+
+    Raises:
+        UserError: the directory has no metrics, or one of its files is broken.
+        RunFailure: the report cannot be written.
+    """
+    run = read_run(run_dir)
+    path = Path(run_dir) / "report.html" if out_file is None else Path(out_file)
+    replace_file(path, render_report(run))
+    return path
+
+
+def render_report(run: RunData) -> str:
+    """Return the report as HTML text."""
+    panels = build_panels(run)
+    style, script = _package_text("report.css"), _package_text("report.js")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _package_text("report.html")
+    )
+    return template.render(
+        run=run,
+        version=mindrlhf.__version__,
+        script_hash=_content_hash(script),
+        style=Markup(style),
+        script=Markup(script),
+        headline=_headline(run),
+        facts=_facts(run),
+        panels=panels,
+        svg_of=lambda chart: Markup(chart.svg),
+        hover_data=Markup(_safe_json(_hover_data(panels))),
+        comparisons=_comparisons(run.summary or {}),
+        sample_sets=_sample_sets(run),
+        metric_rows=_metric_rows(run),
+    )
+
+
+def _headline(run: RunData) -> dict[str, Any] | None:
+    """Return what training changed: from the summary, else None."""
+    summary = run.summary or {}
+    before, after, difference = (summary.get(name) for name in ("before", "after", "difference"))
+    if not before or not after:
+        return None
+    named = (("Before", before), ("After", after))
+    rows = [(name, part["accuracy"], part["low"], part["high"]) for name, part in named]
+    headline = {"before": before, "after": after, "num_prompts": summary.get("num_prompts"), "verdict": None}
+    headline["plot"] = Markup(interval_plot(rows))
+    if difference:
+        verdict = ("same", "No clear difference: the interval contains 0")
+        if difference["low"] > 0:
+            verdict = ("better", "Better: the whole interval is above 0")
+        elif difference["high"] < 0:
+            verdict = ("worse", "Worse: the whole interval is below 0")
+        headline |= {"difference": difference, "verdict": verdict}
+    return headline
+
+
+def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
+    """Return (name, value, unit, remark) of the numbers that sum a run up; those it does not have are left out."""
+    facts = [("Steps", f"{run.num_steps:,}", "", "")]
+    for name, metric, unit in (("Reward", "reward/mean", ""), ("Response length", "response_length/mean", "tokens")):
+        values = run.values(metric)
+        if values.size:
+            tenth = max(1, values.size // 10)
+            start, end = compact(float(values[:tenth].mean())), compact(float(values[-tenth:].mean()))
+            remark = f"from {start}: means of the first and last {tenth:,} steps" if tenth > 1 else ""
+            facts.append((name, end, unit, remark))
+    step_times = run.values("timing/all")
+    if step_times.size:
+        facts.append(("Time per step", compact(float(np.median(step_times))), "s", "median"))
+        facts.append(("Total time", _duration(float(step_times.sum())), "", "sum of all steps"))
+    for name, metric, unit, statistic, remark in (
+        ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
+        ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
+        ("Peak memory", "memory/peak_rss_gb", "GB", np.max, "resident, lead rank"),
+    ):
+        values = run.values(metric)
+        if values.size:
+            facts.append((name, compact(float(statistic(values))), unit, remark))
+    return facts
+
+
+def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return prompts with what the policy wrote before and after training, in the order of the summary."""
+    after = {str(sample.get("prompt", "")): sample for sample in summary.get("samples_after") or []}
+    before = {str(sample.get("prompt", "")): sample for sample in summary.get("samples_before") or []}
+    comparisons = []
+    for prompt in dict.fromkeys([*before, *after]):
+        pair = [before.get(prompt), after.get(prompt)]
+        answer = next((sample["answer"] for sample in pair if sample and "answer" in sample), "")
+        shown = [None if sample is None else _sample(sample) for sample in pair]
+        comparisons.append({"prompt": _shortened(prompt), "answer": _shortened(answer), "pair": shown})
+    return comparisons
+
+
+def _sample_sets(run: RunData) -> list[tuple[str, list[dict[str, Any]]]]:
+    sets = []
+    for name, samples in (("First samples", run.first_samples), ("Last samples", run.last_samples)):
+        if samples:
+            sets.append((f"{name}: step {samples[0]['step']}", [_sample(sample) for sample in samples]))
+    return sets
+
+
+def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
+    rewards = record.get("rewards")
+    by_verifier = rewards.items() if isinstance(rewards, dict) else ()
+    return {
+        "prompt": _shortened(record.get("prompt", "")),
+        "completion": _shortened(record.get("completion", "")),
+        "answer": _shortened(record.get("answer", "")),
+        "reward": _reward_text(record["reward"]) if "reward" in record else None,
+        "rewards": [(name, _reward_text(value)) for name, value in by_verifier],
+        "cut": record.get("finish_reason") == "length",
+    }
+
+
+def _reward_text(value: Any) -> str:
+    return with_unit(value, "") if isinstance(value, (int, float)) else "not finite"
+
+
+def _shortened(text: Any) -> str:
+    text = str(text)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
+
+
+def _metric_rows(run: RunData) -> list[tuple[str, ...]]:
+    """Return (name, first, last, lowest, highest) of every metric."""
+    rows = []
+    for name in sorted(run.series):
+        values = run.values(name)
+        shown = (values[0], values[-1], values.min(), values.max())
+        rows.append((name, *(with_unit(float(value), "") for value in shown)))
+    return rows
+
+
+def _hover_data(panels: list[Panel]) -> list[dict[str, Any]]:
+    charts: list[Chart] = [chart for panel in panels for chart in panel.charts]
+    return [chart.hover for chart in charts]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _safe_json(data: Any) -> str:
+    """Return JSON that cannot end the script element it stands in."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _content_hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+
+
+def _package_text(name: str) -> str:
+    return resources.files("mindrlhf.observe").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,118 @@
+"""What a run directory says about its run."""
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.errors import UserError
+from mindrlhf.observe.records import read_jsonl
+from mindrlhf.observe.series import Series
+
+SAMPLES_PER_STEP = 6
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The files of one run, read and checked."""
+
+    name: str
+    last_written: datetime  # UTC
+    series: dict[str, Series]  # by metric name, each with at least one finite value
+    num_steps: int  # the last step seen
+    first_samples: list[dict[str, Any]]  # of the first step that saved samples
+    last_samples: list[dict[str, Any]]  # of the last one, empty when it is the first
+    summary: dict[str, Any] | None
+    config_text: str | None
+
+    def values(self, metric: str) -> np.ndarray:
+        """Return the finite values of a metric, float64 [n], n = 0 when the run does not have it."""
+        if metric not in self.series:
+            return np.zeros(0)
+        values = self.series[metric].values
+        return values[np.isfinite(values)]
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read ``metrics.jsonl`` and, where they exist, ``samples.jsonl``, ``summary.json`` and ``config.yaml``.
+
+    Raises:
+        UserError: no such directory, no metrics in it, or a file that is not what it should be.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"no run directory {run_dir}: give the directory that `mindrlhf train` wrote")
+    metrics_path = run_dir / "metrics.jsonl"
+    series = _read_series(metrics_path) if metrics_path.exists() else {}
+    if not series:
+        raise UserError(f"no metrics in {metrics_path}: a report needs a run that finished at least one step")
+    config_path, summary_path = run_dir / "config.yaml", run_dir / "summary.json"
+    samples_path = run_dir / "samples.jsonl"
+    first_samples, last_samples = _read_samples(samples_path) if samples_path.exists() else ([], [])
+    return RunData(
+        name=run_dir.resolve().name,
+        last_written=datetime.fromtimestamp(metrics_path.stat().st_mtime, timezone.utc),
+        series=series,
+        num_steps=max(int(one.steps[-1]) for one in series.values()),
+        first_samples=first_samples,
+        last_samples=last_samples,
+        summary=_read_summary(summary_path) if summary_path.exists() else None,
+        config_text=config_path.read_text(encoding="utf-8", errors="replace") if config_path.exists() else None,
+    )
+
+
+def _read_series(path: Path) -> dict[str, Series]:
+    """Return the metrics by name; a step may be spread over several records, the last word on a value counts."""
+    points: dict[str, dict[int, float]] = {}
+    for record in read_jsonl(path):
+        for name, value in record.items():
+            if name != "step" and (value is None or _is_number(value)):
+                points.setdefault(name, {})[record["step"]] = math.nan if value is None else float(value)
+    series = {}
+    for name, value_of_step in points.items():
+        steps = sorted(value_of_step)
+        values = np.array([value_of_step[step] for step in steps], np.float64)
+        if np.isfinite(values).any():
+            series[name] = Series(name, np.array(steps, np.int64), values)
+    return series
+
+
+def _read_samples(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    first: list[dict[str, Any]] = []
+    last: list[dict[str, Any]] = []
+    for record in read_jsonl(path):
+        if not first or record["step"] == first[0]["step"]:
+            shown = first
+        else:
+            if last and record["step"] != last[0]["step"]:
+                last = []
+            shown = last
+        if len(shown) < SAMPLES_PER_STEP:
+            shown.append(record)
+    return first, last
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the summary; its intervals are checked here so that the report can rely on them."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError("it is not an object")
+        for name, point in (("before", "accuracy"), ("after", "accuracy"), ("difference", "mean")):
+            part = summary.get(name)
+            if part is not None and not all(_is_number(part.get(key)) for key in (point, "low", "high")):
+                raise ValueError(f"'{name}' needs the numbers {point}, low and high")
+        for name in ("samples_before", "samples_after"):
+            if not all(isinstance(sample, dict) for sample in summary.get(name) or []):
+                raise ValueError(f"'{name}' is not a list of objects")
+    except (ValueError, AttributeError, TypeError) as failure:
+        raise UserError(f"{path} is not a summary of a run ({failure}): remove it or write it again") from None
+    return summary
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
