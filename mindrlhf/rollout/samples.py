@@ -1,0 +1,125 @@
+"""From prompts to scored samples: generation and verification, overlapped."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.types import RewardInput, RewardResult
+from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one prompt, with its rewards."""
+
+    group: int  # index of the prompt among those asked for together
+    prompt_ids: np.ndarray  # int32 [prompt]
+    response_ids: np.ndarray  # int32 [response], stop token included
+    rollout_logprobs: np.ndarray  # float32 [response]
+    finish_reason: str  # "stop" or "length"
+    prompt: str
+    completion: str
+    answer: str
+    rewards: dict[str, float]  # unweighted, by verifier
+    reward: float  # weighted sum
+    failures: dict[str, str]  # verifier -> why it gave no reward of its own
+
+
+class Sampler:
+    """Draws samples from a generator and has them verified while others are still being generated."""
+
+    def __init__(self, generator: Generator, rewards: RewardPool, tokenizer: Tokenizer):
+        self._generator = generator
+        self._rewards = rewards
+        self._tokenizer = tokenizer
+
+    def draw(
+        self,
+        records: Sequence[PromptRecord],
+        num_samples: int,
+        sampling: SamplingParams,
+        seed_path: Sequence[int],
+        chunk_size: int = 0,
+    ) -> list[Sample]:
+        """Return ``num_samples`` samples of each prompt, ordered by prompt and sample index.
+
+        Args:
+            records: the prompts.
+            num_samples: samples per prompt.
+            sampling: how to sample.
+            seed_path: integers, such as run seed and step, that with the prompt's position seed its samples.
+            chunk_size: prompts sent to the generator at a time; 0 sends all.
+        """
+        prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
+        requests = [
+            GenerationRequest(index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, index))
+            for index, record in enumerate(records)
+        ]
+        completions: dict[int, Completion] = {}
+        texts: dict[int, str] = {}
+        for start in range(0, len(requests), chunk_size or len(requests)):
+            chunk = requests[start : start + (chunk_size or len(requests))]
+            for completion in self._generator.generate(chunk, sampling):
+                place = completion.request_id * num_samples + completion.sample_index
+                completions[place] = completion
+                texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
+                self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
+        results = {result.index: result for result in self._rewards.results()}
+        expected = len(records) * num_samples
+        assert len(completions) == len(results) == expected, (
+            f"{expected} samples were asked for, {len(completions)} generated, {len(results)} verified"
+        )
+        return [
+            _sample(place // num_samples, completions[place], texts[place], prompts, records, results[place])
+            for place in range(expected)
+        ]
+
+    @staticmethod
+    def _reward_input(
+        place: int, completion: Completion, text: str, prompts: Sequence[str], records: Sequence[PromptRecord]
+    ) -> RewardInput:
+        return RewardInput(
+            index=place,
+            completion=text,
+            answer=records[completion.request_id].answer,
+            prompt=prompts[completion.request_id],
+            finish_reason=completion.finish_reason,
+            num_tokens=len(completion.token_ids),
+        )
+
+
+def _seed(path: Sequence[int], index: int) -> int:
+    return int(np.random.SeedSequence([*path, index]).generate_state(1, np.uint64)[0]) >> 1
+
+
+def _sample(
+    group: int,
+    completion: Completion,
+    text: str,
+    prompts: Sequence[str],
+    records: Sequence[PromptRecord],
+    result: RewardResult,
+) -> Sample:
+    return Sample(
+        group=group,
+        prompt_ids=np.asarray(records[group].prompt_ids, np.int32),
+        response_ids=completion.token_ids,
+        rollout_logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        prompt=prompts[group],
+        completion=text,
+        answer=records[group].answer,
+        rewards=result.parts,
+        reward=result.total,
+        failures=result.failures,
+    )
+
+
+def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "") -> np.ndarray:
+    """Return the rewards (of one verifier, or weighted), float64 [prompts, num_samples]."""
+    values = [sample.rewards[verifier] if verifier else sample.reward for sample in samples]
+    return np.asarray(values, np.float64).reshape(-1, num_samples)

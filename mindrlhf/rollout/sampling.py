@@ -1,0 +1,74 @@
+"""Token sampling on a CPU: one uniform number per row in place of noise over the whole vocabulary.
+
+vLLM 0.32 draws one noise value per row and vocabulary entry, takes log-softmax for the log-probabilities and another
+pass to rank the chosen token. With 152k entries that costs several times the model itself. Here one softmax serves
+both, the token is found by inverting its cumulative distribution, and its log-probability is the logarithm of an entry.
+
+Uniforms come from a counter-based generator: number ``position`` of stream ``key`` is a pure function of the two, so
+the draw of a sample depends on nothing else in the batch, and a request that vLLM preempts and computes again meets the
+same numbers. The function is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014).
+"""
+
+import numpy as np
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_BLOCK = 256
+
+
+def stream_key(seed: int, sample_index: int) -> int:
+    """The key of the random stream of sample ``sample_index`` of a request, an integer in [0, 2**64)."""
+    return int(_mix(_mix(np.array([seed & _MASK], np.uint64)) + np.uint64(sample_index))[0])
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Number ``positions[i]`` of stream ``keys[i]``: float64 [n] in [0, 1), from uint64 [n] and uint64 [n]."""
+    bits = _mix(keys + (positions + np.uint64(1)) * np.uint64(_GOLDEN))
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def sample_rows(probs: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Invert the cumulative distribution of each row.
+
+    The vocabulary is summed in blocks (a running sum over all of it would cost more than the softmax); the block is
+    found first and the token within it second, both in float64.
+
+    Args:
+        probs: float32 [rows, vocab], contiguous; rows need not sum to one exactly.
+        draws: float64 [rows] in [0, 1).
+
+    Returns:
+        Token ids int64 [rows], never one of probability zero, and their log-probabilities float32 [rows].
+    """
+    num_rows, vocab_size = probs.shape
+    num_blocks = vocab_size // _BLOCK
+    split = num_blocks * _BLOCK
+    block_sums = probs[:, :split].reshape(num_rows, num_blocks, _BLOCK).sum(-1).astype(np.float64)
+    if split < vocab_size:
+        block_sums = np.concatenate([block_sums, probs[:, split:].sum(1, dtype=np.float64, keepdims=True)], axis=1)
+    rows = np.arange(num_rows)
+    block_ends = np.cumsum(block_sums, axis=1)
+    targets = draws * block_ends[:, -1]
+    blocks = _first_above(block_ends, targets)
+    targets -= block_ends[rows, blocks] - block_sums[rows, blocks]
+    columns = blocks[:, None] * _BLOCK + np.arange(min(_BLOCK, vocab_size))
+    inside = np.where(columns < vocab_size, probs[rows[:, None], np.minimum(columns, vocab_size - 1)], 0.0)
+    token_ids = blocks * _BLOCK + _first_above(np.cumsum(inside, axis=1, dtype=np.float64), targets)
+    return token_ids, np.log(probs[rows, token_ids])
+
+
+def _first_above(ends: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Per row of ``ends`` (non-decreasing) the first index whose value is above the target.
+
+    Rounding may put a target at or above the last end: the first index that reaches the last end is taken then, since
+    those after it add nothing.
+    """
+    above = ends > np.minimum(targets, np.nextafter(ends[:, -1], 0.0))[:, None]
+    return above.argmax(axis=1)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,176 @@
+"""The rollout server: a vLLM engine behind a socket, in an interpreter of its own.
+
+The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.rollout.server --socket-fd N --config
+JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.wire``) are headers with a "kind", and
+each is answered:
+
+    generate        {sampling} + request_ids, num_samples, seeds, prompt_lengths, prompt_ids
+                    -> completions (as they finish, any number of times), then generated
+    abort           (during generate) ends it early -> generated
+    update_weights  {version, board_path} -> done
+    sleep, wake     -> done
+    ping            -> done
+    stats           -> done, with counters
+    shutdown        -> done, and the process ends
+
+A request that fails is answered by "failed" with a message; the server goes on.
+"""
+
+import argparse
+import json
+import os
+import select
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.wire import ConnectionClosed, receive_message, send_message
+
+_PARENT_POLL_S = 0.5
+FINISH_REASONS = ("stop", "length")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m mindrlhf.rollout.server")
+    parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix socket, inherited")
+    parser.add_argument("--config", required=True, help="JSON of VllmOptions")
+    arguments = parser.parse_args()
+    config = json.loads(arguments.config)
+    os.set_inheritable(arguments.socket_fd, False)
+    _end_with_parent(config["import_dir"])
+    connection = socket.socket(fileno=arguments.socket_fd)
+
+    from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
+
+    server = Server(connection, build_engine(config))
+    try:
+        server.run()
+    except ConnectionClosed:
+        print("rollout server: the trainer closed the connection", file=sys.stderr)
+        _leave(config["import_dir"], 0)
+    return 0
+
+
+class Server:
+    """Answers the messages of one connection, one after the other."""
+
+    def __init__(self, connection: socket.socket, engine):
+        self._connection = connection
+        self._engine = engine
+        self._weights_version = 0
+        self._stats = {"num_steps": 0, "num_samples": 0, "num_tokens": 0, "generate_s": 0.0, "update_s": 0.0}
+
+    def run(self) -> None:
+        """Serve until ``shutdown``. Raises ConnectionClosed when the trainer is gone."""
+        self._send("ready", pid=os.getpid(), sampler=self._engine.sampler)
+        while True:
+            header, arrays = receive_message(self._connection)
+            try:
+                going_on = self._answer(header, arrays)
+            except ConnectionClosed:
+                raise
+            except Exception as error:  # a failed request must not take the server with it
+                traceback.print_exc()
+                self._engine.abort()
+                self._send("failed", message=f"{type(error).__name__}: {error}")
+                continue
+            if not going_on:
+                return
+
+    def _answer(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        kind = header["kind"]
+        if kind == "generate":
+            self._generate(header["sampling"], arrays)
+        elif kind == "abort":  # of a generation that had ended when it was sent
+            pass
+        elif kind == "update_weights":
+            start = time.perf_counter()
+            self._engine.update_weights(header["version"], header["board_path"])
+            self._weights_version = header["version"]
+            self._stats["update_s"] += time.perf_counter() - start
+            self._send("done")
+        elif kind in ("sleep", "wake"):
+            getattr(self._engine, kind)()
+            self._send("done")
+        elif kind in ("ping", "stats"):
+            self._send("done", stats=self._stats)
+        elif kind == "shutdown":
+            self._send("done")
+            return False
+        else:
+            raise ValueError(f"unknown message '{kind}'")
+        return True
+
+    def _generate(self, sampling: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        start = time.perf_counter()
+        ends = np.cumsum(arrays["prompt_lengths"])[:-1]
+        prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
+        self._engine.submit(prompts, arrays["num_samples"].tolist(), arrays["seeds"].tolist(), sampling)
+        while self._engine.num_pending:
+            samples = self._engine.step()
+            self._stats["num_steps"] += 1
+            if samples:
+                self._send_completions(samples, arrays["request_ids"])
+            if self._is_aborted():
+                self._engine.abort()
+        self._stats["generate_s"] += time.perf_counter() - start
+        self._send("generated")
+
+    def _send_completions(self, samples: list, request_ids: np.ndarray) -> None:
+        self._stats["num_samples"] += len(samples)
+        self._stats["num_tokens"] += sum(len(sample.token_ids) for sample in samples)
+        completions = {
+            "request_ids": request_ids[[sample.request_index for sample in samples]],
+            "sample_indices": np.array([sample.sample_index for sample in samples], np.int32),
+            "lengths": np.array([len(sample.token_ids) for sample in samples], np.int32),
+            "finish_reasons": np.array([FINISH_REASONS.index(sample.finish_reason) for sample in samples], np.uint8),
+            "token_ids": np.concatenate([sample.token_ids for sample in samples]),
+            "logprobs": np.concatenate([sample.logprobs for sample in samples]),
+        }
+        send_message(
+            self._connection, {"kind": "completions", "weights_version": self._weights_version}, completions
+        )
+
+    def _is_aborted(self) -> bool:
+        """Whether the trainer has sent "abort", the only message that may come during ``generate``."""
+        if not select.select([self._connection], [], [], 0)[0]:
+            return False
+        header, _ = receive_message(self._connection)
+        if header["kind"] != "abort":
+            raise ValueError(f"message '{header['kind']}' came while samples were being generated")
+        return True
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        send_message(self._connection, {"kind": kind, **fields})
+
+
+def _end_with_parent(import_dir: str) -> None:
+    """End this process soon after its parent has died, whatever it is doing then.
+
+    The closed socket says so too, but not while a copy of its other end lives on in a forked child of the trainer, nor
+    before the engine is up.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        _leave(import_dir, 1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _leave(import_dir: str, exit_code: int) -> None:
+    """End at once; the trainer can no longer remove the directory it made for this process."""
+    shutil.rmtree(import_dir, ignore_errors=True)
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What this package changes inside vLLM when it runs on a CPU in float32, and nowhere else.
+
+Everything here relies on internals of the versions in ``TESTED_VERSIONS``; with any other version, device, dtype or
+parallelism ``supports`` answers no and the server uses vLLM as it comes. Five changes, each for speed:
+
+1. Linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM repacks
+   them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
+2. RMSNorm uses vLLM's own C kernel, which it leaves to GPUs, in place of eight small torch calls.
+3. Tokens are drawn by ``mindrlhf.rollout.sampling``.
+4. Attention layers are called as functions, not as registered torch operators.
+5. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
+   where tokens are drawn.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import vllm
+from vllm import ir
+from vllm.model_executor.layers import utils as linear_kernels
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from mindrlhf.rollout.sampling import sample_rows, uniforms
+
+TESTED_VERSIONS = ("0.32.0",)
+RMS_NORM_PROVIDER = "mindrlhf_cpu"
+
+
+def supports(dtype: str, tensor_parallel_size: int) -> bool:
+    """Whether the changes of this module may be used."""
+    version = vllm.__version__.split("+")[0]
+    return (
+        version in TESTED_VERSIONS and current_platform.is_cpu() and dtype == "float32" and tensor_parallel_size == 1
+    )
+
+
+class PlainLinear:
+    """Multiply by the live weight, taken as a plain tensor: vLLM's parameter classes slow each torch call down."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self._weight, None if bias is None else bias.data)
+
+    def shares_memory(self, weight: torch.Tensor) -> bool:
+        return self._weight.data_ptr() == weight.data_ptr()
+
+
+def install_kernels() -> None:
+    """Changes 1 and 2; to be called before the engine is built."""
+    if RMS_NORM_PROVIDER in ir.ops.rms_norm.impls:
+        return
+    repack = linear_kernels.dispatch_cpu_unquantized_gemm
+
+    def keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
+            repack(layer, remove_weight)
+            return
+        if remove_weight:  # embeddings keep theirs, since rows are looked up in it
+            weight.data = weight.data.t().contiguous().t()
+        layer.cpu_linear = PlainLinear(weight.data)
+
+    linear_kernels.dispatch_cpu_unquantized_gemm = keep_plain
+    current_platform.import_kernels()
+
+    def accepts(x, weight, epsilon, variance_size=None):
+        return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+
+    def accepts_residual(x, x_residual, weight, epsilon, variance_size=None):
+        return accepts(x, weight, epsilon, variance_size) and x_residual.dtype == x.dtype
+
+    @ir.ops.rms_norm.register_impl(RMS_NORM_PROVIDER, supports_args=accepts)
+    def rms_norm(
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> torch.Tensor:
+        output = torch.empty_like(x)
+        torch.ops._C.rms_norm(output, x, weight, epsilon)
+        return output
+
+    @ir.ops.fused_add_rms_norm.register_impl(RMS_NORM_PROVIDER, supports_args=accepts_residual)
+    def fused_add_rms_norm(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + x_residual
+        output = torch.empty_like(total)
+        torch.ops._C.rms_norm(output, total, weight, epsilon)
+        return output, total
+
+
+def call_attention_directly(model: torch.nn.Module) -> None:
+    """Spare the attention layers their detour through a registered operator, which only graph capture needs."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.use_direct_call = True
+
+
+def weights_are_plain(model: torch.nn.Module) -> bool:
+    """Whether loading into the live parameters is all an update takes: no layer derives anything from its weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        plain = (
+            method is None
+            or isinstance(module, Attention)
+            or (
+                type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+                and isinstance(module.cpu_linear, PlainLinear)
+                and module.cpu_linear.shares_memory(module.weight)
+            )
+        )
+        if not plain:
+            return False
+    return True
+
+
+@dataclass
+class Stream:
+    """A sample in the making: the key of its random stream, and what was drawn so far."""
+
+    key: int
+    token_ids: np.ndarray  # int32 [max_tokens]
+    logprobs: np.ndarray  # float32 [max_tokens]
+    length: int = 0
+
+
+class StreamSampler(torch.nn.Module):
+    """Takes the place of vLLM's sampler in the model runner (change 3).
+
+    ``streams`` maps vLLM's request ids to their ``Stream``. Tokens and log-probabilities are stored by position, so
+    a draw that vLLM discards (the last row of an unfinished prompt chunk) is overwritten by the one that counts.
+    """
+
+    def __init__(self, model_runner):
+        super().__init__()
+        self.streams: dict[str, Stream] = {}
+        self._requests = model_runner.requests
+        self._input_batch = model_runner.input_batch
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: str | None = None,
+    ) -> SamplerOutput:
+        probs = _probabilities(logits, sampling_metadata)
+        request_ids = self._input_batch.req_ids
+        streams = [self.streams[request_id] for request_id in request_ids]
+        positions = [len(self._requests[request_id].output_token_ids) for request_id in request_ids]
+        if sampling_metadata.all_greedy:
+            token_ids = probs.argmax(dim=-1).numpy()
+            logprobs = np.log(np.take_along_axis(probs.numpy(), token_ids[:, None], axis=1)[:, 0])
+        else:
+            keys = np.array([stream.key for stream in streams], np.uint64)
+            token_ids, logprobs = sample_rows(probs.numpy(), uniforms(keys, np.array(positions, np.uint64)))
+        for stream, position, token_id, logprob in zip(streams, positions, token_ids.tolist(), logprobs.tolist()):
+            stream.token_ids[position] = token_id
+            stream.logprobs[position] = logprob
+            stream.length = position + 1
+        return SamplerOutput(
+            sampled_token_ids=torch.from_numpy(token_ids.astype(np.int32)).unsqueeze(-1), logprobs_tensors=None
+        )
+
+
+def _probabilities(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The distribution to sample from, float32 [rows, vocab]: temperature first, then top-k and top-p, as vLLM does."""
+    logits = logits.to(torch.float32)
+    if not metadata.all_greedy:
+        assert metadata.all_random, "one batch has one temperature"
+        if not bool((metadata.temperature == 1.0).all()):
+            logits = logits.div_(metadata.temperature.unsqueeze(1))
+        logits = apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
+    return logits.softmax(dim=-1)

@@ -1,0 +1,220 @@
+"""The vLLM engine as the rollout server sees it: samples in, finished samples out."""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
+
+from mindrlhf.rollout.sampling import stream_key
+from mindrlhf.rollout.server import cpu
+
+# vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32.
+_CPU_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """Sample ``sample_index`` of request number ``request_index`` of the batch."""
+
+    request_index: int
+    sample_index: int
+    token_ids: np.ndarray  # int32 [response]
+    logprobs: np.ndarray  # float32 [response]
+    finish_reason: str  # "stop" or "length"
+
+
+class VllmEngine:
+    """vLLM through its public interface. One batch at a time: ``submit``, then ``step`` until ``num_pending`` is 0."""
+
+    sampler = "vllm"
+
+    def __init__(self, config: dict[str, Any]):
+        self._is_cpu = config["device"] == "cpu"
+        self._uses_sleep = config["enable_sleep"]
+        self._kv_cache_is_asleep = False
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
+        self._weights_load_in_place = False
+        self._pending: dict[str, tuple[int, int]] = {}
+        self._num_submitted = 0
+
+    def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
+        arguments = {
+            "model": config["model_dir"],
+            "dtype": config["dtype"],
+            "load_format": config["load_format"],
+            "max_model_len": config["max_model_len"],
+            "max_num_seqs": config["max_num_seqs"],
+            "seed": config["seed"],
+            "tensor_parallel_size": config["tensor_parallel_size"],
+            "gpu_memory_utilization": config["gpu_memory_utilization"],
+            "enable_sleep_mode": config["enable_sleep"],
+            "enable_prefix_caching": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "worker_extension_cls": "mindrlhf.rollout.server.worker.WorkerExtension",
+        }
+        if config["kv_cache_gib"] is not None:
+            arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
+        if self._is_cpu:
+            arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
+        return arguments
+
+    @property
+    def num_pending(self) -> int:
+        """Samples submitted and not yet returned by ``step``."""
+        return len(self._pending)
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        nums_samples: Sequence[int],
+        seeds: Sequence[int],
+        sampling: dict[str, Any],
+    ) -> None:
+        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache."""
+        for request_index, (prompt, num_samples, seed) in enumerate(zip(prompts, nums_samples, seeds)):
+            for sample_index in range(num_samples):
+                name = str(self._num_submitted)
+                self._num_submitted += 1
+                self._pending[name] = (request_index, sample_index)
+                self._add(name, list(prompt), stream_key(seed, sample_index), sampling)
+
+    def step(self) -> list[FinishedSample]:
+        """Run the model once; return the samples that ended."""
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                token_ids = list(completion.token_ids)
+                logprobs = [entry[token].logprob for token, entry in zip(token_ids, completion.logprobs)]
+                finished.append(self._finish(output.request_id, token_ids, logprobs, completion.finish_reason))
+        return finished
+
+    def abort(self) -> None:
+        """Forget all pending samples."""
+        self._engine.abort_request(list(self._pending))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self._pending.clear()
+
+    def update_weights(self, version: int, board_path: str) -> None:
+        """Load ``version`` from the board and forget all cached prefixes."""
+        self._engine.collective_rpc("load_board", args=(board_path, version, self._weights_load_in_place))
+        if self._kv_cache_is_asleep:
+            self._engine.wake_up(tags=["kv_cache"])
+            self._kv_cache_is_asleep = False
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache after a weight update")
+
+    def sleep(self) -> None:
+        """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""
+        if self._uses_sleep:
+            self._engine.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take memory for the weights; the KV cache follows once they are loaded, so that both need not fit twice."""
+        if self._uses_sleep:
+            self._engine.wake_up(tags=["weights"])
+            self._kv_cache_is_asleep = True
+
+    def _add(self, name: str, prompt: list[int], key: int, sampling: dict[str, Any]) -> None:
+        params = SamplingParams(
+            **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **_TOKENS_ONLY
+        )
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def _finish(self, name: str, token_ids: Any, logprobs: Any, finish_reason: str) -> FinishedSample:
+        if finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a sample with finish reason '{finish_reason}'")
+        request_index, sample_index = self._pending.pop(name)
+        return FinishedSample(
+            request_index,
+            sample_index,
+            np.asarray(token_ids, np.int32),
+            np.asarray(logprobs, np.float32),
+            finish_reason,
+        )
+
+
+_TOKENS_ONLY = {"detokenize": False, "ignore_eos": True}
+
+
+class CpuEngine(VllmEngine):
+    """vLLM with the changes of ``cpu.py``, in this process."""
+
+    sampler = "inverse_cdf"
+
+    def __init__(self, config: dict[str, Any]):
+        cpu.install_kernels()
+        super().__init__(config)
+        self._core = self._engine.engine_core.engine_core
+        model_runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self._sampler = model_runner.sampler = cpu.StreamSampler(model_runner)
+        self._weights_load_in_place = cpu.weights_are_plain(model_runner.get_model())
+        cpu.call_attention_directly(model_runner.get_model())
+        self._params: tuple[dict[str, Any], SamplingParams] | None = None
+        # What start-up made lives for ever: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+
+    def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
+        priority = [cpu.RMS_NORM_PROVIDER, "native"]
+        arguments = super()._engine_arguments(config)
+        return arguments | {"ir_op_priority": {"rms_norm": priority, "fused_add_rms_norm": priority}}
+
+    def step(self) -> list[FinishedSample]:
+        outputs, model_executed = self._core.step_fn()
+        self._core.post_step(model_executed=model_executed)
+        finished = []
+        for output in outputs[0].outputs if outputs else ():
+            if output.finish_reason is not None:
+                stream = self._sampler.streams.pop(output.request_id)
+                length = stream.length
+                finished.append(
+                    self._finish(
+                        output.request_id,
+                        stream.token_ids[:length],
+                        stream.logprobs[:length],
+                        str(output.finish_reason),
+                    )
+                )
+        return finished
+
+    def abort(self) -> None:
+        self._core.abort_requests(list(self._pending))
+        while self._core.scheduler.has_requests():
+            self._core.step_fn()
+        self._sampler.streams.clear()
+        self._pending.clear()
+
+    def _add(self, name: str, prompt: list[int], key: int, sampling: dict[str, Any]) -> None:
+        if self._params is None or self._params[0] != sampling:
+            self._params = sampling, SamplingParams(**sampling, **_TOKENS_ONLY)
+        max_tokens = sampling["max_tokens"]
+        self._sampler.streams[name] = cpu.Stream(key, np.empty(max_tokens, np.int32), np.empty(max_tokens, np.float32))
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=self._params[1],
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+
+def build_engine(config: dict[str, Any]) -> VllmEngine:
+    """The fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
+    fast = cpu.supports(config["dtype"], config["tensor_parallel_size"])
+    return CpuEngine(config) if fast else VllmEngine(config)

@@ -1,0 +1,55 @@
+"""The part of the rollout server that runs inside each vLLM worker: loading weights from the board."""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from mindrlhf.weights.board import WeightBoard, WeightBoardError
+
+# Boards are mapped for reading only; nothing here writes to the tensors made over them.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by ``collective_rpc``."""
+
+    def load_board(self, path: str, version: int, in_place: bool) -> None:
+        """Load every tensor of ``version`` from the board at ``path``.
+
+        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts.
+
+        Args:
+            in_place: load into the live parameters; else vLLM rebuilds its kernel weights.
+
+        Raises:
+            WeightBoardError: another version on the board, a wrong checksum, or parameters that the board lacks.
+        """
+        board = self._attached_board(path)
+        board.verify(version)
+        model = self.model_runner.get_model()
+        if not in_place:
+            self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
+            return
+        with torch.inference_mode():
+            loaded = model.load_weights(_torch_tensors(board, version))
+        missing = {name for name, _ in model.named_parameters()} - (loaded or set())
+        if loaded is not None and missing:
+            raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
+
+    def _attached_board(self, path: str) -> WeightBoard:
+        board = getattr(self, "_board", None)
+        if board is None or board.path != path:
+            if board is not None:
+                board.close()
+            self._board = board = WeightBoard.attach(path)
+        return board
+
+
+def _torch_tensors(board: WeightBoard, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, array in board.tensors(version):
+        if dtype == "bfloat16":
+            yield name, torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        else:
+            yield name, torch.from_numpy(array)

@@ -1,0 +1,370 @@
+"""The trainer's side of a vLLM rollout server: start it, talk to it, notice its death, stop it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mindrlhf
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+
+_FINISH_REASONS = ("stop", "length")
+_LIVENESS_POLL_S = 0.5
+_STOP_TIMEOUT_S = 10.0
+_NUM_LOG_LINES_SHOWN = 3
+# Variables that would make the server take itself for a training rank, or load the trainer's libraries.
+_DROPPED_VARIABLES = {
+    "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "DEVICE_ID", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV",
+}  # fmt: skip
+_DROPPED_PREFIXES = ("MS_", "MINDSPORE", "OMPI_", "PMIX_", "OMP_", "KMP_", "GOMP_", "GLOG_", "VLLM_")
+_DEVICE_VARIABLES = {
+    "cpu": {
+        # Threads that spin while they wait starve the trainer on shared cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM compiles sampler operators at the first request otherwise, which needs a C++ compiler and seconds.
+        "TORCHDYNAMO_DISABLE": "1",
+    },
+    "ascend": {"VLLM_ASCEND_ENABLE_NZ": "0"},  # weights in that layout cannot be reloaded
+}
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """How to start one rollout server.
+
+    ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
+    the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
+    ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
+    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment.
+    """
+
+    python: str
+    model_dir: str
+    log_path: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    load_format: str = "dummy"
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    seed: int = 0
+    num_threads: int = 1
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = 1.0
+    enable_sleep: bool = False
+    start_timeout_s: float = 300.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class VllmGenerator:
+    """A ``Generator`` (see ``rollout.types``) whose samples come from a vLLM process. Not thread-safe.
+
+    ``start`` returns at once, so that the server loads while the trainer compiles; the first other call waits for it.
+    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death;
+    ``restart`` then brings a new one to the same weights.
+    """
+
+    def __init__(self, options: VllmOptions):
+        _check(options)
+        self.options = options
+        self._process: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+        self._import_dir: str | None = None
+        self._is_ready = False
+        self._is_generating = False
+        self._board_path: str | None = None
+        self._weights_version: int | None = None
+
+    @classmethod
+    def start(cls, options: VllmOptions) -> "VllmGenerator":
+        """Start a server in the background.
+
+        Raises:
+            UserError: the interpreter or the model's config.json is missing, or a number is out of range.
+        """
+        generator = cls(options)
+        generator._launch()
+        return generator
+
+    def wait_ready(self) -> None:
+        """Block until the server can answer.
+
+        Raises:
+            RunFailure: it died or did not come up within ``start_timeout_s``.
+        """
+        if self._is_ready:
+            return
+        header, _ = self._receive(self.options.start_timeout_s)
+        assert header["kind"] == "ready", f"the rollout server greets with '{header['kind']}'"
+        self._is_ready = True
+
+    def use_board(self, board_path: str) -> None:
+        """Say where ``update_weights`` finds the weight board (``WeightBoard.path``)."""
+        self._board_path = board_path
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
+        """Start sampling and yield each completion as it finishes, in any order.
+
+        Closing the iterator early aborts the rest.
+
+        Raises:
+            UserError: a prompt that is empty or leaves no room for ``max_tokens``, or repeated request ids.
+            RunFailure: the server died or could not carry out the request.
+        """
+        assert not self._is_generating, "generate() while an earlier generate() is being consumed"
+        self._check_requests(requests, sampling)
+        self._check_weights()
+        self.wait_ready()
+        lengths = [len(request.prompt_ids) for request in requests]
+        arrays = {
+            "request_ids": np.array([request.request_id for request in requests], np.int64),
+            "num_samples": np.array([request.num_samples for request in requests], np.int32),
+            "seeds": np.array([request.seed for request in requests], np.int64),
+            "prompt_lengths": np.array(lengths, np.int64),
+            "prompt_ids": np.fromiter((i for r in requests for i in r.prompt_ids), np.int32, sum(lengths)),
+        }
+        self._is_generating = True
+        self._send({"kind": "generate", "sampling": _vllm_sampling(sampling)}, arrays)
+        return self._completions()
+
+    def update_weights(self, version: int) -> None:
+        """Load ``version`` from the board and forget all cached prefixes."""
+        assert self._board_path is not None, "update_weights() before use_board()"
+        self._call({"kind": "update_weights", "version": version, "board_path": self._board_path})
+        self._weights_version = version
+
+    def sleep(self) -> None:
+        """Give the device memory back to the trainer (no-op unless ``enable_sleep``)."""
+        self._call({"kind": "sleep"})
+
+    def wake(self) -> None:
+        """Take device memory again; weights must be updated before the next ``generate``."""
+        self._call({"kind": "wake"})
+
+    def ping(self) -> None:
+        """Return when the server answers."""
+        self._call({"kind": "ping"})
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: num_steps, num_samples, num_tokens, generate_s, update_s."""
+        return self._call({"kind": "stats"})["stats"]
+
+    def restart(self) -> None:
+        """Replace the server, dead or alive, by a new one with the weights of the last ``update_weights``.
+
+        The board must still hold that version.
+        """
+        self.close()
+        self._launch()
+        self.wait_ready()
+        if self._weights_version is not None:
+            self.update_weights(self._weights_version)
+
+    def close(self) -> None:
+        """Stop the server and everything it started. Safe to call twice, and after a failure."""
+        if self._process is None:
+            return
+        if self._is_ready and not self._is_generating:
+            with contextlib.suppress(ConnectionClosed, TimeoutError, ProtocolError):
+                send_message(self._connection, {"kind": "shutdown"}, timeout_s=1)
+                receive_message(self._connection, timeout_s=1)
+        self._connection.close()
+        if self._is_ready and not self._is_generating:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT_S)
+        self._kill_group()
+        self._process.wait()
+        shutil.rmtree(self._import_dir, ignore_errors=True)
+        self._process = self._connection = self._import_dir = None
+        self._is_ready = self._is_generating = False
+
+    def __enter__(self) -> "VllmGenerator":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _launch(self) -> None:
+        options = self.options
+        # The server finds this package and nothing else of the trainer's site-packages.
+        self._import_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
+        os.symlink(Path(mindrlhf.__file__).resolve().parent, os.path.join(self._import_dir, "mindrlhf"))
+        config = {
+            entry.name: getattr(options, entry.name)
+            for entry in dataclasses.fields(options)
+            if entry.name not in ("python", "env", "log_path", "start_timeout_s", "num_threads")
+        } | {"import_dir": self._import_dir}
+        self._connection, theirs = socket.socketpair()
+        command = [options.python, "-m", "mindrlhf.rollout.server", "--socket-fd", str(theirs.fileno())]
+        Path(options.log_path).parent.mkdir(parents=True, exist_ok=True)
+        with theirs, open(options.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--config", json.dumps(config)],
+                env=_server_environment(options, self._import_dir),
+                cwd=self._import_dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
+        if len({request.request_id for request in requests}) != len(requests):
+            raise UserError("two generation requests have the same request_id; number them apart")
+        for request in requests:
+            longest = self.options.max_model_len - sampling.max_tokens
+            if not 0 < len(request.prompt_ids) <= longest:
+                raise UserError(
+                    f"prompt of request {request.request_id} has {len(request.prompt_ids)} tokens; max_model_len "
+                    f"{self.options.max_model_len} less max_tokens {sampling.max_tokens} leaves 1 to {longest}"
+                )
+
+    def _check_weights(self) -> None:
+        if self.options.load_format == "dummy" and self._weights_version is None:
+            raise RunFailure("the rollout server has no weights yet: update_weights() comes before generate()")
+
+    def _completions(self) -> Iterator[Completion]:
+        try:
+            while True:
+                header, arrays = self._receive()
+                if header["kind"] == "generated":
+                    self._is_generating = False
+                    return
+                yield from _unpack(header, arrays)
+        finally:
+            if self._is_generating and self._process is not None:
+                self._abort()
+
+    def _abort(self) -> None:
+        """Bring the conversation back in step after a generation that nobody reads to its end."""
+        with contextlib.suppress(RunFailure):  # what ends the consumer matters more than what ends the server
+            self._send({"kind": "abort"})
+            while self._receive()[0]["kind"] != "generated":
+                pass
+            self._is_generating = False
+
+    def _call(self, header: dict[str, Any]) -> dict[str, Any]:
+        assert not self._is_generating, f"{header['kind']} while generate() is being consumed"
+        self.wait_ready()
+        self._send(header)
+        return self._receive()[0]
+
+    def _send(self, header: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        try:
+            send_message(self._connection, header, arrays)
+        except ConnectionClosed:
+            raise self._failure() from None
+
+    def _receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The next message. A dead server is noticed by the closed connection, or by its exit if that stays open."""
+        if self._process is None:
+            raise RunFailure("the rollout server is closed")
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not select.select([self._connection], [], [], _LIVENESS_POLL_S)[0]:
+            if self._process.poll() is not None:
+                raise self._failure()
+            if end is not None and time.monotonic() > end:
+                message = f"the rollout server was not ready within {timeout_s:g} s{self._log_tail()}"
+                self.close()
+                raise RunFailure(message)
+        try:
+            header, arrays = receive_message(self._connection)
+        except (ConnectionClosed, ProtocolError) as error:
+            raise self._failure(error) from None
+        if header["kind"] == "failed":
+            self._is_generating = False
+            raise RunFailure(f"the rollout server could not carry out a request: {header['message']}{self._log_tail()}")
+        return header, arrays
+
+    def _failure(self, error: Exception | None = None) -> RunFailure:
+        """Take down what is left of the server and say how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.poll()
+        if code is None:
+            how = f"stopped talking ({error})"
+        elif code < 0:
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        else:
+            how = f"ended with exit code {code}"
+        message = f"the rollout server (process {self._process.pid}) {how}{self._log_tail()}"
+        self.close()
+        return RunFailure(message)
+
+    def _log_tail(self) -> str:
+        text = Path(self.options.log_path).read_bytes()[-8192:].decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()][-_NUM_LOG_LINES_SHOWN:]
+        return f"; log {self.options.log_path} ends: {' | '.join(lines) or '(empty)'}"
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _check(options: VllmOptions) -> None:
+    if shutil.which(options.python) is None:
+        raise UserError(f"rollout.python '{options.python}' is no executable; give the rollout environment's python")
+    if not (Path(options.model_dir) / "config.json").is_file():
+        raise UserError(f"model directory '{options.model_dir}' has no config.json")
+    if options.device not in _DEVICE_VARIABLES:
+        raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")
+    for name in ("max_model_len", "max_num_seqs", "num_threads", "tensor_parallel_size", "start_timeout_s"):
+        if getattr(options, name) <= 0:
+            raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
+
+
+def _server_environment(options: VllmOptions, import_dir: str) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _DROPPED_VARIABLES and not name.startswith(_DROPPED_PREFIXES)
+    }
+    ours = {
+        "PYTHONPATH": import_dir,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(options.num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    return kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env)
+
+
+def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The arguments of vLLM's own SamplingParams."""
+    return dataclasses.asdict(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}
+
+
+def _unpack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator[Completion]:
+    ends = np.cumsum(arrays["lengths"])
+    for i, end in enumerate(ends):
+        start = end - arrays["lengths"][i]
+        yield Completion(
+            request_id=int(arrays["request_ids"][i]),
+            sample_index=int(arrays["sample_indices"][i]),
+            token_ids=arrays["token_ids"][start:end],
+            logprobs=arrays["logprobs"][start:end],
+            finish_reason=_FINISH_REASONS[arrays["finish_reasons"][i]],
+            weights_version=header["weights_version"],
+        )
