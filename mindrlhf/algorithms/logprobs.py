@@ -53,7 +53,7 @@ class PolicyLogProbs(nn.Cell):
     """Log-probabilities of the labels under a model, at a sampling temperature."""
 
     def __init__(self, model, temperature: float, device: str):
-        super().__init__()
+        super().__init__(auto_prefix=False)
         self.model = model
         self.weight = model.head_weight
         self.token_logprobs = TiledTokenLogProbs() if device == "cpu" else GraphTokenLogProbs()

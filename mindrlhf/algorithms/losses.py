@@ -40,7 +40,7 @@ class GrpoLoss(nn.Cell):
     """
 
     def __init__(self, policy, *, clip_low: float, clip_high: float, beta: float, on_policy: bool):
-        super().__init__()
+        super().__init__(auto_prefix=False)
         self.policy = policy
         self.lower, self.upper = 1.0 - clip_low, 1.0 + clip_high
         self.beta = beta
@@ -72,7 +72,7 @@ class SupervisedLoss(nn.Cell):
     """Mean negative log-likelihood of the response tokens."""
 
     def __init__(self, policy):
-        super().__init__()
+        super().__init__(auto_prefix=False)
         self.policy = policy
 
     def construct(self, input_ids, segment_ids, labels, mask, num_tokens):

@@ -107,13 +107,19 @@ class Actor(Learner):
             self._batches = []
         self._batches.append(unpack_share(share))
 
-    def compute_logprobs(self, name: str) -> None:
-        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for all received batches."""
+    def compute_logprobs(self, name: str, batch: int) -> dict[str, np.ndarray]:
+        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``.
+
+        Returns:
+            "<index>.logprobs" float32 [rows, length] for each micro-batch.
+        """
         cell = self.logprobs_cell if name == "old_logprobs" else self.reference_cell
-        for micro_batches, _ in self._batches:
-            for rows in micro_batches:
-                self.count_compile(name, rows.input_ids.shape)
-                rows.tokens[name] = cell(*_tensors(rows))[0].asnumpy().copy()
+        results = {}
+        for index, rows in enumerate(self._batches[batch][0]):
+            self.count_compile(name, rows.input_ids.shape)
+            rows.tokens[name] = cell(*_tensors(rows))[0].asnumpy().copy()
+            results[f"{index}.logprobs"] = rows.tokens[name]
+        return results
 
     def update(self, batch: int, lr: float) -> dict[str, Any]:
         """Make one optimiser update from received batch number ``batch``.

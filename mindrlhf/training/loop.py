@@ -1,0 +1,281 @@
+"""The reinforcement learning loop, as the lead rank runs it: sample, score, update, publish, report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.algorithms.advantages import group_normalised
+from mindrlhf.algorithms.losses import POLICY_STATISTICS
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.mindrecord import PromptFile, PromptRecord
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut
+from mindrlhf.observe import metrics as measure
+from mindrlhf.observe.samples import SampleRecord, SampleWriter
+from mindrlhf.observe.sinks import SinkGroup
+from mindrlhf.observe.timing import StageTimer, throughput
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix
+from mindrlhf.rollout.types import Generator, SamplingParams
+from mindrlhf.training.batch import Batch, RowOptions, make_batch
+from mindrlhf.training.schedule import learning_rate
+from mindrlhf.training.team import Team
+from mindrlhf.weights.board import WeightBoard
+
+Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
+
+
+@dataclass
+class Progress:
+    """Where a run is: all that a checkpoint needs beside weights and optimiser."""
+
+    step: int = 0  # steps done
+    weights_version: int = 0
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works with, made by :mod:`mindrlhf.training.main`."""
+
+    team: Team
+    board: WeightBoard
+    generator: Generator
+    sampler: Sampler
+    prompts: PromptFile
+    stream: PromptStream
+    held_out: HeldOut | None
+    sinks: SinkGroup
+    sample_writer: SampleWriter
+    rows: RowOptions
+    stop_token_ids: tuple[int, ...]
+
+
+class Trainer:
+    """Group-relative policy optimisation over verifier rewards."""
+
+    def __init__(self, config: GrpoConfig, parts: Parts, progress: Progress, num_steps: int):
+        self.config = config
+        self.parts = parts
+        self.progress = progress
+        self.num_steps = num_steps
+        self.timer = StageTimer()
+        self.sampling = SamplingParams(
+            max_tokens=config.rollout.max_response_length,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop_token_ids=parts.stop_token_ids,
+        )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser updates that one step makes."""
+        return self.config.training.num_minibatches * self.config.training.num_iterations
+
+    def run(self) -> None:
+        """Train to the last step, evaluating and reporting on the way."""
+        self.publish()
+        self.timer.finish_step()
+        every = self.config.evaluation.every_steps
+        if self.parts.held_out and self.config.evaluation.before_training and self.progress.step == 0:
+            self.parts.sinks.write(0, self.evaluate())
+            self.timer.finish_step()
+        while self.progress.step < self.num_steps:
+            metrics = self.step()
+            is_last = self.progress.step == self.num_steps
+            if self.parts.held_out and (is_last or (every and self.progress.step % every == 0)):
+                metrics |= self.evaluate()
+            self.parts.sinks.write(self.progress.step, metrics)
+
+    def publish(self) -> None:
+        """Put the current weights on the board and have the generator load them."""
+        self.progress.weights_version += 1
+        version = self.progress.weights_version
+        self.parts.board.begin(version)
+        results = self.parts.team.call("publish", version=version)
+        self.parts.board.seal([result["contribution"] for result in results])
+        self.parts.generator.wake()
+        self.parts.generator.update_weights(version)
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample the held-out prompts and return their metrics."""
+        with self.timer.stage("evaluation"):
+            evaluation = self.parts.held_out.run(self.parts.sampler, self.progress.step)
+        self.progress.evaluations.append(evaluation)
+        return evaluation.metrics()
+
+    def step(self) -> dict[str, float]:
+        """Do one step and return its metrics."""
+        index = self.progress.step
+        with self.timer.stage("data"):
+            records = self._next_records()
+        with self.timer.stage("rollout"):
+            samples = self._sample(records, index)
+        self.parts.generator.sleep()
+        with self.timer.stage("pack"):
+            batches = self._batches(samples)
+        old, results = self._learn(batches, index)
+        with self.timer.stage("reshard_to_infer"):
+            self.publish()
+        self.progress.step += 1
+        self._write_samples(samples)
+        return self._metrics(records, samples, batches, old, results)
+
+    def _next_records(self) -> list[PromptRecord]:
+        training = self.config.training
+        return self.parts.prompts.read(self.parts.stream.next(training.chunk_size * training.num_rollouts))
+
+    def _sample(self, records: Sequence[PromptRecord], index: int) -> list[Sample]:
+        return self.parts.sampler.draw(
+            records,
+            self.config.algorithm.num_generations,
+            self.sampling,
+            (self.config.run.seed, index),
+            chunk_size=self.config.training.chunk_size,
+        )
+
+    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        """Cut the samples into one batch per optimiser update of a pass."""
+        algorithm = self.config.algorithm
+        rewards = reward_matrix(samples, algorithm.num_generations)
+        advantages = group_normalised(rewards, scale=algorithm.scale_rewards).reshape(-1)
+        sequences = [
+            TokenSequence(
+                sample.prompt_ids,
+                sample.response_ids,
+                {"advantages": np.full(len(sample.response_ids), advantage, np.float32)},
+            )
+            for sample, advantage in zip(samples, advantages)
+        ]
+        parts = np.array_split(np.arange(len(sequences)), self.config.training.num_minibatches)
+        return [make_batch([sequences[item] for item in part], self.parts.rows) for part in parts if len(part)]
+
+    def _learn(self, batches: Sequence[Batch], index: int) -> tuple[list[Results], list[Results]]:
+        """Make the updates of a step.
+
+        Returns:
+            For each batch, the ranks' log-probabilities under the weights that the samples were drawn from; and
+            the ranks' results of each update, in order.
+        """
+        team, world_size = self.parts.team, self.parts.team.world_size
+        with self.timer.stage("distribute"):
+            for position, batch in enumerate(batches):
+                shares = [batch.share(rank, world_size) for rank in range(world_size)]
+                team.call("receive_batch", per_rank=shares, is_first=position == 0)
+        positions = range(len(batches))
+        old = []
+        if self.updates_per_step > 1:
+            with self.timer.stage("old_log_p"):
+                old = [team.call("compute_logprobs", name="old_logprobs", batch=position) for position in positions]
+        if self.config.algorithm.beta > 0:
+            with self.timer.stage("reference_model"):
+                for position in positions:
+                    team.call("compute_logprobs", name="reference_logprobs", batch=position)
+        results = []
+        with self.timer.stage("update"):
+            for iteration in range(self.config.training.num_iterations):
+                for position in positions:
+                    update = index * self.updates_per_step + iteration * len(batches) + position
+                    results.append(team.call("update", batch=position, lr=self.learning_rate(update)))
+        algorithm = self.config.algorithm
+        if algorithm.sync_ref_model and (index + 1) % algorithm.ref_model_sync_steps == 0:
+            with self.timer.stage("sync_ref_model"):
+                team.call("sync_reference")
+        # A single update computes the log-probabilities before it changes the weights: they are the old ones.
+        return old or results, results
+
+    def learning_rate(self, update: int) -> float:
+        """Return the learning rate of an optimiser update, counted from the start of the run."""
+        return learning_rate(self.config.optimizer, update, self.num_steps * self.updates_per_step)
+
+    def _metrics(
+        self,
+        records: Sequence[PromptRecord],
+        samples: Sequence[Sample],
+        batches: Sequence[Batch],
+        old: Sequence[Results],
+        results: Sequence[Results],
+    ) -> dict[str, float]:
+        verifiers = samples[0].rewards
+        lengths = np.array([len(sample.response_ids) for sample in samples])
+        prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
+        train_logprobs = [
+            response for batch, shares in zip(batches, old) for response in batch.collect(shares, "logprobs")
+        ]
+        rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.segment_ids]
+        parts = [
+            measure.reward_metrics(
+                np.array([sample.reward for sample in samples]),
+                np.array([sample.group for sample in samples]),
+                {name: np.array([sample.rewards[name] for sample in samples]) for name in verifiers},
+            ),
+            {"reward/failures": sum(bool(sample.failures) for sample in samples)},
+            measure.length_metrics(
+                prompt_lengths, lengths, np.array([sample.finish_reason == "length" for sample in samples])
+            ),
+            measure.rollout_diff_metrics(
+                np.concatenate([sample.rollout_logprobs for sample in samples]),
+                np.concatenate(train_logprobs),
+                np.ones(lengths.sum()),
+            ),
+            measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows]),
+            self._update_metrics(batches, results),
+        ]
+        timings = self.timer.finish_step()
+        if self.config.observe.performance_stats:
+            parts.append(timings)
+            parts.append(
+                throughput(
+                    timings,
+                    mean_prompt_length=float(prompt_lengths.mean()),
+                    mean_response_length=float(lengths.mean()),
+                    num_prompts=len(records),
+                    num_samples=self.config.algorithm.num_generations,
+                    world_size=self.parts.team.world_size,
+                )
+            )
+        return measure.combine_metrics(*parts)
+
+    def _update_metrics(self, batches: Sequence[Batch], results: Sequence[Results]) -> dict[str, float]:
+        """Return the training scalars: means over the updates of the step."""
+        sums = [np.sum([result["statistics"] for result in ranks], axis=0) for ranks in results]
+        counts = [batches[position % len(batches)].num_tokens for position in range(len(results))]
+        loss, *per_token = np.mean([_per_token(total, count) for total, count in zip(sums, counts)], axis=0)
+        names = dict(zip(POLICY_STATISTICS[1:], per_token))
+        everyone = [result for ranks in results for result in ranks]
+        return {
+            "loss": loss,
+            "clip_fraction/low": names["clipped_low"],
+            "clip_fraction/high": names["clipped_high"],
+            "kl": names["kl"],
+            "entropy": names["entropy"],
+            "grad_norm": np.mean([ranks[0]["grad_norm"] for ranks in results]),
+            "lr": self.learning_rate(self.progress.step * self.updates_per_step - 1),
+            "recompiles": max(result["recompiles"] for result in everyone),
+            "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
+        }
+
+    def _write_samples(self, samples: Sequence[Sample]) -> None:
+        chosen = samples[: self.config.observe.samples_per_step]
+        self.parts.sample_writer.write(sample_record(sample, self.progress.step) for sample in chosen)
+
+
+def _per_token(total: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Divide all statistics but the loss, which already is a mean."""
+    return np.concatenate([total[:1], total[1:] / num_tokens])
+
+
+def sample_record(sample: Sample, step: int) -> SampleRecord:
+    """Return what samples.jsonl keeps of a sample."""
+    return SampleRecord(
+        step=step,
+        prompt=sample.prompt,
+        completion=sample.completion,
+        answer=sample.answer,
+        reward=sample.reward,
+        rewards=sample.rewards,
+        finish_reason=sample.finish_reason,
+    )

@@ -1,0 +1,93 @@
+"""Everything about a run that can be checked, and counted, before a device is touched."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.config.sections import DataSection, ModelSection
+from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
+from mindrlhf.data.packing import choose_row_length
+from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
+from mindrlhf.errors import UserError
+from mindrlhf.models.spec import find_spec
+from mindrlhf.rewards.registry import check as check_verifier
+from mindrlhf.weights.convert import hf_shapes, ignored_names
+from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads, opened and checked."""
+
+    tokenizer: Tokenizer
+    prompts: PromptFile
+    held_out: PromptFile | None
+    row_lengths: tuple[int, ...]  # ascending
+    num_steps: int
+
+
+def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
+    """Open the inputs of a `mindrlhf train` run.
+
+    Raises:
+        UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths.
+    """
+    for verifier in config.reward.verifier_function:
+        check_verifier(verifier)
+    tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
+    held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None
+    longest = prompts.header.longest_prompt + config.rollout.max_response_length
+    what = (
+        f"the longest prompt ({prompts.header.longest_prompt} tokens) with rollout.max_response_length = "
+        f"{config.rollout.max_response_length}"
+    )
+    row_lengths = choose_row_length(config.training.row_lengths, longest, what)
+    _check_model(config.model, config.model.path, tokenizer)
+    if config.algorithm.beta > 0 and config.model.reference_path:
+        _check_model(config.model, config.model.reference_path, tokenizer)
+    per_step = config.training.chunk_size * config.training.num_rollouts
+    num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)
+    return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
+
+
+def check_sft_inputs(config: SftConfig) -> RunInputs:
+    """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
+    tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
+    held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
+    longest = _longest_record(records.header)
+    row_lengths = choose_row_length(config.supervised.row_lengths, longest, f"the longest record ({longest} tokens)")
+    _check_model(config.model, config.model.path, tokenizer)
+    return RunInputs(tokenizer, records, held_out, row_lengths, 0)
+
+
+def _longest_record(header: PromptFileHeader) -> int:
+    limit = header.longest_prompt + header.longest_response
+    return min(limit, header.max_length) if header.max_length else limit
+
+
+def _open_data(data: DataSection, path: str, task: str) -> tuple[Tokenizer, PromptFile]:
+    tokenizer = load_tokenizer(data.tokenizer_dir)
+    file = PromptFile.open(path, tokenizer.fingerprint)
+    if file.header.task != task:
+        raise UserError(f"{path} was built for task '{file.header.task}': build it again with --task {task}")
+    if not len(file):
+        raise UserError(f"{path} holds no prompts: raise --max-prompt-length or check the raw file, and build it again")
+    return tokenizer, file
+
+
+def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
+    hf_config = read_hf_config(path)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    if tokenizer.vocab_size > dims.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {path} has room for {dims.vocab_size}: "
+            "use the model's own tokenizer"
+        )
+    if not model.random_init:
+        SafetensorsDirectory(Path(path)).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+
+
+def _num_steps(num_prompts: int, per_step: int, max_steps: int) -> int:
+    available = -(-num_prompts // per_step)
+    return min(available, max_steps) if max_steps else available
