@@ -1,0 +1,104 @@
+"""JSON lines that survive kills and resumes, and samples as they are written."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.observe.records import JsonlWriter, read_jsonl, replace_file
+from mindrlhf.observe.samples import SampleRecord, SampleWriter
+
+
+def write_steps(path, steps, first_step):
+    writer = JsonlWriter(path, first_step=first_step)
+    for step in steps:
+        writer.write({"step": step, "loss": float(step)})
+    writer.close()
+
+
+def steps_of(path):
+    return [record["step"] for record in read_jsonl(path)]
+
+
+def test_each_record_is_on_disk_when_write_returns(tmp_path):
+    writer = JsonlWriter(tmp_path / "run" / "metrics.jsonl", first_step=0)
+    writer.write({"step": 0, "loss": 1.5})
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.5}\n'
+    writer.close()
+    writer.close()
+
+
+def test_numbers_json_lacks_become_null(tmp_path):
+    writer = JsonlWriter(tmp_path / "a.jsonl", first_step=0)
+    nested = {"d": [np.float32(0.5), -np.inf]}
+    writer.write({"step": 1, "a": float("nan"), "b": np.float32("inf"), "c": nested, "e": np.int64(3)})
+    writer.close()
+    text = (tmp_path / "a.jsonl").read_text()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(text, parse_constant=refuse)
+    assert record == {"step": 1, "a": None, "b": None, "c": {"d": [0.5, None]}, "e": 3}
+
+
+def test_resume_removes_the_steps_it_will_write(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(6), first_step=0)
+    write_steps(path, [4, 5, 6], first_step=4)
+    assert steps_of(path) == [0, 1, 2, 3, 4, 5, 6]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_new_run_starts_the_file_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(6), first_step=0)
+    write_steps(path, [0], first_step=0)
+    assert steps_of(path) == [0]
+
+
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    assert steps_of(path) == [1]
+    write_steps(path, [2], first_step=2)
+    assert steps_of(path) == [1, 2]
+
+
+@pytest.mark.parametrize("line", ['{"step": 1,', "[1]", '{"loss": 1}', '{"step": "1"}', '{"step": true}', "\xff"])
+def test_any_other_broken_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not a record"):
+        list(read_jsonl(path))
+
+
+def test_unwritable_places_are_run_failures(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFailure, match="cannot write"):
+        JsonlWriter(tmp_path / "file" / "metrics.jsonl", first_step=0)
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(RunFailure, match=r"cannot write .*report\.html"):
+        replace_file(tmp_path / "report.html", "text")
+    assert sorted(os.listdir(tmp_path)) == ["file", "report.html"]
+
+
+def test_samples_keep_their_text(tmp_path):
+    texts = ['say "hi"\n</script>', "三加四\u2028等于七", "broken \ud800 surrogate"]
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=0)
+    rewards = {"accuracy_reward": np.float32(1.0), "length_reward": float("nan")}
+    writer.write(SampleRecord(3, text, text, "7", 1.5, rewards, "stop") for text in texts)
+    writer.close()
+    records = list(read_jsonl(tmp_path / "samples.jsonl"))
+    assert [record["completion"] for record in records] == texts
+    assert records[0] == {
+        "step": 3,
+        "prompt": texts[0],
+        "completion": texts[0],
+        "answer": "7",
+        "reward": 1.5,
+        "rewards": {"accuracy_reward": 1.0, "length_reward": None},
+        "finish_reason": "stop",
+    }

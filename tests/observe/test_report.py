@@ -1,0 +1,247 @@
+"""The report and the learning curve: whole for every kind of run, safe for every kind of sample."""
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from mindrlhf.commands import report as report_command
+from mindrlhf.errors import UserError
+from mindrlhf.observe.learning_curve import write_learning_curve
+from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.observe.report import write_report
+from mindrlhf.observe.run_data import read_run
+
+VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
+SUMMARY = {
+    "before": {"accuracy": 0.314, "low": 0.262, "high": 0.368},
+    "after": {"accuracy": 0.732, "low": 0.68, "high": 0.782},
+    "difference": {"mean": 0.418, "low": 0.352, "high": 0.484},
+    "num_prompts": 300,
+    "samples_before": [{"prompt": "2+3?", "completion": "six", "answer": "5", "reward": 0.0}],
+    "samples_after": [{"prompt": "2+3?", "completion": "five", "answer": "5", "reward": 1.0}],
+}
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order; keeps text, attributes and the content of scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.scripts, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID_ELEMENTS:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif self.open and self.open[-1] != "style":
+            self.text += data
+
+    def count(self, css_class):
+        return sum(css_class in (attributes.get("class") or "").split() for _, attributes in self.elements)
+
+
+def make_run(path, records, samples=(), summary=None, config=None):
+    for name, rows in (("metrics.jsonl", records), ("samples.jsonl", samples)):
+        writer = JsonlWriter(path / name, first_step=0)
+        for row in rows:
+            writer.write(row)
+        writer.close()
+    if summary is not None:
+        (path / "summary.json").write_text(json.dumps(summary))
+    if config is not None:
+        (path / "config.yaml").write_text(config)
+    return path
+
+
+def training_records(num_steps):
+    yield {"step": 0, "eval/accuracy": 0.3, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.35}
+    for step in range(1, num_steps + 1):
+        yield {
+            "step": step,
+            "reward/mean": step / num_steps,
+            "reward/accuracy_reward/mean": 0.5,
+            "response_length/mean": 60.0,
+            "response_length/min": 10.0,
+            "response_length/max": 128.0,
+            "rollout_diff/mean_abs": 1e-6,
+            "rollout_diff/max_abs": 2e-5,
+            "rollout_diff/k3": 1e-11,
+            "entropy": 1.0,
+            "kl": 0.01,
+            "grad_norm": float("nan") if step == 2 else 0.7,
+            "timing/rollout": 0.4,
+            "timing/update": 0.5,
+            "timing/all": 1.0,
+            "e2e_tps": 3000.0,
+        }
+    yield {"step": num_steps, "eval/accuracy": 0.7, "eval/accuracy_low": 0.65, "eval/accuracy_high": 0.75}
+
+
+def sample(step, text="text", **extra):
+    rewards = {"accuracy_reward": 1.0}
+    return {"step": step, "prompt": text, "completion": text, "answer": text, "reward": 1.0, "rewards": rewards} | extra
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5000])
+def test_report_of_any_length(tmp_path, num_steps):
+    make_run(tmp_path, training_records(num_steps), [sample(1), sample(num_steps)], SUMMARY, "beta: 0.0\n")
+    path = write_report(tmp_path)
+    assert path == tmp_path / "report.html"
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 400_000
+    page = Page(text)
+    # Accuracy, reward, by verifier, length; entropy, KL, rollout difference, gradient norm; time, throughput.
+    assert page.count("chart") == 10
+    assert len(json.loads(page.scripts[0])) == 10
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert "31.4%" in page.text and "73.2%" in page.text
+    assert "+41.8 points" in page.text and "+35.2 to +48.4" in page.text
+    assert "Better" in page.text and "beta: 0.0" in page.text
+
+
+def test_nothing_comes_from_elsewhere(tmp_path):
+    make_run(tmp_path, training_records(3), [sample(1)], SUMMARY, "beta: 0.0\n")
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//[a-z]+\.|url\(|@import", text)
+    page = Page(text)
+    assert not [attributes for _, attributes in page.elements if {"src", "href", "srcset"} & attributes.keys()]
+
+
+def test_only_the_own_script_may_run(tmp_path):
+    page = Page(write_report(make_run(tmp_path, training_records(2))).read_text(encoding="utf-8"))
+    policy = next(attributes["content"] for _, attributes in page.elements if "http-equiv" in attributes)
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
+
+
+def test_hostile_text_stays_text(tmp_path):
+    summary = SUMMARY | {"samples_before": [sample(0, HOSTILE)], "samples_after": [sample(0, HOSTILE)]}
+    records = [*training_records(2), {"step": 2, f"reward/{HOSTILE}/mean": 0.5}]
+    samples = [sample(1, HOSTILE, rewards={HOSTILE: 1.0}), sample(2, HOSTILE)]
+    make_run(tmp_path, records, samples, summary, f"note: {HOSTILE}".replace("\ud800", ""))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert len(page.scripts) == 2 and not [tag for tag, _ in page.elements if tag == "img"]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    shown = HOSTILE.replace("\ud800", "?")
+    # Prompt and two completions of the comparison and its answer; prompt, completion and answer of two samples.
+    assert page.text.count(shown) >= 4 + 6
+    data = json.loads(page.scripts[0])
+    assert HOSTILE in {series["name"] for chart in data for series in chart["series"]}
+
+
+def test_long_samples_are_shortened(tmp_path):
+    make_run(tmp_path, training_records(1), [sample(1, "x" * 5000)])
+    assert "(1,000 more characters)" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [(0.1, 0.2, "Better"), (-0.1, 0.1, "No clear difference"), (-0.2, -0.1, "Worse"), (0.0, 0.2, "No clear difference")],
+)
+def test_verdict_follows_the_interval(tmp_path, low, high, verdict):
+    summary = SUMMARY | {"difference": {"mean": (low + high) / 2, "low": low, "high": high}}
+    assert verdict in Page(write_report(make_run(tmp_path, training_records(1), (), summary)).read_text()).text
+
+
+def test_a_run_with_little_to_show(tmp_path):
+    page = Page(write_report(make_run(tmp_path, [{"step": 4, "loss": 0.25}])).read_text(encoding="utf-8"))
+    assert page.count("chart") == 1 and page.count("headline") == 0
+    assert "Configuration" not in page.text
+
+
+def test_steps_written_in_parts_are_joined(tmp_path):
+    run = read_run(make_run(tmp_path, training_records(4)))
+    assert run.series["eval/accuracy"].steps.tolist() == [0, 4]
+    assert run.series["reward/mean"].steps.tolist() == [1, 2, 3, 4]
+    assert run.values("grad_norm").size == 3
+    assert run.num_steps == 4
+
+
+def test_first_and_last_samples(tmp_path):
+    samples = [sample(step, f"s{step}-{number}") for step in (1, 5, 9) for number in range(8)]
+    run = read_run(make_run(tmp_path, training_records(1), samples))
+    assert [record["prompt"] for record in run.first_samples] == [f"s1-{number}" for number in range(6)]
+    assert [record["prompt"] for record in run.last_samples] == [f"s9-{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    "summary, reason",
+    [
+        ("[]", "not an object"),
+        ("{", "Expecting"),
+        ('{"before": {"accuracy": 0.5}}', "'before' needs"),
+        ('{"after": 0.5}', "float"),
+        ('{"samples_after": [1]}', "'samples_after'"),
+    ],
+)
+def test_a_broken_summary_is_named(tmp_path, summary, reason):
+    make_run(tmp_path, training_records(1))
+    (tmp_path / "summary.json").write_text(summary)
+    with pytest.raises(UserError, match=f"summary.json is not a summary of a run .*{reason}"):
+        write_report(tmp_path)
+
+
+def run_command(*words):
+    parser = argparse.ArgumentParser()
+    report_command.register(parser.add_subparsers())
+    arguments = parser.parse_args(["report", *map(str, words)])
+    return arguments.run(arguments)
+
+
+def test_command_prints_the_path(tmp_path, capsys):
+    make_run(tmp_path / "run", training_records(2))
+    assert run_command(tmp_path / "run", "--out", tmp_path / "pages" / "r.html") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'pages' / 'r.html'}\n"
+    assert (tmp_path / "pages" / "r.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_command_without_a_run(tmp_path):
+    with pytest.raises(UserError, match="no run directory"):
+        run_command(tmp_path / "missing")
+    with pytest.raises(UserError, match="no metrics in"):
+        run_command(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no metrics in"):
+        run_command(tmp_path)
+
+
+def test_learning_curve_of_a_training_run(tmp_path):
+    write_learning_curve(make_run(tmp_path, training_records(100)), tmp_path / "curve.svg")
+    root = ElementTree.parse(tmp_path / "curve.svg").getroot()
+    texts = [node.text for node in root.iter() if node.get("class") == "title"]
+    assert texts == ["Held-out accuracy", "Mean reward in training"]
+    assert root.get("width") == "880"
+    assert "prefers-color-scheme: dark" in (tmp_path / "curve.svg").read_text()
+
+
+def test_learning_curve_of_a_supervised_run(tmp_path):
+    write_learning_curve(make_run(tmp_path, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]), tmp_path / "c.svg")
+    assert ">Loss</text>" in (tmp_path / "c.svg").read_text()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="no curve to draw"):
+        write_learning_curve(make_run(tmp_path / "other", [{"step": 1, "lr": 2.0}]), tmp_path / "d.svg")

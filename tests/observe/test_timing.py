@@ -1,0 +1,105 @@
+"""The stage timer on a clock of the test's own, throughput by hand, memory of processes of known size."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mindrlhf.observe import timing
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves."""
+
+    class Clock:
+        now = 100.0
+
+        def pass_time(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_stages_add_up_and_steps_start_afresh(clock):
+    timer = timing.StageTimer()
+    with timer.stage("rollout"):
+        clock.pass_time(2.0)
+    clock.pass_time(0.5)
+    for _ in range(2):
+        with timer.stage("update"):
+            clock.pass_time(1.0)
+    assert timer.finish_step() == {"timing/rollout": 2.0, "timing/update": 2.0, "timing/all": 4.5}
+    clock.pass_time(0.25)
+    assert timer.finish_step() == {"timing/all": 0.25}
+
+
+def test_a_stage_that_raises_is_timed_and_closed(clock):
+    timer = timing.StageTimer()
+    with pytest.raises(KeyError):
+        with timer.stage("reward"):
+            clock.pass_time(3.0)
+            raise KeyError("verifier")
+    with timer.stage("update"):
+        clock.pass_time(1.0)
+    assert timer.finish_step() == {"timing/reward": 3.0, "timing/update": 1.0, "timing/all": 4.0}
+
+
+def test_stages_do_not_nest():
+    timer = timing.StageTimer()
+    with timer.stage("update"):
+        with pytest.raises(AssertionError, match="'reward' starts inside stage 'update'"):
+            with timer.stage("reward"):
+                pass
+        with pytest.raises(AssertionError, match="inside stage 'update'"):
+            timer.finish_step()
+
+
+def test_throughput_by_hand():
+    rates = timing.throughput(
+        {"timing/all": 4.0, "timing/update": 2.0, "timing/rollout": 1.0},
+        mean_prompt_length=50.0,
+        mean_response_length=150.0,
+        num_prompts=4,
+        num_samples=8,
+        world_size=2,
+    )
+    assert rates == {"e2e_tps": 800.0, "update_tps": 1600.0, "vllm_tps": 3200.0}
+
+
+def test_throughput_without_a_stage():
+    sizes = {"mean_prompt_length": 1, "mean_response_length": 1, "num_prompts": 1, "num_samples": 1, "world_size": 1}
+    assert timing.throughput({"timing/all": 2.0, "timing/update": 0.0}, **sizes) == {"e2e_tps": 1.0}
+
+
+CHILD = """
+import sys
+block = bytearray(200_000_000)
+block[::4096] = bytes([1]) * len(block[::4096])
+del block
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_peak_stays_when_memory_is_freed():
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        peak, now = timing.peak_rss_gb(child.pid), timing.rss_gb(child.pid)
+    finally:
+        child.communicate(timeout=20)
+    assert 0.2 <= peak < 0.3
+    assert now < 0.1
+    with pytest.raises(OSError):
+        timing.peak_rss_gb(child.pid)
+
+
+def test_a_small_child_of_a_large_process_is_small():
+    large = bytearray(150_000_000)
+    large[::4096] = bytes([1]) * len(large[::4096])
+    command = "from mindrlhf.observe.timing import peak_rss_gb; print(peak_rss_gb())"
+    child = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert 0 < float(child.stdout) < 0.15 <= timing.peak_rss_gb()
