@@ -34,25 +34,30 @@ def decoder_spec(num_layers: int) -> TransformerBlockSubmodules:
 
 
 class _RmsNormFunction(nn.Cell):
-    """y = x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4), with its gradient."""
+    """y = x / rms(x) * weight on rows `[N, H]`, and its gradient.
+
+    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4. With t = dy * x, the gradients are
+    dx = dy * weight / rms - x * (t @ weight) / (H * rms^3) and dweight = (1 / rms) @ t.
+    """
 
     def __init__(self, eps: float):
         super().__init__()
         self.eps = eps
         self.mean = ops.ReduceMean(keep_dims=True)
-        self.sum = ops.ReduceSum()
+        self.matmul = ops.MatMul()
+        self.matmul_transpose_a = ops.MatMul(transpose_a=True)
 
     def construct(self, x, weight):
         inverse_rms = ops.rsqrt(self.mean(ops.square(x), -1) + self.eps)
-        normalised = x * inverse_rms
-        return normalised * weight, normalised, inverse_rms
+        return x * inverse_rms * weight, inverse_rms
 
     def bprop(self, x, weight, out, dout):
-        _, normalised, inverse_rms = out
-        dweight = self.sum(dout[0] * normalised, 0)
-        dnormalised = dout[0] * weight
-        dx = (dnormalised - normalised * self.mean(dnormalised * normalised, -1)) * inverse_rms
-        return dx, dweight
+        inverse_rms = out[1]
+        products = dout[0] * x
+        dweight = ops.reshape(self.matmul_transpose_a(inverse_rms, products), weight.shape)
+        column = ops.reshape(weight * (1.0 / weight.shape[0]), (-1, 1))
+        slope = self.matmul(products, column) * (inverse_rms * inverse_rms * inverse_rms)
+        return dout[0] * inverse_rms * weight - x * slope, dweight
 
 
 class RmsNorm(nn.Cell):
@@ -65,7 +70,7 @@ class RmsNorm(nn.Cell):
         self.dim = dim
 
     def construct(self, x):
-        rows, _, _ = self.function(ops.reshape(x, (-1, self.dim)), self.weight)
+        rows, _ = self.function(ops.reshape(x, (-1, self.dim)), self.weight)
         return ops.reshape(rows, x.shape)
 
 
@@ -79,10 +84,10 @@ class _Weights(nn.Cell):
 
 
 class _AttentionFunction(nn.Cell):
-    """Softmax attention with grouped heads and its gradient.
+    """Softmax attention with grouped heads, and its gradient.
 
-    The row sums of dP * P in the softmax gradient are those of dO * O (Dao et al. 2022, arXiv:2205.14135, appendix B.2),
-    which are S / head_dim times smaller.
+    The row sums of dP * P in the softmax gradient are those of dO * O, which is S / head_dim times smaller
+    (Dao et al. 2022, arXiv:2205.14135, appendix B.2).
     """
 
     def __init__(self):
@@ -106,6 +111,25 @@ class _AttentionFunction(nn.Cell):
         return self.matmul(dscores, key), self.matmul_transpose_a(dscores, query), dvalue, ops.zeros_like(mask)
 
 
+class _LinearFunction(nn.Cell):
+    """x @ weight^T + bias on rows, and its gradient with the bias summed by a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.matmul = ops.MatMul()
+        self.matmul_transpose_a = ops.MatMul(transpose_a=True)
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+        self.bias_add = ops.BiasAdd()
+        self.ones = ops.Ones()
+
+    def construct(self, x, weight, bias):
+        return self.bias_add(self.matmul_transpose_b(x, weight), bias)
+
+    def bprop(self, x, weight, bias, out, dout):
+        dbias = self.matmul(self.ones((1, x.shape[0]), x.dtype), dout)
+        return self.matmul(dout, weight), self.matmul_transpose_a(dout, x), ops.reshape(dbias, bias.shape)
+
+
 class SelfAttention(nn.Cell):
     """Grouped-query self-attention with rotary embedding; the interface of MindFormers' SelfAttention."""
 
@@ -115,43 +139,35 @@ class SelfAttention(nn.Cell):
         self.num_groups = config.num_query_groups
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.head_dim = config.kv_channels
-        self.hidden_size = config.hidden_size
         self.query_size = config.num_attention_heads * self.head_dim
-        self.linear_qkv = _Weights(
-            config, (self.query_size + 2 * self.num_groups * self.head_dim, self.hidden_size), config.add_qkv_bias
-        )
-        self.linear_proj = _Weights(config, (self.hidden_size, self.query_size), bias=False)
+        qkv_size = self.query_size + 2 * self.num_groups * self.head_dim
+        self.linear_qkv = _Weights(config, (qkv_size, config.hidden_size), config.add_qkv_bias)
+        self.linear_proj = _Weights(config, (config.hidden_size, self.query_size), bias=False)
         self.has_bias = config.add_qkv_bias
         self.has_norms = config.qk_layernorm
         if self.has_norms:
             self.q_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
             self.k_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
+        self.linear = _LinearFunction()
         self.matmul = ops.MatMul()
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
-        self.bias_add = ops.BiasAdd()
-        self.split_groups = ops.auto_generate.SplitWithSize()
+        self.split_heads = ops.auto_generate.SplitWithSize()
         self.attention = _AttentionFunction()
 
-    def _project(self, hidden_states):
-        """hidden `[N, H]` -> query `[N, n*d]`, key and value `[N, G*d]`."""
-        sizes = (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)
-        group_size = (self.heads_per_group + 2) * self.head_dim
-        weights = self.split_groups(
-            ops.reshape(self.linear_qkv.weight, (self.num_groups, group_size, self.hidden_size)), sizes, 1
-        )
-        parts = ()
-        for weight in weights:
-            parts += (self.matmul_transpose_b(hidden_states, ops.reshape(weight, (-1, self.hidden_size))),)
+    def _project(self, hidden_states, batch: int, length: int):
+        """hidden `[B*S, H]` -> query `[B, G, r, S, d]`, key and value `[B, G, 1, S, d]`."""
         if self.has_bias:
-            biases = self.split_groups(ops.reshape(self.linear_qkv.bias, (self.num_groups, group_size)), sizes, 1)
-            biased = ()
-            for part, bias in zip(parts, biases):
-                biased += (self.bias_add(part, ops.reshape(bias, (-1,))),)
-            parts = biased
-        return parts
+            heads = self.linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
+        else:
+            heads = self.matmul_transpose_b(hidden_states, self.linear_qkv.weight)
+        heads = ops.reshape(heads, (batch, length, self.num_groups, self.heads_per_group + 2, self.head_dim))
+        return self.split_heads(ops.transpose(heads, (0, 2, 3, 1, 4)), (self.heads_per_group, 1, 1), 2)
 
     def _rotate(self, heads, cos, sin, half_turn):
-        """Rotary embedding of `[.., S, d]` (Su et al. 2021, arXiv:2104.09864, eq. 34), halves paired as Hugging Face does."""
+        """Rotary embedding of `[.., S, d]`, halves paired as Hugging Face does.
+
+        Su et al. 2021, arXiv:2104.09864, eq. 34.
+        """
         turned = ops.reshape(self.matmul(ops.reshape(heads, (-1, self.head_dim)), half_turn), heads.shape)
         return heads * cos + turned * sin
 
@@ -159,38 +175,55 @@ class SelfAttention(nn.Cell):
         self, hidden_states, attention_mask=None, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
     ):
         batch, _, _, length = attention_mask.shape
-        groups, repeats, head_dim = self.num_groups, self.heads_per_group, self.head_dim
-        query, key, value = self._project(hidden_states)
-        query = ops.reshape(query, (batch, length, groups * repeats, head_dim))
-        key = ops.reshape(key, (batch, length, groups, head_dim))
+        query, key, value = self._project(hidden_states, batch, length)
         if self.has_norms:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
-        query = ops.transpose(query, (0, 2, 1, 3))
-        key = ops.transpose(key, (0, 2, 1, 3))
-        value = ops.transpose(ops.reshape(value, (batch, length, groups, head_dim)), (0, 2, 1, 3))
         cos, sin, scaled_cos, scaled_sin, half_turn = rotary_pos_emb
         query = self._rotate(query, scaled_cos, scaled_sin, half_turn)
         key = self._rotate(key, cos, sin, half_turn)
-        query = ops.reshape(query, (batch, groups, repeats * length, head_dim))
-        output, _ = self.attention(query, key, value, attention_mask)
-        output = ops.reshape(output, (batch, groups * repeats, length, head_dim))
+        shared_shape = (batch, self.num_groups, length, self.head_dim)
+        query = ops.reshape(query, (batch, self.num_groups, self.heads_per_group * length, self.head_dim))
+        output, _ = self.attention(
+            query, ops.reshape(key, shared_shape), ops.reshape(value, shared_shape), attention_mask
+        )
+        output = ops.reshape(output, (batch, self.num_groups * self.heads_per_group, length, self.head_dim))
         output = ops.reshape(ops.transpose(output, (0, 2, 1, 3)), (-1, self.query_size))
         return self.matmul_transpose_b(output, self.linear_proj.weight), None
 
 
-class _SwigluFunction(nn.Cell):
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202, eq. 6) and its gradient."""
+class _GatedMlpFunction(nn.Cell):
+    """(silu(x @ gate^T) * (x @ up^T)) @ down^T on rows `[N, H]`, and its gradient.
 
-    def construct(self, gate, up):
+    Shazeer 2020, arXiv:2002.05202, eq. 6.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.matmul = ops.MatMul()
+        self.matmul_transpose_a = ops.MatMul(transpose_a=True)
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+
+    def construct(self, x, gate_weight, up_weight, down_weight):
+        gate = self.matmul_transpose_b(x, gate_weight)
+        up = self.matmul_transpose_b(x, up_weight)
         sigmoid = ops.sigmoid(gate)
         activated = gate * sigmoid
-        return activated * up, sigmoid, activated
+        product = activated * up
+        return self.matmul_transpose_b(product, down_weight), gate, up, sigmoid, activated, product
 
-    def bprop(self, gate, up, out, dout):
-        _, sigmoid, activated = out
-        dgate = dout[0] * up * (sigmoid + activated * (1.0 - sigmoid))
-        return dgate, dout[0] * activated
+    def bprop(self, x, gate_weight, up_weight, down_weight, out, dout):
+        _, gate, up, sigmoid, activated, product = out
+        dproduct = self.matmul(dout[0], down_weight)
+        dup = dproduct * activated
+        # silu'(g) = sigmoid(g) * (1 + g - silu(g))
+        dgate = dproduct * up * sigmoid * (gate - activated + 1.0)
+        return (
+            self.matmul(dgate, gate_weight) + self.matmul(dup, up_weight),
+            self.matmul_transpose_a(dgate, x),
+            self.matmul_transpose_a(dup, x),
+            self.matmul_transpose_a(dout[0], product),
+        )
 
 
 class GatedMlp(nn.Cell):
@@ -202,17 +235,17 @@ class GatedMlp(nn.Cell):
         self.intermediate_size = config.ffn_hidden_size
         self.linear_fc1 = _Weights(config, (2 * self.intermediate_size, self.hidden_size), bias=False)
         self.linear_fc2 = _Weights(config, (self.hidden_size, self.intermediate_size), bias=False)
-        self.matmul = ops.MatMul(transpose_b=True)
         self.split = ops.Split(0, 2)
-        self.swiglu = _SwigluFunction()
+        self.function = _GatedMlpFunction()
 
     def construct(self, hidden_states, extra_loss=0.0):
         pairs = ops.reshape(self.linear_fc1.weight, (self.intermediate_size, 2, self.hidden_size))
         gate_weight, up_weight = self.split(ops.transpose(pairs, (1, 0, 2)))
-        gate = self.matmul(hidden_states, ops.reshape(gate_weight, (self.intermediate_size, self.hidden_size)))
-        up = self.matmul(hidden_states, ops.reshape(up_weight, (self.intermediate_size, self.hidden_size)))
-        product, _, _ = self.swiglu(gate, up)
-        return self.matmul(product, self.linear_fc2.weight), None, extra_loss
+        shape = (self.intermediate_size, self.hidden_size)
+        outputs = self.function(
+            hidden_states, ops.reshape(gate_weight, shape), ops.reshape(up_weight, shape), self.linear_fc2.weight
+        )
+        return outputs[0], None, extra_loss
 
 
 class DecoderInputs(nn.Cell):
@@ -233,7 +266,7 @@ class DecoderInputs(nn.Cell):
         batch, length = input_ids.shape
         hidden_states = ops.reshape(ops.gather(embedding, input_ids, 0), (-1, self.hidden_size))
         other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
-        mask = ops.minimum(ops.cast(other, self.causal.dtype) * HIDDEN_SCORE, self.causal[:length, :length])
+        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
         mask = ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
         tables = ()
         for table in self.tables:

@@ -213,7 +213,11 @@ _EMBEDDING = ParameterRule(
     shard_axis=0,
 )
 _FINAL_NORM = ParameterRule(
-    ("model.norm.weight",), "decoder.final_layernorm.weight", "copy", lambda dims: ((dims.hidden_size,),), shard_axis=None
+    ("model.norm.weight",),
+    "decoder.final_layernorm.weight",
+    "copy",
+    lambda dims: ((dims.hidden_size,),),
+    shard_axis=None,
 )
 _OUTPUT = ParameterRule(
     ("lm_head.weight",),

@@ -100,7 +100,7 @@ class SafetensorsFile:
         for name, entry in self._entries.items():
             dtype = _DTYPE_OF_CODE.get(entry.get("dtype")) if isinstance(entry, dict) else None
             if dtype is None:
-                raise UserError(f"{self.path}: tensor {name!r} has an unsupported dtype; use one of {', '.join(_DTYPE_OF_CODE)}")
+                raise UserError(f"{self.path}: tensor {name!r} is not {', '.join(_DTYPE_OF_CODE)}")
             start, end = entry["data_offsets"]
             expected = int(np.prod(entry["shape"], dtype=np.int64)) * STORAGE_DTYPES[dtype].itemsize
             if end > data_bytes:
@@ -144,7 +144,7 @@ class SafetensorsDirectory:
         if index_path.is_file():
             self._file_of = self._read_index(index_path)
         elif (self.directory / SINGLE_NAME).is_file():
-            self._file_of = {name: SINGLE_NAME for name in self._open(SINGLE_NAME).names()}
+            self._file_of = dict.fromkeys(self._open(SINGLE_NAME).names(), SINGLE_NAME)
         else:
             raise UserError(f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}: only safetensors are read")
 
