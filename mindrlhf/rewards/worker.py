@@ -21,9 +21,11 @@ from mindrlhf.errors import UserError
 from mindrlhf.rewards import time_limit
 from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
 
-# Results of a batch under way are sent on at least this often, so that little is lost when a worker is killed.
+# Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
+# little has to be done again when the worker is killed.
 FLUSH_INTERVAL_S = 0.005
 MAX_REASON_CHARS = 500
+MAX_SHOWN_CHARS = 80
 
 
 def main() -> int:
@@ -115,7 +117,7 @@ def _outcome(verifier: Verifier, completion: str, answer: str, context: dict[str
 
 def _describe(value: Any) -> str:
     try:
-        return f"{value!r:.80} ({type(value).__name__})" if isinstance(value, str) else f"{repr(value)[:80]}"
+        return repr(value)[:MAX_SHOWN_CHARS]
     except Exception:
         return f"an object of type {type(value).__name__}"
 

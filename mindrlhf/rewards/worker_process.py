@@ -121,13 +121,16 @@ class WorkerProcess:
 
     def has_exited(self) -> bool:
         """Whether the process has ended. It is not reaped yet, so its process group id is still its own."""
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return status is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # someone else has reaped it
+            return True
 
     def kill(self) -> str:
         """End the process and its children, and say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # once it is reaped, its number may belong to others
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         if code >= 0:
             return f"exit code {code}"

@@ -1,0 +1,145 @@
+"""Accuracy over several samples per prompt, and how sure of it we are.
+
+The unit of chance is the prompt: samples of one prompt are not independent, so they are first reduced to one
+value per prompt (``avg_at_k``, ``pass_at_k``), and the bootstrap then draws prompts with replacement.
+"""
+
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mindrlhf.errors import UserError
+
+# Random indices drawn at a time: 32 MB of them, however many prompts and resamples there are.
+INDICES_PER_CHUNK = 1 << 22
+
+
+class Interval(NamedTuple):
+    """A mean and its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    confidence: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+def avg_at_k(scores: ArrayLike) -> np.ndarray:
+    """The mean score of each prompt's k samples: float64 ``[prompts, k]`` to float64 ``[prompts]``.
+
+    Raises:
+        UserError: not a filled two-dimensional array of finite numbers.
+    """
+    return _checked(scores, "scores", num_dimensions=2).mean(axis=1)
+
+
+def pass_at_k(correct: ArrayLike, k: int) -> np.ndarray:
+    """The chance that at least one of k samples is right, for each prompt: ``[prompts, n]`` to float64 ``[prompts]``.
+
+    The unbiased estimator ``1 - C(n - c, k) / C(n, k)`` from ``c`` right ones among ``n`` samples (Chen et al.
+    2021, arXiv:2107.03374, equation 1), as the product of ``(n - c - i) / (n - i)`` for ``i < k``, whose factors
+    lie in [0, 1]: nothing overflows.
+
+    Raises:
+        UserError: ``correct`` holds other values than 0 and 1, or ``k`` is not in ``1..n``.
+    """
+    values = _checked(correct, "correct", num_dimensions=2)
+    if not np.isin(values, (0.0, 1.0)).all():
+        raise UserError("pass@k counts right and wrong samples: every value must be 0 or 1")
+    num_samples = values.shape[1]
+    if not 1 <= k <= num_samples:
+        raise UserError(f"pass@{k} of {num_samples} samples per prompt: k must be between 1 and {num_samples}")
+    num_wrong = np.arange(num_samples, -1, -1, dtype=np.float64)  # [n + 1], by number of right ones
+    all_wrong = np.ones(num_samples + 1)
+    for i in range(k):
+        all_wrong *= np.maximum(num_wrong - i, 0.0) / (num_samples - i)
+    return (1.0 - all_wrong)[values.sum(axis=1).astype(np.int64)]
+
+
+def bootstrap_interval(
+    per_prompt_values: ArrayLike, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The mean over prompts with its bootstrap confidence interval, bias-corrected and accelerated (BCa).
+
+    ``per_prompt_values`` is ``[prompts]``. Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993),
+    section 14.3: equations 14.9 and 14.10 (levels), 14.14 (bias), 14.15 (acceleration by the jackknife, which
+    for a mean reduces to the third moment). The same seed gives the same interval.
+
+    If all prompts have the same value, resampling shows no spread and the interval is that value alone: with
+    few prompts it is narrower than the truth. One prompt says nothing about the spread: its interval is infinite.
+
+    Raises:
+        UserError: no values, values that are not finite, or ``confidence`` not between 0 and 1.
+    """
+    values = _checked(per_prompt_values, "per_prompt_values", num_dimensions=1)
+    if not 0.0 < confidence < 1.0:
+        raise UserError(f"a confidence of {confidence} is not possible: give one between 0 and 1, such as 0.95")
+    if num_resamples < 1:
+        raise UserError(f"{num_resamples} bootstrap resamples: at least 1 is needed, and 10000 are usual")
+    mean = float(values.mean())
+    if values.size == 1:
+        return Interval(mean, -np.inf, np.inf, confidence)
+    if values.min() == values.max():
+        return Interval(mean, mean, mean, confidence)
+    means = _resampled_means(values, num_resamples, seed)
+    low, high = np.quantile(means, _bca_levels(values, means, confidence))
+    return Interval(mean, float(low), float(high), confidence)
+
+
+def paired_difference(
+    a: ArrayLike, b: ArrayLike, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The mean of ``a - b`` with its interval, for two models' values ``[prompts]`` on the same prompts in order.
+
+    ``a`` is better than ``b`` at this confidence when ``low > 0``. What makes a prompt easy or hard for both
+    cancels, so the interval is narrower than those of the two means suggest.
+
+    Raises:
+        UserError: as ``bootstrap_interval``, and when the numbers of prompts differ.
+    """
+    a, b = _checked(a, "a", num_dimensions=1), _checked(b, "b", num_dimensions=1)
+    if a.shape != b.shape:
+        raise UserError(f"{a.size} prompts against {b.size}: a paired comparison needs the same prompts on both sides")
+    return bootstrap_interval(a - b, confidence, num_resamples, seed)
+
+
+def _checked(values: ArrayLike, name: str, num_dimensions: int) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != num_dimensions or array.size == 0:
+        wanted = "[prompts]" if num_dimensions == 1 else "[prompts, samples]"
+        raise UserError(f"{name} has the shape {list(array.shape)}: it must be {wanted}, and not empty")
+    if not np.isfinite(array).all():
+        raise UserError(f"{name} holds {np.count_nonzero(~np.isfinite(array))} values that are NaN or infinite")
+    return array
+
+
+def _resampled_means(values: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    means = np.empty(num_resamples)
+    chunk = max(1, INDICES_PER_CHUNK // values.size)
+    for start in range(0, num_resamples, chunk):
+        stop = min(start + chunk, num_resamples)
+        indices = generator.integers(0, values.size, size=(stop - start, values.size))
+        means[start:stop] = values[indices].mean(axis=1)
+    return means
+
+
+def _bca_levels(values: np.ndarray, means: np.ndarray, confidence: float) -> list[float]:
+    """The quantiles of the resampled means that bound the interval."""
+    normal = NormalDist()
+    mean = values.mean()
+    # Ties count half: means of few distinct values often fall on the mean itself.
+    below = (np.count_nonzero(means < mean) + 0.5 * np.count_nonzero(means == mean)) / means.size
+    smallest = 0.5 / means.size
+    bias = normal.inv_cdf(min(max(below, smallest), 1.0 - smallest))
+    deviations = values - mean
+    acceleration = (deviations**3).sum() / (6.0 * (deviations**2).sum() ** 1.5)
+    levels = []
+    for tail in ((1.0 - confidence) / 2.0, (1.0 + confidence) / 2.0):
+        shifted = bias + normal.inv_cdf(tail)
+        levels.append(normal.cdf(bias + shifted / (1.0 - acceleration * shifted)))
+    return levels

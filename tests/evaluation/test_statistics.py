@@ -1,0 +1,134 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.errors import UserError
+from mindrlhf.evaluation import statistics
+
+
+def test_avg_at_k_by_hand():
+    assert statistics.avg_at_k([[1, 0, 0, 1], [0, 0, 0, 1]]).tolist() == [0.5, 0.25]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(data):
+    num_samples = data.draw(st.integers(1, 8))
+    k = data.draw(st.integers(1, num_samples))
+    prompts = st.lists(st.booleans(), min_size=num_samples, max_size=num_samples)
+    correct = data.draw(st.lists(prompts, min_size=1, max_size=3))
+    expected = [np.mean([any(subset) for subset in itertools.combinations(row, k)]) for row in correct]
+    np.testing.assert_allclose(statistics.pass_at_k(correct, k), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow():
+    correct = np.zeros((3, 20_000), dtype=bool)
+    correct[1, :1] = True
+    correct[2, :10_000] = True
+    values = statistics.pass_at_k(correct, 100)
+    expected = 1 - math.comb(10_000, 100) / math.comb(20_000, 100)
+    np.testing.assert_allclose(values, [0.0, 100 / 20_000, expected], rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("correct", "k", "message"),
+    [
+        ([[1, 0]], 3, "k must be between 1 and 2"),
+        ([[1, 0]], 0, "k must be between 1 and 2"),
+        ([[0.5, 1]], 1, "0 or 1"),
+        ([1, 0], 1, "prompts, samples"),
+        (np.zeros((0, 4)), 1, "not empty"),
+        ([[math.nan, 1]], 1, "1 values that are NaN"),
+    ],
+)
+def test_pass_at_k_refuses_nonsense(correct, k, message):
+    with pytest.raises(UserError, match=message):
+        statistics.pass_at_k(correct, k)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+@pytest.mark.parametrize("kind", ["skewed", "binary", "few"])
+def test_interval_agrees_with_scipy(kind, confidence):
+    scipy_stats = pytest.importorskip("scipy.stats")
+    generator = np.random.default_rng(5)
+    values = {
+        "skewed": generator.random(40) ** 4,
+        "binary": (generator.random(300) < 0.1).astype(float),
+        "few": np.array([0.0, 0.25, 0.5, 1.0, 1.0]),
+    }[kind]
+    interval = statistics.bootstrap_interval(values, confidence, num_resamples=20_000, seed=1)
+    theirs = scipy_stats.bootstrap(
+        (values,), np.mean, n_resamples=20_000, confidence_level=confidence, method="BCa", random_state=2
+    ).confidence_interval
+    assert interval.mean == values.mean()
+    # Both are random: allow a fifth of a standard error (and the grid of means that binary data has).
+    tolerance = 0.2 * values.std() / math.sqrt(values.size) + (2.0 / values.size if kind == "binary" else 0.0)
+    tolerance += 0.05 if kind == "few" else 0.0
+    assert interval.low == pytest.approx(theirs.low, abs=tolerance)
+    assert interval.high == pytest.approx(theirs.high, abs=tolerance)
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    num_trials = 400
+    covered = 0
+    for trial in range(num_trials):
+        interval = statistics.bootstrap_interval(generator.normal(1.0, 2.0, 80), 0.9, num_resamples=500, seed=trial)
+        covered += interval.low <= 1.0 <= interval.high
+    # Four standard errors of a share of 0.9 in 400 trials, and a little for the bootstrap's own error.
+    assert abs(covered / num_trials - 0.9) < 0.07
+
+
+def test_interval_depends_on_the_seed_only(monkeypatch):
+    values = np.random.default_rng(3).random(50)
+    assert statistics.bootstrap_interval(values, seed=4) == statistics.bootstrap_interval(values, seed=4)
+    assert statistics.bootstrap_interval(values, seed=4) != statistics.bootstrap_interval(values, seed=5)
+    whole = statistics.bootstrap_interval(values, seed=4)
+    monkeypatch.setattr(statistics, "INDICES_PER_CHUNK", 50 * 7)
+    assert statistics.bootstrap_interval(values, seed=4) == whole
+
+
+def test_degenerate_samples():
+    assert statistics.bootstrap_interval([0.3])[:3] == (0.3, -math.inf, math.inf)
+    assert statistics.bootstrap_interval([0.5, 0.5, 0.5])[:3] == (0.5, 0.5, 0.5)
+    low, high = statistics.bootstrap_interval([0.0] * 30 + [1.0])[1:3]
+    assert 0.0 <= low < 1 / 31 < high < 0.3
+
+
+def test_paired_difference_cancels_what_both_share():
+    generator = np.random.default_rng(2)
+    difficulty = generator.random(200)
+    after, before = difficulty + 0.1 + 0.01 * generator.normal(size=200), difficulty
+    difference = statistics.paired_difference(after, before)
+    assert 0.09 < difference.low < difference.mean < difference.high < 0.11
+    assert difference.mean == pytest.approx(after.mean() - before.mean(), abs=1e-12)
+    opposite = statistics.paired_difference(before, after)
+    assert opposite.high < 0
+    alone = statistics.bootstrap_interval(after)
+    assert alone.high - alone.low > 5 * (difference.high - difference.low)
+    assert statistics.paired_difference([1, 0, 1], [1, 0, 1])[:3] == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: statistics.bootstrap_interval([]), "not empty"),
+        (lambda: statistics.bootstrap_interval([[1.0]]), r"must be \[prompts\]"),
+        (lambda: statistics.bootstrap_interval([1.0, math.inf]), "NaN or infinite"),
+        (lambda: statistics.bootstrap_interval([1.0, 0.0], confidence=95), "between 0 and 1"),
+        (lambda: statistics.bootstrap_interval([1.0, 0.0], num_resamples=0), "at least 1"),
+        (lambda: statistics.paired_difference([1.0, 2.0], [1.0]), "same prompts"),
+        (lambda: statistics.avg_at_k([[]]), "not empty"),
+    ],
+)
+def test_nonsense_is_a_user_error(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def test_interval_prints_for_people():
+    assert str(statistics.Interval(0.5, 0.25, 0.75, 0.95)) == "0.5000 [0.2500, 0.7500]"

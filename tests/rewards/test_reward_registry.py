@@ -1,0 +1,96 @@
+import pytest
+
+from mindrlhf.errors import UserError
+from mindrlhf.rewards import registry
+
+
+def written(tmp_path, source, name="mine.py"):
+    path = tmp_path / name
+    path.write_text(source)
+    return path
+
+
+def test_built_in_verifiers_are_found():
+    assert registry.built_in_names() == ["accuracy_reward", "format_reward", "length_reward", "qwen_accuracy_reward"]
+    verifier = registry.resolve("length_reward")
+    assert verifier.name == "length_reward"
+    assert verifier.context_keywords == ("finish_reason", "num_tokens")
+
+
+def test_a_function_of_a_file_is_found(tmp_path):
+    path = written(tmp_path, "def score(completion, answer, *, prompt, bonus=2): return len(prompt) + bonus")
+    verifier = registry.resolve(f"{path}:score")
+    assert (verifier.name, verifier.context_keywords) == ("score", ("prompt",))
+    assert verifier.function("", "", prompt="abc") == 5
+
+
+def test_a_function_that_takes_any_context_gets_all_of_it(tmp_path):
+    path = written(tmp_path, "def score(completion, answer, **context): return 0")
+    assert registry.resolve(f"{path}:score").context_keywords == ("prompt", "finish_reason", "num_tokens")
+
+
+def test_a_file_may_import_its_neighbour(tmp_path):
+    written(tmp_path, "FACTOR = 3", name="neighbour_of_mine.py")
+    path = written(tmp_path, "import neighbour_of_mine as n\ndef score(completion, answer): return n.FACTOR")
+    assert registry.resolve(f"{path}:score").function("", "") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("acuracy_reward", "unknown verifier 'acuracy_reward': did you mean accuracy_reward"),
+        ("zzz", "did you mean accuracy_reward or format_reward or length_reward or qwen_accuracy_reward"),
+        ("missing.py:f", "there is no file missing.py"),
+        ("missing.py", "missing.py:function"),
+        ("missing.py:", "path/to/file.py:function"),
+        ("missing.py:a-b", "path/to/file.py:function"),
+    ],
+)
+def test_unknown_names_are_user_errors(name, message):
+    for function in (registry.check, registry.resolve):
+        with pytest.raises(UserError) as caught:
+            function(name)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def other(completion, answer): return 1", "has no function 'f'; it has other"),
+        ("f = 3", "has no function 'f'; it has none"),
+        ("def f(completion", "does not load: SyntaxError"),
+        ("1 / 0", "does not load: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "does not load: SystemExit: 3"),
+        ("def f(completion): return 1", "cannot be called as f(completion, answer)"),
+        ("def f(completion, answer, tokens): return 1", "it may take prompt, finish_reason, num_tokens"),
+    ],
+)
+def test_files_that_hold_no_verifier_are_user_errors(tmp_path, source, message):
+    path = written(tmp_path, source)
+    with pytest.raises(UserError) as caught:
+        registry.resolve(f"{path}:f")
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_and_weights_are_split():
+    assert registry.parse_verifiers("a, b", "1.0,0.5") == (["a", "b"], [1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        ("a,b", "1.0", r"2 verifiers \(a, b\) but 1 weights \(1.0\)"),
+        ("a", "x", "weight 'x' is not a number"),
+        ("a", "", "weight '' is not a number"),
+        ("a", "nan", "must be a finite number"),
+        ("a,", "1,1", "no empty ones"),
+        ("", "1", "at least one verifier"),
+        ("a,a", "1,1", "'a': name each verifier once"),
+        ("one.py:f,two.py:f", "1,1", "'f': name each verifier once"),
+    ],
+)
+def test_selections_that_make_no_sense_are_user_errors(names, weights, message):
+    with pytest.raises(UserError, match=message):
+        registry.parse_verifiers(names, weights)
