@@ -19,7 +19,7 @@ from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
 
 VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
+HOSTILE = "</script ></script><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
 SUMMARY = {
     "before": {"accuracy": 0.314, "low": 0.262, "high": 0.368},
     "after": {"accuracy": 0.732, "low": 0.68, "high": 0.782},
@@ -161,7 +161,7 @@ def test_long_samples_are_shortened(tmp_path):
 
 @pytest.mark.parametrize(
     "low, high, verdict",
-    [(0.1, 0.2, "Better"), (-0.1, 0.1, "No clear difference"), (-0.2, -0.1, "Worse"), (0.0, 0.2, "No clear difference")],
+    [(0.1, 0.2, "Better"), (-0.1, 0.1, "No clear"), (-0.2, -0.1, "Worse"), (0.0, 0.2, "No clear")],
 )
 def test_verdict_follows_the_interval(tmp_path, low, high, verdict):
     summary = SUMMARY | {"difference": {"mean": (low + high) / 2, "low": low, "high": high}}
