@@ -19,7 +19,7 @@ from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
 
 VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
-HOSTILE = "</script ></script><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
+HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
 SUMMARY = {
     "before": {"accuracy": 0.314, "low": 0.262, "high": 0.368},
     "after": {"accuracy": 0.732, "low": 0.68, "high": 0.782},
@@ -150,6 +150,7 @@ def test_hostile_text_stays_text(tmp_path):
     shown = HOSTILE.replace("\ud800", "?")
     # Prompt and two completions of the comparison and its answer; prompt, completion and answer of two samples.
     assert page.text.count(shown) >= 4 + 6
+    assert "<" not in page.scripts[0], "browsers end a script at more spellings than Python's parser does"
     data = json.loads(page.scripts[0])
     assert HOSTILE in {series["name"] for chart in data for series in chart["series"]}
 
