@@ -149,7 +149,8 @@ def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_
         f"--master_port={master_port}",
         "--join=True",
         f"--log_dir={log_dir}",
-        "--tail_worker_log=-1",
+        # Ranks from 0 on would be shown by processes of msrun's own; this one does not exist.
+        f"--tail_worker_log={num_workers}",
         "python",
         *command,
     ]
