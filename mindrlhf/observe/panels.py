@@ -10,7 +10,7 @@ from mindrlhf.observe.run_data import RunData
 from mindrlhf.observe.series import Series
 
 # The stages of a step in the order in which they happen; stages not named here follow by name.
-STAGES = ("rollout", "reward", "old_log_p", "reference_model", "update", "reshard_to_infer")
+STAGES = ("data", "rollout", "reward", "pack", "distribute", "old_log_p", "reference_model", "update")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ SPEED = (
         from_zero=True,
     ),
     _Lines("Packing efficiency", "%", {"packing/efficiency": "packing efficiency"}, from_zero=True),
-    _Lines("Peak memory, lead rank", "GB", {"memory/peak_rss_gb": "peak memory"}, from_zero=True, noisy=False),
+    _Lines("Peak memory", "GB", {"memory/peak_rss_gb": "peak memory"}, from_zero=True, noisy=False),
 )
 LEARNING = (
     _Lines("Groups without signal", "%", {"reward/groups_without_signal": "groups"}, from_zero=True),
@@ -123,19 +123,21 @@ def _lines(run: RunData, specs: Iterable[_Lines]) -> Iterable[Chart]:
 
 
 def _timings(run: RunData) -> Chart | None:
-    """Return the time of each stage, stacked; what no stage owns is "other"."""
+    """Return the time of the largest stages, stacked; the rest of the step is "other"."""
     if "timing/all" not in run.series:
         return None
     whole = run.series["timing/all"]
     inside = np.isfinite(whole.values)
-    steps, unowned = whole.steps[inside], whole.values[inside].copy()
-    names = [name.removeprefix("timing/") for name in run.series if name.startswith("timing/") and name != "timing/all"]
-    names.sort(key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name))
-    layers = {}
-    for name in names[: NUM_COLOURS - 1]:
-        layers[name] = _at_steps(run.series[f"timing/{name}"], steps)
-        unowned -= layers[name]
-    layers["other"] = np.maximum(unowned, 0.0)
+    steps, whole_s = whole.steps[inside], whole.values[inside]
+    stages = {
+        name.removeprefix("timing/"): _at_steps(series, steps)
+        for name, series in run.series.items()
+        if name.startswith("timing/") and name != "timing/all"
+    }
+    largest = sorted(stages, key=lambda name: -stages[name].sum())[: NUM_COLOURS - 1]
+    largest.sort(key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name))
+    layers = {name: stages[name] for name in largest}
+    layers["other"] = np.maximum(whole_s - sum(layers.values()), 0.0)
     return stacked_chart("Time per step by stage", "s", steps, layers)
 
 

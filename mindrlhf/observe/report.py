@@ -99,7 +99,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
     for name, metric, unit, statistic, remark in (
         ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
         ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
-        ("Peak memory", "memory/peak_rss_gb", "GB", np.max, "resident, lead rank"),
+        ("Peak memory", "memory/peak_rss_gb", "GB", np.max, "resident, largest rank"),
     ):
         values = run.values(metric)
         if values.size:

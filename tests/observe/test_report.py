@@ -14,6 +14,7 @@ import pytest
 from mindrlhf.commands import report as report_command
 from mindrlhf.errors import UserError
 from mindrlhf.observe.learning_curve import write_learning_curve
+from mindrlhf.observe.panels import build_panels
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
@@ -181,6 +182,16 @@ def test_steps_written_in_parts_are_joined(tmp_path):
     assert run.series["reward/mean"].steps.tolist() == [1, 2, 3, 4]
     assert run.values("grad_norm").size == 3
     assert run.num_steps == 4
+
+
+def test_small_stages_join_the_rest_of_the_step(tmp_path):
+    stages = {f"timing/s{number}": float(number) for number in range(1, 10)}
+    run = read_run(make_run(tmp_path, [{"step": 1, **stages, "timing/update": 20.0, "timing/all": 70.0}]))
+    (chart,) = build_panels(run)[0].charts
+    values = {series["name"]: series["values"] for series in chart.hover["series"]}
+    # 70 - (20 + 9 + 8 + 7 + 6 + 5 + 4) s are left.
+    assert list(values) == ["update", "s4", "s5", "s6", "s7", "s8", "s9", "other"]
+    assert values["other"] == [11.0] and values["s9"] == [9.0]
 
 
 def test_first_and_last_samples(tmp_path):
