@@ -12,7 +12,7 @@ import sqlite3
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -104,14 +104,14 @@ def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prom
     writer.add_schema(columns, json.dumps({"format": FORMAT, **asdict(header)}))
     writer.add_index(["source_id"])
     num_written = 0
-    try:
-        for batch in batches:
-            rows = [{name: getattr(record, name) for name in columns} for record in batch]
-            writer.write_raw_data(rows)
+    for batch in batches:
+        rows = [{name: getattr(record, name) for name in columns} for record in batch]
+        if rows:  # MindRecord refuses an empty list
+            with _one_line_errors(f"MindRecord cannot write {path.name}"):
+                writer.write_raw_data(rows)
             num_written += len(rows)  # rows that do not fit the schema were taken out, with a mere warning
+    with _one_line_errors(f"MindRecord cannot write {path.name}"):
         writer.commit()
-    except RuntimeError as error:  # what MindRecord's C++ side raises: a full disk, a record above the page size
-        raise UserError(f"MindRecord cannot write {path.name}: {_mindrecord_reason(error)}") from error
     return num_written
 
 
@@ -193,7 +193,7 @@ class PromptFile:
         One call costs about 10 ms whatever the number of records, so read a batch at a time.
 
         Raises:
-            UserError: MindRecord finds the file damaged.
+            UserError: MindRecord cannot read the file.
         """
         wanted = [int(index) for index in indices]
         for index in wanted:
@@ -206,20 +206,21 @@ class PromptFile:
         records = dict(zip(distinct, self._read_distinct(distinct), strict=True))
         return [records[index] for index in wanted]
 
-    def _read_distinct(self, indices: list[int]) -> Iterator[PromptRecord]:
+    def _read_distinct(self, indices: list[int]) -> list[PromptRecord]:
         from mindspore.dataset import MindDataset, SubsetSampler
 
-        try:
+        with _one_line_errors(f"cannot read {self.path}, build it again if it is damaged"):
             dataset = MindDataset(str(self.path), num_parallel_workers=1, sampler=SubsetSampler(indices))
-            for row in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
-                yield PromptRecord(
-                    prompt_ids=row["prompt_ids"],
-                    response_ids=row.get("response_ids", np.zeros(0, np.int32)),
-                    answer=row["answer"].item(),
-                    source_id=row["source_id"].item(),
-                )
-        except RuntimeError as error:
-            raise UserError(f"{self.path} is damaged, build it again: {_mindrecord_reason(error)}") from error
+            rows = list(dataset.create_dict_iterator(num_epochs=1, output_numpy=True))
+        return [
+            PromptRecord(
+                prompt_ids=row["prompt_ids"],
+                response_ids=row.get("response_ids", np.zeros(0, np.int32)),
+                answer=row["answer"].item(),
+                source_id=row["source_id"].item(),
+            )
+            for row in rows
+        ]
 
 
 def read_header(path: Path) -> PromptFileHeader:
@@ -282,8 +283,12 @@ def _check_index(path: Path, header: PromptFileHeader) -> None:
         raise UserError(f"the index {index} has {num_records} records, the file {header.num_kept}: build it again")
 
 
-def _mindrecord_reason(error: RuntimeError) -> str:
-    """Return the one line of a MindRecord error that says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line.removeprefix("[ERROR]").strip() for line in lines if line.startswith("[ERROR]")]
-    return (reasons or lines or [type(error).__name__])[0]
+@contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    """Turn MindRecord's error of many lines into a ``UserError`` with the one that says what is wrong."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reasons = [line.removeprefix("[ERROR]").strip() for line in lines if line.startswith("[ERROR]")]
+        raise UserError(f"{what}: {[*reasons, *lines, 'no reason given'][0]}") from error

@@ -100,7 +100,8 @@ def _read_json_lines(path: Path) -> Iterator[RawRecord | BadRecord]:
 
 def _parse_line(path: Path, number: int, line: bytes, position_bytes: int) -> RawRecord | BadRecord:
     try:
-        fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        # Without the line end, or the parser would place a cut-off record's error on the next line.
+        fields = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
         return BadRecord(path, number, f"not UTF-8 at byte {error.start} of the line", position_bytes)
     except json.JSONDecodeError as error:

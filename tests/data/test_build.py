@@ -1,0 +1,313 @@
+"""Building prompt files: what is kept, counted, refused, and that workers change nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers as hf
+
+from mindrlhf.data import build, workers
+from mindrlhf.data.build import build_prompts
+from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import RunFailure, UserError
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory):
+    """One token per byte, so that lengths can be counted by hand; 256 ends texts and 257 turns."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    backend = hf.Tokenizer(hf.models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    backend.save(str(path / "tokenizer.json"))
+    tokens = {"256": {"content": "<|endoftext|>"}, "257": {"content": "<|im_end|>"}}
+    config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE, "added_tokens_decoder": tokens}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def _problem(index, length=8):
+    return {"question": f"{index:0{length}d}", "answer": f"So it is {index}.\n#### {index}"}
+
+
+def _write_lines(path, lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_records_hold_ids_answers_and_sources_in_input_order(tokenizer_directory, tmp_path):
+    first = _write_lines(tmp_path / "b.jsonl", [_problem(i) for i in range(300)])
+    rows = [_problem(i) for i in range(300, 310)]
+    second = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), second)
+    report = build_prompts([first, second], tmp_path / "o.mindrecord", tokenizer_directory, max_prompt_length=20)
+    tokenizer = load_tokenizer(tokenizer_directory)
+    prompts = PromptFile.open(tmp_path / "o.mindrecord", tokenizer.fingerprint)
+    records = prompts.read(range(len(prompts)))
+    assert [tokenizer.decode(r.prompt_ids, False) for r in records] == [f"{i:08d}<|im_end|>>" for i in range(310)]
+    assert [record.answer for record in records] == [str(i) for i in range(310)]
+    sources = [records[i].source_id for i in (0, 299, 300, 309)]
+    assert sources == ["b.jsonl:1", "b.jsonl:300", "a.parquet:1", "a.parquet:10"]
+    assert (report.prompt_lengths.shortest, report.prompt_lengths.mean, report.prompt_lengths.longest) == (10, 10.0, 10)
+    assert report.header == prompts.header
+    assert (prompts.header.num_read, prompts.header.longest_prompt, prompts.header.template) == (310, 10, "qwen")
+
+
+def test_worker_processes_change_nothing(tokenizer_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CHUNK_RECORDS", 7)
+    lines = [_problem(i, length=1 + i % 13) if i % 5 else "{broken" for i in range(200)]
+    path = _write_lines(tmp_path / "a.jsonl", lines)
+    records = {}
+    for num_workers in (1, 2):
+        output = tmp_path / f"{num_workers}.mindrecord"
+        report = build_prompts(
+            [path],
+            output,
+            tokenizer_directory,
+            template="plain",
+            max_prompt_length=9,
+            num_workers=num_workers,
+            skip_bad=True,
+        )
+        # By hand: a prompt has 1 + i % 13 digits (more for large i) and a line break.
+        wanted = [i for i in range(200) if i % 5 and max(1 + i % 13, len(str(i))) + 1 <= 9]
+        assert (report.header.num_kept, report.header.num_bad) == (len(wanted), 40)
+        assert report.header.num_too_long == 160 - len(wanted)
+        records[num_workers] = PromptFile.open(output).read(range(len(wanted)))
+        assert [record.answer for record in records[num_workers]] == [str(i) for i in wanted]
+    for one, two in zip(records[1], records[2], strict=True):
+        assert np.array_equal(one.prompt_ids, two.prompt_ids)
+        assert one.source_id == two.source_id
+    assert (tmp_path / "1.mindrecord").read_bytes()[1 << 20 :] == (tmp_path / "2.mindrecord").read_bytes()[1 << 20 :]
+
+
+def test_sft_appends_the_end_token_and_bounds_the_sum(tokenizer_directory, tmp_path):
+    data = [{"q": "abc", "r": "x" * length, "a": 1} for length in (1, 5, 6, 7)]
+    path = _write_lines(tmp_path / "a.jsonl", data)
+    for template, end_id, overhead in (("plain", 256, 1), ("qwen", 257, 2)):
+        report = build_prompts(
+            [path],
+            tmp_path / "sft.mindrecord",
+            tokenizer_directory,
+            handler="map_keys",
+            key_map={"question": "q", "answer": "a", "response": "r"},
+            template=template,
+            task="sft",
+            max_prompt_length=100,
+            max_length=3 + overhead + 6 + 1,
+        )
+        assert (report.header.num_kept, report.header.num_too_long) == (3, 1)
+        records = PromptFile.open(tmp_path / "sft.mindrecord").read(range(3))
+        assert [len(record.response_ids) for record in records] == [2, 6, 7]
+        assert all(record.response_ids[-1] == end_id for record in records)
+        x_id = load_tokenizer(tokenizer_directory).encode("x")
+        assert records[1].response_ids[:-1].tolist() == x_id * 5
+        assert str(report.response_lengths) == "min 2, mean 5.0, max 7 tokens"
+
+
+def test_first_bad_record_ends_the_build_and_leaves_nothing(tokenizer_directory, tmp_path):
+    (tmp_path / "out").mkdir()
+    path = _write_lines(tmp_path / "a.jsonl", [_problem(1), {"question": "q"}, "{"])
+    for num_workers in (1, 2):
+        with pytest.raises(UserError, match=r"a\.jsonl:2: no field 'answer' \(mend the record, or pass --skip-bad"):
+            build_prompts([path], tmp_path / "out" / "o.mindrecord", tokenizer_directory, num_workers=num_workers)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_skip_bad_counts_and_names_the_first_few(tokenizer_directory, tmp_path):
+    lines = [_problem(1), *["{"] * 6, r'{"question": "\ud800", "answer": "#### 1"}', _problem(2)]
+    path = _write_lines(tmp_path / "a.jsonl", [*lines, {"question": "\0", "answer": "#### 1"}])
+    report = build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, max_prompt_length=99, skip_bad=True)
+    assert (report.header.num_read, report.header.num_kept, report.header.num_bad) == (10, 2, 8)
+    assert [example.split(": ")[0] for example in report.bad_examples] == [f"{path}:{n}" for n in range(2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "reason"),
+    [("\ud800", "1", "half of a surrogate pair"), ("a\0b", "1", "a NUL"), ("q", "1\0", "a NUL")],
+)
+def test_text_that_cannot_be_stored_is_bad(tokenizer_directory, tmp_path, question, answer, reason):
+    path = _write_lines(tmp_path / "a.jsonl", [{"problem": question, "answer": answer}])
+    with pytest.raises(UserError, match=f"a.jsonl:1: text holds {reason}"):
+        build_prompts([path], tmp_path / "o", tokenizer_directory, handler="deepscaler", max_prompt_length=9)
+
+
+def test_equal_file_names_are_told_apart(tokenizer_directory, tmp_path):
+    paths = []
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        paths.append(_write_lines(tmp_path / folder / "a.jsonl", [_problem(1)]))
+    build_prompts(paths, tmp_path / "o.mindrecord", tokenizer_directory, max_prompt_length=99)
+    records = PromptFile.open(tmp_path / "o.mindrecord").read([0, 1])
+    assert [record.source_id for record in records] == ["x/a.jsonl:1", "y/a.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_prompt_length": 0}, "max_prompt_length must be 1 or more, got 0"),
+        ({"num_workers": 0}, "number of workers must be 1 or more"),
+        ({"task": "dpo"}, "unknown task 'dpo'; choose from prompts, sft"),
+        ({"task": "sft"}, "task sft needs max_length"),
+        ({"task": "sft", "max_length": 1}, "max_length must be 2 or more"),
+        ({"max_length": 9}, "goes with task sft"),
+        ({"handler": "nope"}, "unknown handler 'nope'"),
+        ({"template": "nope"}, "no template 'nope'"),
+        ({"tokenizer_path": "absent"}, "no tokenizer at absent"),
+        ({"inputs": []}, "no input files"),
+        ({"inputs": ["absent.jsonl"]}, "no such data file"),
+        ({"max_prompt_length": 3}, "no record is left of 2: 2 longer than 3 tokens, 0 bad"),
+        ({"task": "sft", "max_length": 5}, r"2 longer than 99 tokens \(5 in all\)"),
+    ],
+)
+def test_settings_that_do_not_fit(tokenizer_directory, tmp_path, options, message):
+    path = _write_lines(tmp_path / "a.jsonl", [_problem(1), _problem(2)])
+    defaults = {"inputs": [path], "tokenizer_path": tokenizer_directory, "max_prompt_length": 99}
+    with pytest.raises(UserError, match=message):
+        build_prompts(output=tmp_path / "o.mindrecord", **{**defaults, **options})
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_input_is_neither_overwritten_nor_read_twice(tokenizer_directory, tmp_path):
+    path = _write_lines(tmp_path / "a.jsonl", [_problem(1)])
+    with pytest.raises(UserError, match="would overwrite input"):
+        build_prompts([path], path, tokenizer_directory)
+    with pytest.raises(UserError, match="named twice"):
+        build_prompts([path, tmp_path / "." / "a.jsonl"], tmp_path / "o.mindrecord", tokenizer_directory)
+
+
+def test_sft_without_responses_says_so(tokenizer_directory, tmp_path):
+    path = _write_lines(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
+    with pytest.raises(UserError, match="no response to train on"):
+        build_prompts([path], tmp_path / "o", tokenizer_directory, handler="deepscaler", task="sft", max_length=99)
+
+
+def test_small_inputs_do_not_pay_for_processes():
+    assert workers.default_num_workers(1000) == 1
+    assert workers.default_num_workers(1 << 40) == len(os.sched_getaffinity(0))
+
+
+def test_few_chunks_are_in_flight(tokenizer_directory, tmp_path):
+    """The reader must not run ahead of the workers, whatever the size of the input."""
+    taken = []
+
+    class EchoPool:
+        def __init__(self, *_, **__):
+            pass
+
+        def submit(self, function, chunk):
+            future = workers.Future()
+            future.set_result(chunk)
+            return future
+
+        def shutdown(self, cancel_futures):
+            taken.append("shutdown")
+
+    def chunks():
+        for i in range(100):
+            taken.append(i)
+            yield i
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "ProcessPoolExecutor", EchoPool)
+        results = workers.encode_in_order(None, None, chunks(), num_workers=2)
+        assert next(results) == 0
+        assert len(taken) == 2 * workers.CHUNKS_IN_FLIGHT_PER_WORKER
+        assert [*results] == list(range(1, 100))
+    assert taken[-1] == "shutdown"
+
+
+def _wait_for_children(process, count, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        found = [c for c in psutil.Process(process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+        if len(found) == count:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no {count} worker processes within {limit_s} s")
+
+
+@pytest.fixture
+def endless_build(tokenizer_directory, tmp_path):
+    """A build in a process of its own that never ends: its input is a generator of chunks."""
+    code = f"""
+import sys
+from mindrlhf.data import build, readers
+from mindrlhf.errors import RunFailure
+
+def endless(path):
+    while True:
+        yield readers.RawRecord(path, 1, {{"question": "q", "answer": "#### 1"}}, 0)
+
+if __name__ == "__main__":
+    build.read_records = endless
+    try:
+        build.build_prompts([{str(tmp_path / "a.jsonl")!r}], {str(tmp_path / "o" / "o.mindrecord")!r},
+                            {str(tokenizer_directory)!r}, max_prompt_length=9, num_workers=2)
+    except RunFailure as failure:
+        print(failure)
+        sys.exit(failure.exit_code)
+"""
+    (tmp_path / "o").mkdir()
+    _write_lines(tmp_path / "a.jsonl", [_problem(1)])
+    script = tmp_path / "endless.py"
+    script.write_text(code)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = []
+    try:
+        children += _wait_for_children(process, 2)
+        yield process, children, tmp_path / "o"
+    finally:
+        for child in children:
+            with suppress(psutil.NoSuchProcess):  # psutil knows a reused pid from the process it met
+                child.kill()
+        process.kill()
+        process.communicate(timeout=30)
+
+
+@pytest.mark.timeout(120)
+def test_killed_worker_ends_the_build(endless_build):
+    process, children, output = endless_build
+    children[0].kill()
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == RunFailure.exit_code
+    assert "a data worker process died" in stdout
+    assert os.listdir(output) == []
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+@pytest.mark.timeout(120)
+def test_workers_do_not_outlive_a_killed_parent(endless_build):
+    process, children, _ = endless_build
+    process.kill()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+@pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+def test_gsm8k_with_the_qwen_tokenizer(tmp_path):
+    data = Path(os.environ["MINDRLHF_SHARED"], "data")
+    source = data / "gsm8k" / "train.jsonl"
+    lines = source.read_text().splitlines()[:200]
+    path = _write_lines(tmp_path / "train.jsonl", lines)
+    report = build_prompts([path], tmp_path / "o.mindrecord", data / "qwen2.5_tokenizer", max_prompt_length=512)
+    tokenizer = load_tokenizer(data / "qwen2.5_tokenizer")
+    records = PromptFile.open(report.path).read(range(200))
+    for record, line in zip(records, map(json.loads, lines), strict=True):
+        system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        turn = f"<|im_start|>user\n{line['question']}<|im_end|>\n<|im_start|>assistant\n"
+        assert record.prompt_ids.tolist() == tokenizer.encode(system + turn)
+        assert record.answer == line["answer"].split("#### ")[1].replace(",", "")

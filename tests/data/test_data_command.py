@@ -1,0 +1,79 @@
+"""``mindrlhf data``: flags reach the builder, and show prints what is in the file."""
+
+import argparse
+import json
+
+import pytest
+import tokenizers as hf
+
+from mindrlhf.commands import data
+from mindrlhf.errors import UserError
+
+
+@pytest.fixture
+def run():
+    parser = argparse.ArgumentParser()
+    data.register(parser.add_subparsers(required=True))
+
+    def run_arguments(*argv):
+        arguments = parser.parse_args([str(argument) for argument in argv])
+        return arguments.run(arguments)
+
+    return run_arguments
+
+
+@pytest.fixture
+def tokenizer_directory(tmp_path):
+    vocab = {"<eos>": 0, "what": 1, "is": 2, "six": 3, "seven": 4, "times": 5, "?": 6, "because": 7}
+    backend = hf.Tokenizer(hf.models.WordLevel(vocab))
+    backend.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    return tmp_path
+
+
+def test_build_and_show(run, tokenizer_directory, tmp_path, capsys):
+    rows = [
+        {"q": "what is six times seven ?", "a": 42, "r": "because six"},
+        {"q": "what is six times seven ? " * 3, "a": 42, "r": "because"},
+        {"a": 1},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    output = tmp_path / "o.mindrecord"
+    common = ["--output", output, "--tokenizer", tokenizer_directory, "--handler", "map_keys", "--template", "plain"]
+    flags = ["--task", "sft", "--max-prompt-length", 10, "--max-length", 12, "--workers", 1, "--skip-bad"]
+    key_map = ["--map", "question=q,answer=a,response=r"]
+    assert run("data", "build", "--input", tmp_path / "a.json", *common, *key_map, *flags) == 0
+    printed = capsys.readouterr().out
+    assert "1 kept of 3 read (1 too long, 1 bad)" in printed
+    assert "a.json:1: no field 'q'" in printed
+    assert "prompts    min 6, mean 6.0, max 6 tokens" in printed
+    assert "responses  min 3, mean 3.0, max 3 tokens" in printed
+
+    assert run("data", "show", output, "--tokenizer", tokenizer_directory) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "handler                map_keys" in lines
+    assert "--- a.json:1" in lines
+    assert "answer    42" in lines
+    assert lines[lines.index("prompt    6 tokens") + 1] == "what is six times seven ?"
+    assert lines[lines.index("response  3 tokens") + 1] == "because six <eos>"
+
+    assert run("data", "show", output, "--num", 1) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("prompt    6 tokens") + 1] == "1 2 3 5 4 6"
+
+
+def test_show_refuses_another_tokenizer_and_a_foreign_file(run, tokenizer_directory, tmp_path):
+    (tmp_path / "x.mindrecord").write_text("no")
+    with pytest.raises(UserError, match="is not a prompt file"):
+        run("data", "show", tmp_path / "x.mindrecord")
+    with pytest.raises(UserError, match="--num must be 0 or more"):
+        run("data", "show", tmp_path / "x.mindrecord", "--num", -1)
+
+
+@pytest.mark.parametrize("text", ["question", "question=", "=q", "question=q,"])
+def test_faulty_map_is_a_usage_error(run, text, capsys):
+    with pytest.raises(SystemExit):
+        run("data", "build", "--map", text)
+    assert "expected question=KEY,answer=KEY" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Handlers: known data sets to examples; what a record lacks is named."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.data.handlers import Message, RecordError, load_handler
+from mindrlhf.errors import UserError
+
+
+def test_gsm8k():
+    solution = "He pays 3*400=<<3*400=1200>>1,200.\n#### 1,200"
+    example = load_handler("gsm8k")({"question": "How much?", "answer": solution})
+    assert example.messages == (Message("user", "How much?"),)
+    assert (example.answer, example.response, example.question) == ("1200", solution, "How much?")
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [("#### 1,234,567", "1234567"), ("####  -5 ", "-5"), ("#### 1,2", "1,2"), ("#### 3 #### 1,000.5", "1000.5")],
+)
+def test_gsm8k_final_number(written, answer):
+    assert load_handler("gsm8k")({"question": "q", "answer": written}).answer == answer
+
+
+@pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+def test_every_gsm8k_answer_is_a_number():
+    path = Path(os.environ["MINDRLHF_SHARED"], "data", "gsm8k", "train.jsonl")
+    handler = load_handler("gsm8k")
+    examples = [handler(json.loads(line)) for line in path.read_text().splitlines()]
+    assert len(examples) == 7473
+    assert all(abs(float(example.answer)) >= 0 for example in examples)  # float() refuses commas
+
+
+def test_deepscaler():
+    example = load_handler("deepscaler")({"problem": "1+1?", "answer": r"\frac{4}{2}", "solution": ""})
+    assert (example.question, example.answer, example.response) == ("1+1?", r"\frac{4}{2}", None)
+
+
+def test_dapo_math_17k():
+    fields = {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    }
+    example = load_handler("dapo_math_17k")(fields)
+    assert example.messages == (Message("system", "s"), Message("user", "q"))
+    assert (example.answer, example.question) == ("34", "q")
+
+
+def test_map_keys_reaches_nested_and_dotted_names():
+    handler = load_handler("map_keys", {"question": "in.text", "answer": "a.b", "response": "r"})
+    example = handler({"in": {"text": "q"}, "a.b": 3, "r": "because"})
+    assert (example.question, example.answer, example.response) == ("q", "3", "because")
+
+
+def test_map_keys_without_answer_leaves_it_empty():
+    example = load_handler("map_keys", {"question": "q"})({"q": "write", "answer": "ignored"})
+    assert (example.answer, example.response) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("gsm8k", {"answer": "#### 1"}, "no field 'question'"),
+        ("gsm8k", {"question": "q", "answer": "1"}, "no '#### ' before a final answer"),
+        ("gsm8k", {"question": "q", "answer": "#### "}, "nothing after '#### '"),
+        ("gsm8k", {"question": "  ", "answer": "#### 1"}, "has no text in 'content'"),
+        ("gsm8k", {"question": 7, "answer": "#### 1"}, "must be text or a list of messages, found int"),
+        ("deepscaler", {"problem": "p", "answer": None}, "field 'answer' is null"),
+        ("deepscaler", {"problem": "p", "answer": True}, "field 'answer' must be text, found bool"),
+        ("deepscaler", {"problem": "p", "answer": " "}, "field 'answer' is empty"),
+        ("dapo_math_17k", {"prompt": "p", "reward_model": {"ground_truth": "1"}}, "must be a list of messages"),
+        ("dapo_math_17k", {"prompt": [], "reward_model": {"ground_truth": "1"}}, "holds no messages"),
+        ("dapo_math_17k", {"prompt": [{"role": "user", "content": "p"}]}, "no field 'reward_model.ground_truth'"),
+        (
+            "dapo_math_17k",
+            {"prompt": [{"role": "assistant", "content": "p"}], "reward_model": {"ground_truth": "1"}},
+            "is from 'assistant', not from 'user'",
+        ),
+        (
+            "dapo_math_17k",
+            {"prompt": [{"role": "owner", "content": "p"}], "reward_model": {"ground_truth": "1"}},
+            "has role 'owner'",
+        ),
+    ],
+)
+def test_unusable_record_names_the_field(name, fields, reason):
+    with pytest.raises(RecordError, match=reason.replace("(", r"\(")):
+        load_handler(name)(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "key_map", "message"),
+    [
+        ("gsm9k", None, "unknown handler 'gsm9k'; choose from gsm8k, deepscaler, dapo_math_17k, map_keys"),
+        ("gsm8k", {"question": "q"}, "takes no key map"),
+        ("map_keys", None, "needs to know the question's key"),
+        ("map_keys", {"question": "q", "anwser": "a"}, "unknown field 'anwser'"),
+    ],
+)
+def test_wrong_choice_of_handler(name, key_map, message):
+    with pytest.raises(UserError, match=message):
+        load_handler(name, key_map)

@@ -1,0 +1,295 @@
+"""Tokenizers against transformers and SentencePiece themselves."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+
+needs_qwen = pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+CORPUS = ["the cat sat on the mat", "a dog ate 12 bones, 3 more", "how many cats are left?", "naïve café déjà vu"] * 20
+
+
+def _qwen_directory():
+    return Path(os.environ["MINDRLHF_SHARED"], "data", "qwen2.5_tokenizer")
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return load_tokenizer(_qwen_directory())
+
+
+@pytest.fixture(scope="module")
+def qwen_reference():
+    from transformers import Qwen2TokenizerFast
+
+    return Qwen2TokenizerFast.from_pretrained(_qwen_directory())
+
+
+@pytest.fixture
+def small_directory(tmp_path):
+    """A byte-level BPE tokenizer.json of 300 tokens with a chat end token and an eos."""
+    backend = hf.Tokenizer(hf.models.BPE())
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    _write_config(tmp_path, eos_token="<|endoftext|>")
+    return tmp_path
+
+
+def _write_config(directory, **config):
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=299, byte_fallback=True, minloglevel=2
+        )
+    return path
+
+
+@needs_qwen
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "Hello, world!  It's 1,234.5\r\n\n\tdon't WE'LL",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        "<tool_call>{}</tool_call><|fim_pad|> <|endoftext|>x",
+        "e\u0301 ﬁ Å 漢字 かな 한국어 😀👩‍👩‍👧 العربية \u200b\ufeff",
+        "x" * 3000,
+        "\\frac{1}{2}\\boxed{42}",
+    ],
+)
+def test_qwen_ids_equal_transformers(qwen, qwen_reference, text):
+    assert qwen.encode(text) == qwen_reference.encode(text)
+    ids = qwen.encode(text)
+    for skip in (True, False):
+        reference = qwen_reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert qwen.decode(ids, skip_special_tokens=skip) == reference
+
+
+@needs_qwen
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60))
+def test_qwen_ids_equal_transformers_on_any_text(qwen, qwen_reference, text):
+    assert qwen.encode(text) == qwen_reference.encode(text)
+
+
+@needs_qwen
+def test_qwen_gsm8k_batch_equals_transformers(qwen, qwen_reference):
+    path = Path(os.environ["MINDRLHF_SHARED"], "data", "gsm8k", "train.jsonl")
+    texts = [json.loads(line)["answer"] for line in path.read_text().splitlines()[:300]]
+    assert qwen.encode_batch(texts) == qwen_reference(texts)["input_ids"]
+
+
+@needs_qwen
+def test_qwen_special_tokens(qwen, qwen_reference):
+    assert qwen.vocab_size == len(qwen_reference) == 151665
+    assert qwen.eos_token_ids == (151645, 151643)
+    assert qwen.pad_token_id == qwen_reference.pad_token_id == 151643
+    assert (qwen.bos_token, qwen.eos_token) == (None, "<|endoftext|>")
+    assert qwen.chat_template == qwen_reference.chat_template
+    assert qwen.decode([9707, 151900, 0]) == "Hello!"
+
+
+@needs_qwen
+def test_qwen_fingerprint_is_of_the_tokenization_not_of_the_files(qwen, qwen_reference, tmp_path):
+    qwen_reference.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(_qwen_directory() / "tokenizer_config.json", tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == qwen.fingerprint
+
+
+@needs_qwen
+def test_vocabulary_without_config_gets_qwen2_defaults(tmp_path):
+    from transformers import Qwen2TokenizerFast
+
+    vocab = shutil.copy(_qwen_directory() / "vocab.json", tmp_path)
+    merges = shutil.copy(_qwen_directory() / "merges.txt", tmp_path)
+    reference = Qwen2TokenizerFast(vocab, merges)
+    tokenizer = load_tokenizer(vocab, merges)
+    text = "a b<|endoftext|>c<|im_end|>"
+    assert tokenizer.encode(text) == reference.encode(text)
+    assert tokenizer.eos_token_ids == (reference.eos_token_id,)
+    assert tokenizer.chat_template is None
+
+
+def test_tokenizer_json_round_trip_and_end_tokens(small_directory):
+    tokenizer = load_tokenizer(small_directory)
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.eos_token_ids == (2, 0)
+    assert tokenizer.pad_token_id == 0
+    text = "the cat<|im_end|> sat"
+    ids = tokenizer.encode(text)
+    assert ids.count(2) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == "the cat sat"
+
+
+def test_saved_truncation_padding_and_bos_are_not_applied(small_directory):
+    plain = load_tokenizer(small_directory)
+    backend = hf.Tokenizer.from_file(str(small_directory / "tokenizer.json"))
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=50)
+    backend.post_processor = hf.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    backend.save(str(small_directory / "tokenizer.json"))
+    assert len(hf.Tokenizer.from_file(str(small_directory / "tokenizer.json")).encode("the cat sat on").ids) == 50
+    tokenizer = load_tokenizer(small_directory)
+    assert tokenizer.encode("the cat sat on") == plain.encode("the cat sat on")
+    assert tokenizer.decode(tokenizer.encode("the cat sat on the mat")) == "the cat sat on the mat"
+    assert tokenizer.fingerprint == plain.fingerprint
+
+
+def test_fingerprint_sees_vocabulary_merges_and_added_tokens(small_directory):
+    first = load_tokenizer(small_directory).fingerprint
+    path = small_directory / "tokenizer.json"
+    saved = json.loads(path.read_text())
+
+    merges = saved["model"]["merges"]
+    swapped = [merges[1], merges[0], *merges[2:]]
+    path.write_text(json.dumps({**saved, "model": {**saved["model"], "merges": swapped}}))
+    assert load_tokenizer(small_directory).fingerprint != first
+
+    vocab = dict(saved["model"]["vocab"])
+    vocab["!"], vocab['"'] = vocab['"'], vocab["!"]
+    path.write_text(json.dumps({**saved, "model": {**saved["model"], "vocab": vocab}}))
+    assert load_tokenizer(small_directory).fingerprint != first
+
+    path.write_text(json.dumps(saved, indent=3))
+    assert load_tokenizer(small_directory).fingerprint == first
+    _write_config(small_directory, added_tokens_decoder={"300": {"content": "<new>", "special": True}})
+    assert load_tokenizer(small_directory).fingerprint != first
+
+
+def test_config_adds_tokens_and_names_special_ones(small_directory):
+    _write_config(
+        small_directory,
+        eos_token={"content": "<|im_end|>"},
+        pad_token="<pad>",
+        chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}],
+        added_tokens_decoder={"300": {"content": "<pad>", "special": True}},
+    )
+    tokenizer = load_tokenizer(small_directory)
+    assert (tokenizer.vocab_size, tokenizer.pad_token_id, tokenizer.eos_token_ids) == (301, 300, (2,))
+    assert tokenizer.chat_template == "D"
+    (small_directory / "chat_template.jinja").write_text("J")
+    assert load_tokenizer(small_directory).chat_template == "J"
+
+
+def test_special_tokens_map_fills_gaps(small_directory):
+    _write_config(small_directory)
+    (small_directory / "special_tokens_map.json").write_text('{"pad_token": {"content": "<|im_start|>"}}')
+    tokenizer = load_tokenizer(small_directory)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_ids) == (1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eos_token": "</s>"}, "names the token '</s>', which is not in the vocabulary"),
+        ({"added_tokens_decoder": {"310": {"content": "<new>"}}}, "gives '<new>' the id 310, but it comes out as 300"),
+        ({"added_tokens_decoder": {"x": {"content": "<new>"}}}, "must map ids to objects"),
+        ({"added_tokens_decoder": ["<new>"]}, "must map ids to objects"),
+    ],
+)
+def test_config_that_does_not_fit_the_vocabulary(small_directory, config, message):
+    _write_config(small_directory, **config)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(small_directory)
+
+
+def test_damaged_files_are_one_line_errors(small_directory, tmp_path_factory):
+    (small_directory / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot read .*tokenizer_config.json"):
+        load_tokenizer(small_directory)
+    (small_directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="is not a readable tokenizer"):
+        load_tokenizer(small_directory)
+    other = tmp_path_factory.mktemp("other")
+    (other / "a.model").write_bytes(b"not a model")
+    with pytest.raises(UserError, match="is not a readable SentencePiece model"):
+        load_tokenizer(other)
+    (other / "vocab.json").write_text("[]")
+    (other / "merges.txt").write_text("")
+    with pytest.raises(UserError, match="are not a readable vocabulary"):
+        load_tokenizer(other)
+
+
+def test_vocabulary_of_another_class_is_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("")
+    _write_config(tmp_path, tokenizer_class="GPT2Tokenizer")
+    with pytest.raises(UserError, match="belongs to a GPT2Tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_directory_without_tokenizer_lists_what_was_looked_for(tmp_path):
+    with pytest.raises(UserError, match=r"looked for tokenizer.json, vocab.json with merges.txt, and \*.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(tmp_path / "absent")
+    with pytest.raises(UserError, match="no such tokenizer file: .*v.json"):
+        load_tokenizer(tmp_path / "v.json", tmp_path / "m.txt")
+    for name in ("a.model", "b.model"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match="several SentencePiece models; name one of a.model, b.model"):
+        load_tokenizer(tmp_path)
+
+
+def test_sentencepiece_ids_equal_the_library(sentencepiece_model):
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    tokenizer = load_tokenizer(sentencepiece_model)
+    for text in ["the cat sat", "how  many 12?", "漢字 😀", ""]:
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
+    assert tokenizer.encode_batch(["a cat", "b"]) == [reference.encode("a cat"), reference.encode("b")]
+    assert tokenizer.vocab_size == reference.get_piece_size()
+    assert tokenizer.eos_token_ids == (reference.eos_id(),)
+    assert tokenizer.pad_token_id == reference.eos_id()
+
+
+def test_sentencepiece_special_tokens(sentencepiece_model, tmp_path):
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    shutil.copy(sentencepiece_model, tmp_path)
+    size = reference.get_piece_size()
+    plain = load_tokenizer(tmp_path)
+    added = {str(size): {"content": "<|im_end|>", "special": True}, "2": {"content": "</s>", "special": True}}
+    _write_config(tmp_path, bos_token="<s>", eos_token="</s>", added_tokens_decoder=added)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("<s>the cat<|im_end|>a dog</s>")
+    cat, dog = reference.encode("the cat"), reference.encode("a dog")
+    assert ids == [reference.bos_id(), *cat, size, *dog, reference.eos_id()]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>the cat<|im_end|>a dog</s>"
+    assert tokenizer.decode([*ids, size + 100]) == "the cata dog"
+    assert tokenizer.eos_token_ids == (size, reference.eos_id())
+    assert tokenizer.vocab_size == size + 1
+    assert tokenizer.fingerprint != plain.fingerprint
+
+    _write_config(tmp_path, added_tokens_decoder={"5": {"content": "<|im_end|>"}})
+    with pytest.raises(UserError, match="gives '<|im_end|>' the id 5, which is"):
+        load_tokenizer(tmp_path)
+
+
+def test_sentencepiece_fingerprint_does_not_depend_on_the_path(sentencepiece_model, tmp_path):
+    copy = shutil.copy(sentencepiece_model, tmp_path / "other.model")
+    assert load_tokenizer(copy).fingerprint == load_tokenizer(sentencepiece_model).fingerprint
