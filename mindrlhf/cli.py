@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line, not a traceback."""
-    arguments = build_parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return arguments.run(arguments) or 0
     except (UserError, RunFailure) as failure:
@@ -31,6 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; overrides (section.key=value) may stand before, between and after options."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") or "=" not in word for word in rest) or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 if __name__ == "__main__":

@@ -31,8 +31,12 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return ``eval/accuracy`` with its 95 % interval, and the mean of every verifier and of the length."""
         per_prompt = self.scores.mean(axis=1)
-        low, high = bootstrap_interval(per_prompt, seed=0)
-        values = {"eval/accuracy": per_prompt.mean(), "eval/accuracy_low": low, "eval/accuracy_high": high}
+        interval = bootstrap_interval(per_prompt)
+        values = {
+            "eval/accuracy": interval.mean,
+            "eval/accuracy_low": interval.low,
+            "eval/accuracy_high": interval.high,
+        }
         for name in self.samples[0].rewards:
             values[f"eval/{name}/mean"] = reward_matrix(self.samples, self.num_samples, name).mean()
         values["eval/response_length"] = np.mean([len(sample.response_ids) for sample in self.samples])

@@ -15,7 +15,8 @@ from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.rewards.registry import part_name
-from mindrlhf.rollout.types import Generator, SamplingParams
+from mindrlhf.rollout.replicas import Replicas, start_replicas
+from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.training.preflight import RunInputs, check_grpo_inputs
 from mindrlhf.training.processes import die_with_parent
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment, start_runtime
@@ -75,10 +76,8 @@ def _is_lead_process() -> bool:
     return os.environ.get("MS_NODE_ID", "0") == "0"
 
 
-def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Generator:
-    from mindrlhf.rollout.vllm import start_generators
-
-    generator = start_generators(
+def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:
+    generator = start_replicas(
         config.rollout,
         model_dir=config.model.path,
         max_model_len=inputs.row_lengths[-1],
@@ -139,7 +138,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     stack.callback(team.close)
     board = stack.enter_context(actor.create_board())
     team.call("attach_board", path=board.path)
-    generator.attach_board(board.path)
+    generator.use_board(board.path)
     progress = Progress()
     parts = Parts(
         team=team,

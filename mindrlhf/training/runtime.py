@@ -47,7 +47,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         from mindspore.communication import get_rank, init
 
         init()
+        # The parallel mode stays stand-alone: OptimizerStep holds the only collective of data parallelism.
         index = get_rank()
-        ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=False)
     prepare_mindformers(run.device, log_dir / "mindformers")
     return Rank(index, world_size)

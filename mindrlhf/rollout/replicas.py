@@ -1,0 +1,142 @@
+"""The generators of a run: one vLLM server per replica, started from the config."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import mindrlhf
+from mindrlhf.config.sections import RolloutSection
+from mindrlhf.errors import RunFailure
+from mindrlhf.rollout.pool import GeneratorPool
+from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
+from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+
+PYTHON_VARIABLE = "MINDRLHF_ROLLOUT_PYTHON"
+
+
+def find_rollout_python(configured: str = "") -> str:
+    """Return the interpreter of the rollout environment.
+
+    In order: ``configured`` (``rollout.python``), the environment variable MINDRLHF_ROLLOUT_PYTHON, the
+    ``.venv-rollout`` that scripts/setup.sh makes in the repository, and this interpreter.
+    """
+    if configured or os.environ.get(PYTHON_VARIABLE):
+        return configured or os.environ[PYTHON_VARIABLE]
+    beside = Path(mindrlhf.__file__).resolve().parent.parent / ".venv-rollout" / "bin" / "python"
+    return str(beside) if beside.exists() else sys.executable
+
+
+class Replicas:
+    """All rollout servers of a run as one ``Generator``, with servers that die replaced as the config allows.
+
+    The samples of a request depend on its seed alone, so after a restart the unfinished requests are issued again
+    and give the samples they would have given.
+    """
+
+    def __init__(self, generators: Sequence[VllmGenerator], num_restarts: int):
+        self._generators = tuple(generators)
+        self._all: Generator = generators[0] if len(generators) == 1 else GeneratorPool(generators)
+        self._num_restarts = num_restarts
+
+    def wait_ready(self) -> None:
+        """Block until every server can answer."""
+        for generator in self._generators:
+            generator.wait_ready()
+
+    def use_board(self, board_path: str) -> None:
+        """Say where ``update_weights`` finds the weight board."""
+        for generator in self._generators:
+            generator.use_board(board_path)
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yield every completion as it finishes."""
+        seen: set[tuple[int, int]] = set()
+        waiting = {request.request_id: request for request in requests}
+        while waiting:
+            try:
+                for completion in self._all.generate(list(waiting.values()), sampling):
+                    if (completion.request_id, completion.sample_index) not in seen:
+                        seen.add((completion.request_id, completion.sample_index))
+                        yield completion
+                return
+            except RunFailure as failure:
+                self._restart(failure)
+            done = {
+                name: sum((name, index) in seen for index in range(request.num_samples)) == request.num_samples
+                for name, request in waiting.items()
+            }
+            waiting = {name: request for name, request in waiting.items() if not done[name]}
+
+    def update_weights(self, version: int) -> None:
+        """Have every server load ``version`` from the board."""
+        self._all.update_weights(version)
+
+    def sleep(self) -> None:
+        """Give the device memory back to the trainer."""
+        self._all.sleep()
+
+    def wake(self) -> None:
+        """Take device memory again."""
+        self._all.wake()
+
+    def close(self) -> None:
+        """Stop every server."""
+        for generator in self._generators:
+            generator.close()
+
+    def _restart(self, failure: RunFailure) -> None:
+        if self._num_restarts == 0:
+            raise failure
+        self._num_restarts -= 1
+        print(
+            f"mindrlhf: {failure}; starting it again ({self._num_restarts} restarts left)", file=sys.stderr, flush=True
+        )
+        for generator in self._generators:
+            generator.restart()
+
+
+def start_replicas(
+    rollout: RolloutSection,
+    *,
+    model_dir: str,
+    max_model_len: int,
+    seed: int,
+    device: str,
+    log_dir: Path,
+    load_weights: bool,
+) -> Replicas:
+    """Start the servers in the background.
+
+    Args:
+        model_dir: Hugging Face directory; without ``load_weights`` only its config.json is read, and weights must be
+            put on a board first.
+        max_model_len: longest prompt and response together, in tokens.
+    """
+    generators: list[VllmGenerator] = []
+    try:
+        for index in range(rollout.num_replicas):
+            options = VllmOptions(
+                python=find_rollout_python(rollout.python),
+                model_dir=str(Path(model_dir).resolve()),
+                log_path=str(log_dir / f"rollout_{index}.log"),
+                device=device,
+                dtype=rollout.dtype,
+                load_format="auto" if load_weights else "dummy",
+                max_model_len=max_model_len,
+                max_num_seqs=rollout.max_num_seqs,
+                seed=seed,
+                num_threads=rollout.num_threads,
+                tensor_parallel_size=rollout.tensor_parallel,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
+                enable_sleep=device == "ascend",
+                env=rollout.env,
+                start_timeout_s=rollout.start_timeout_s,
+            )
+            generators.append(VllmGenerator.start(options))
+    except BaseException:
+        for generator in generators:
+            generator.close()
+        raise
+    return Replicas(generators, rollout.restarts)
