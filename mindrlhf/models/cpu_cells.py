@@ -38,26 +38,29 @@ class _RmsNormFunction(nn.Cell):
 
     Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4. With t = dy * x, the gradients are
     dx = dy * weight / rms - x * (t @ weight) / (H * rms^3) and dweight = (1 / rms) @ t.
+    Broadcasts over rows are outer products: the CPU kernel for broadcast multiplication is several times slower.
     """
 
-    def __init__(self, eps: float):
+    def __init__(self, eps: float, dim: int):
         super().__init__()
         self.eps = eps
+        self.dim = dim
         self.mean = ops.ReduceMean(keep_dims=True)
         self.matmul = ops.MatMul()
         self.matmul_transpose_a = ops.MatMul(transpose_a=True)
+        self.ones_row = Tensor(np.ones((1, dim), np.float32))
 
     def construct(self, x, weight):
         inverse_rms = ops.rsqrt(self.mean(ops.square(x), -1) + self.eps)
-        return x * inverse_rms * weight, inverse_rms
+        return x * self.matmul(inverse_rms, ops.reshape(weight, (1, self.dim))), inverse_rms
 
     def bprop(self, x, weight, out, dout):
         inverse_rms = out[1]
         products = dout[0] * x
-        dweight = ops.reshape(self.matmul_transpose_a(inverse_rms, products), weight.shape)
-        column = ops.reshape(weight * (1.0 / weight.shape[0]), (-1, 1))
-        slope = self.matmul(products, column) * (inverse_rms * inverse_rms * inverse_rms)
-        return dout[0] * inverse_rms * weight - x * slope, dweight
+        dweight = ops.reshape(self.matmul_transpose_a(inverse_rms, products), (self.dim,))
+        slope = self.matmul(products, ops.reshape(weight, (self.dim, 1))) * (inverse_rms * inverse_rms * inverse_rms)
+        direct = dout[0] * self.matmul(inverse_rms, ops.reshape(weight, (1, self.dim)))
+        return direct - x * self.matmul(slope, self.ones_row * (1.0 / self.dim)), dweight
 
 
 class RmsNorm(nn.Cell):
@@ -66,7 +69,7 @@ class RmsNorm(nn.Cell):
     def __init__(self, config, dim: int, eps: float):
         super().__init__()
         self.weight = Parameter(initializer("ones", (dim,), config.params_dtype), name="weight")
-        self.function = _RmsNormFunction(eps)
+        self.function = _RmsNormFunction(eps, dim)
         self.dim = dim
 
     def construct(self, x):
@@ -87,16 +90,17 @@ class _AttentionFunction(nn.Cell):
     """Softmax attention with grouped heads, and its gradient.
 
     The row sums of dP * P in the softmax gradient are those of dO * O, which is S / head_dim times smaller
-    (Dao et al. 2022, arXiv:2205.14135, appendix B.2).
+    (Dao et al. 2022, arXiv:2205.14135, appendix B.2). A product with a matrix of ones both sums and broadcasts.
     """
 
     def __init__(self):
         super().__init__()
+        self.ones = ops.Ones()
+        self.row_matmul = ops.MatMul()
         self.matmul = ops.BatchMatMul()
         self.matmul_transpose_b = ops.BatchMatMul(transpose_b=True)
         self.matmul_transpose_a = ops.BatchMatMul(transpose_a=True)
         self.softmax = ops.Softmax(-1)
-        self.sum = ops.ReduceSum(keep_dims=True)
 
     def construct(self, query, key, value, mask):
         """query `[B, G, r*S, d]` (scaled), key and value `[B, G, S, d]`, mask `[B, G, r*S, S]` added to the scores."""
@@ -107,7 +111,9 @@ class _AttentionFunction(nn.Cell):
         output, weights = out
         doutput = dout[0]
         dvalue = self.matmul_transpose_a(weights, doutput)
-        dscores = weights * (self.matmul_transpose_b(doutput, value) - self.sum(doutput * output, -1))
+        ones = self.ones((value.shape[-1], value.shape[-2]), value.dtype)
+        sums = self.row_matmul(ops.reshape(doutput * output, (-1, value.shape[-1])), ones)
+        dscores = weights * (self.matmul_transpose_b(doutput, value) - ops.reshape(sums, weights.shape))
         return self.matmul(dscores, key), self.matmul_transpose_a(dscores, query), dvalue, ops.zeros_like(mask)
 
 

@@ -2,12 +2,24 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.errors import UserError
 from mindrlhf.models.layouts import fuse, split
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
-from mindrlhf.weights.hf import STORAGE_DTYPES, SafetensorsDirectory, convert_dtype
+from mindrlhf.weights.hf import (
+    STORAGE_DTYPES,
+    SafetensorsDirectory,
+    convert_dtype,
+    dtype_name,
+    read_hf_config,
+)
+from mindrlhf.weights.writer import TensorPlan, write_model_directory
+
+MAX_SHARD_BYTES = 5_000_000_000
+MINDFORMERS_FORMAT = "mindformers"
 
 OUTPUT_NAME = "lm_head.weight"
 
@@ -49,7 +61,9 @@ def load_tensors(model, read: Callable[[str, str], np.ndarray]) -> None:
         parts = [read(name, _dtype_name(parameter)) for name in rule.hf_names]
         # The copy keeps the parameter from sharing a read-only file mapping.
         data = np.array(fuse(rule, model.dims, parts), order="C")
-        parameter.set_data(ms.Tensor(data.view(np.dtype(ms.dtype_to_nptype(parameter.dtype)))))
+        if parameter.dtype == ms.bfloat16:
+            data = data.view(ms.Tensor([0], ms.bfloat16).asnumpy().dtype)
+        parameter.set_data(ms.Tensor(data))
 
 
 def iter_hf_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tuple[str, np.ndarray]]:
@@ -99,3 +113,140 @@ def random_hf_weights(hf_config: dict, seed: int) -> Iterator[tuple[str, np.ndar
         else:
             generator = np.random.default_rng([seed, *name.encode()])
             yield name, generator.standard_normal(shape, dtype=np.float32) * np.float32(dims.initializer_range)
+
+
+def export_hf(
+    tensors: Iterator[tuple[str, np.ndarray]],
+    hf_config: dict,
+    out_dir: str | os.PathLike,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokenizer_dir: str | os.PathLike | None = None,
+) -> None:
+    """Write a Hugging Face directory that transformers and vLLM load; it appears whole or not at all.
+
+    Args:
+        tensors: (name, array) of every tensor, in any order; bfloat16 as uint16 bit patterns. Read once, as a stream.
+        hf_config: becomes config.json, with the dtype of the files.
+        out_dir: must not exist yet, or be empty.
+        dtype: `float32`, `float16` or `bfloat16` of the files.
+        max_shard_bytes: start another file when the next tensor would exceed this.
+        tokenizer_dir: copy tokenizer and generation files from here.
+
+    Raises:
+        UserError: `out_dir` is in use, the dtype is unknown, or the disk refuses.
+    """
+    if dtype not in STORAGE_DTYPES:
+        raise UserError(f"dtype={dtype!r}: use one of {', '.join(STORAGE_DTYPES)}")
+    spec = find_spec(hf_config)
+    plan = {name: TensorPlan(dtype, shape) for name, shape in hf_shapes(spec, spec.dims(hf_config)).items()}
+    converted = ((name, convert_dtype(array, dtype_name(array), dtype)) for name, array in tensors)
+    write_model_directory(
+        converted,
+        plan,
+        _with_dtype(hf_config, dtype),
+        out_dir,
+        file_format="pt",
+        max_shard_bytes=max_shard_bytes,
+        tokenizer_dir=tokenizer_dir,
+    )
+
+
+def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
+    """Convert a Hugging Face directory to MindFormers names and layouts, bit-exact unless `dtype` is given.
+
+    Raises:
+        UserError: the source does not fit its config.json, or `out_dir` is in use.
+    """
+    hf_config = read_hf_config(hf_dir)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    source = SafetensorsDirectory(hf_dir)
+    source.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+    rules = spec.rules(dims)
+    dtypes = {rule.mf_name: dtype or _common_dtype(source, rule.hf_names) for rule in rules}
+
+    def fused():
+        for rule in rules:
+            parts = [
+                convert_dtype(source.read(name), source.info(name)[0], dtypes[rule.mf_name]) for name in rule.hf_names
+            ]
+            yield rule.mf_name, fuse(rule, dims, parts)
+
+    plan = {rule.mf_name: TensorPlan(dtypes[rule.mf_name], rule.mf_shape(dims)) for rule in rules}
+    write_model_directory(
+        fused(), plan, hf_config, out_dir, file_format=MINDFORMERS_FORMAT, max_shard_bytes=MAX_SHARD_BYTES,
+        tokenizer_dir=hf_dir,
+    )
+
+
+def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
+    """Convert what `import_directory` wrote back to a Hugging Face directory, bit-exact unless `dtype` is given.
+
+    Raises:
+        UserError: the source does not fit its config.json, or `out_dir` is in use.
+    """
+    hf_config = read_hf_config(mf_dir)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    source = SafetensorsDirectory(mf_dir)
+    rules = spec.rules(dims)
+    source.check_coverage({rule.mf_name: rule.mf_shape(dims) for rule in rules})
+    plan = {
+        name: TensorPlan(dtype or source.info(rule.mf_name)[0], shape)
+        for rule in rules
+        for name, shape in zip(rule.hf_names, rule.shape(dims))
+    }
+
+    def parts():
+        for rule in rules:
+            source_dtype = source.info(rule.mf_name)[0]
+            for name, part in zip(rule.hf_names, split(rule, dims, source.read(rule.mf_name))):
+                yield name, convert_dtype(part, source_dtype, plan[name].dtype)
+
+    config = _with_dtype(hf_config, dtype) if dtype else hf_config
+    write_model_directory(
+        parts(), plan, config, out_dir, file_format="pt", max_shard_bytes=MAX_SHARD_BYTES, tokenizer_dir=mf_dir
+    )
+
+
+def _common_dtype(source: SafetensorsDirectory, names: tuple[str, ...]) -> str:
+    """The dtype of tensors that are fused into one: float32 holds every value when they differ."""
+    dtypes = {source.info(name)[0] for name in names}
+    return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def _with_dtype(hf_config: dict, dtype: str) -> dict:
+    """config.json that states the dtype of its files; transformers 4 and 5 and vLLM all read `torch_dtype`."""
+    return {**{key: value for key, value in hf_config.items() if key != "dtype"}, "torch_dtype": dtype}
+
+
+def describe_directory(model_dir: str | os.PathLike) -> str:
+    """A short text about a model directory in either layout; its files are checked against its config.json.
+
+    Raises:
+        UserError: the files do not fit config.json.
+    """
+    hf_config = read_hf_config(model_dir)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    source = SafetensorsDirectory(model_dir)
+    mf_shapes = {rule.mf_name: rule.mf_shape(dims) for rule in spec.rules(dims)}
+    is_mindformers = set(source.names()) == set(mf_shapes)
+    shapes = mf_shapes if is_mindformers else hf_shapes(spec, dims)
+    source.check_coverage(shapes, frozenset() if is_mindformers else ignored_names(dims))
+    num_parameters = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+    dtypes = sorted({source.info(name)[0] for name in shapes})
+    return "\n".join(
+        [
+            f"directory     {Path(model_dir)}",
+            f"architecture  {spec.hf_architecture}, {'tied' if dims.tied else 'untied'} embeddings",
+            f"layout        {'MindFormers (mcore)' if is_mindformers else 'Hugging Face'}",
+            f"layers        {dims.num_layers}",
+            f"hidden        {dims.hidden_size} (MLP {dims.intermediate_size})",
+            f"heads         {dims.num_heads} query, {dims.num_kv_heads} key/value, {dims.head_dim} channels",
+            f"vocabulary    {dims.vocab_size}",
+            f"tensors       {len(shapes)}, {num_parameters:,} parameters, {', '.join(dtypes)}",
+        ]
+    )

@@ -17,8 +17,8 @@ STORAGE_DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
 }
-_FILE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_DTYPE_OF_CODE = {code: dtype for dtype, code in _FILE_CODES.items()}
+FILE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPE_OF_CODE = {code: dtype for dtype, code in FILE_CODES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -45,6 +45,11 @@ def read_json_object(path: Path) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def dtype_name(array: np.ndarray) -> str:
+    """Name of the dtype that an array stores; uint16 stands for bfloat16."""
+    return next(name for name, dtype in STORAGE_DTYPES.items() if dtype == array.dtype)
 
 
 def convert_dtype(array: np.ndarray, source: str, target: str) -> np.ndarray:
