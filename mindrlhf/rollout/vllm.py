@@ -322,8 +322,15 @@ class VllmGenerator:
 def _check(options: VllmOptions) -> None:
     if shutil.which(options.python) is None:
         raise UserError(f"rollout.python '{options.python}' is no executable; give the rollout environment's python")
-    if not (Path(options.model_dir) / "config.json").is_file():
+    config_path = Path(options.model_dir) / "config.json"
+    if not config_path.is_file():
         raise UserError(f"model directory '{options.model_dir}' has no config.json")
+    max_positions = json.loads(config_path.read_text()).get("max_position_embeddings")
+    if max_positions is not None and options.max_model_len > max_positions:
+        raise UserError(
+            f"rollout max_model_len {options.max_model_len} is over max_position_embeddings {max_positions} of "
+            f"{config_path}; lower the prompt or response length"
+        )
     if options.device not in _DEVICE_VARIABLES:
         raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")
     for name in ("max_model_len", "max_num_seqs", "num_threads", "tensor_parallel_size", "start_timeout_s"):

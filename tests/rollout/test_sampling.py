@@ -44,7 +44,8 @@ def test_frequencies_match_the_distribution(vocab_size):
     counts = np.bincount(token_ids, minlength=vocab_size)
     expected = probs * num_draws
     common = expected >= 5
-    observed, expected = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
     chi_square = ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
     degrees = (expected > 0).sum() - 1
     assert chi_square < degrees + 4.5 * np.sqrt(2 * degrees)

@@ -36,7 +36,7 @@ _PARENT_POLL_S = 0.5
 FINISH_REASONS = ("stop", "length")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mindrlhf.rollout.server")
     parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix socket, inherited")
     parser.add_argument("--config", required=True, help="JSON of VllmOptions")
@@ -48,13 +48,17 @@ def main() -> int:
 
     from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
 
-    server = Server(connection, build_engine(config))
     try:
-        server.run()
+        engine = build_engine(config)
+    except BaseException:
+        traceback.print_exc()
+        _leave(config["import_dir"], 1)
+    try:
+        Server(connection, engine).run()
     except ConnectionClosed:
         print("rollout server: the trainer closed the connection", file=sys.stderr)
-        _leave(config["import_dir"], 0)
-    return 0
+    engine.close()
+    _leave(config["import_dir"], 0)
 
 
 class Server:
@@ -167,10 +171,14 @@ def _end_with_parent(import_dir: str) -> None:
 
 
 def _leave(import_dir: str, exit_code: int) -> None:
-    """End at once; the trainer can no longer remove the directory it made for this process."""
+    """End at once: the interpreter's own way out can take ten seconds with vLLM loaded.
+
+    The trainer may be dead, so the directory it made for this process is removed here too.
+    """
+    sys.stderr.flush()
     shutil.rmtree(import_dir, ignore_errors=True)
     os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -125,6 +125,10 @@ class VllmEngine:
             self._engine.wake_up(tags=["weights"])
             self._kv_cache_is_asleep = True
 
+    def close(self) -> None:
+        """Stop vLLM's worker processes, if it has any."""
+        self._engine.engine_core.shutdown()
+
     def _add(self, name: str, prompt: list[int], key: int, sampling: dict[str, Any]) -> None:
         params = SamplingParams(
             **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **_TOKENS_ONLY

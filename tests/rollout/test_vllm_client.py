@@ -1,0 +1,191 @@
+"""The client of the rollout server, against a stand-in server that speaks the protocol and no vLLM."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.rollout.pool import GeneratorPool
+from mindrlhf.rollout.types import GenerationRequest, SamplingParams
+from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+
+# Sample i of a request "generates" the prompt, i times. Prompts that begin with 666 kill the server, with 13 fail.
+STAND_IN = '''
+import json, os, sys, socket
+import numpy as np
+from mindrlhf.wire import receive_message, send_message
+
+fd = int(sys.argv[sys.argv.index("--socket-fd") + 1])
+config = json.loads(sys.argv[sys.argv.index("--config") + 1])
+print("stand-in up")
+if config["seed"] == 99:
+    sys.exit("no such device")
+connection = socket.socket(fileno=fd)
+send_message(connection, {"kind": "ready"})
+while True:
+    header, arrays = receive_message(connection)
+    if header["kind"] == "stats":
+        send_message(connection, {"kind": "done", "stats": {"path": sys.path, "environment": dict(os.environ)}})
+    elif header["kind"] == "generate":
+        prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
+        for request_id, prompt, num_samples in zip(arrays["request_ids"], prompts, arrays["num_samples"]):
+            if prompt[0] == 666:
+                print("stand-in hit by a bus", flush=True)
+                os.kill(os.getpid(), 9)
+            if prompt[0] == 13:
+                send_message(connection, {"kind": "failed", "message": "unlucky"})
+                break
+            lengths = np.array([len(prompt) * i for i in range(1, num_samples + 1)], np.int32)
+            send_message(connection, {"kind": "completions", "weights_version": 4}, {
+                "request_ids": np.full(num_samples, request_id),
+                "sample_indices": np.arange(num_samples, dtype=np.int32),
+                "lengths": lengths, "finish_reasons": np.ones(num_samples, np.uint8),
+                "token_ids": np.concatenate([np.tile(prompt, i) for i in range(1, num_samples + 1)]),
+                "logprobs": np.zeros(lengths.sum(), np.float32)})
+        else:
+            send_message(connection, {"kind": "generated"})
+    elif header["kind"] != "abort":
+        send_message(connection, {"kind": "done"})
+    if header["kind"] == "shutdown":
+        break
+'''  # fmt: skip
+
+
+@pytest.fixture
+def options(tmp_path):
+    (tmp_path / "server.py").write_text(STAND_IN)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py "$@"\n')
+    python.chmod(0o755)
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    log_path = str(tmp_path / "logs" / "rollout.log")
+    return VllmOptions(str(python), str(model_dir), log_path, load_format="auto", max_model_len=50)
+
+
+def change(options, **changes):
+    return VllmOptions(**{**options.__dict__, **changes})
+
+
+def test_requests_and_completions_pass_unchanged(options):
+    requests = [GenerationRequest(5, (1, 2, 3), 2, seed=0), GenerationRequest(9, (4,), 1, seed=1)]
+    with VllmGenerator.start(options) as generator:
+        got = list(generator.generate(requests, SamplingParams(max_tokens=8)))
+    assert [(c.request_id, c.sample_index, c.token_ids.tolist()) for c in got] == [
+        (5, 0, [1, 2, 3]),
+        (5, 1, [1, 2, 3, 1, 2, 3]),
+        (9, 0, [4]),
+    ]
+    assert {(c.finish_reason, c.weights_version) for c in got} == {("length", 4)}
+
+
+def test_the_server_gets_a_clean_environment(options, monkeypatch):
+    for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "MS_WORKER_NUM", "OMPI_COMM_WORLD_RANK", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "yes")
+    with VllmGenerator.start(change(options, num_threads=3, env={"EXTRA": "more"})) as generator:
+        seen = generator.stats()
+        import_dir = generator._import_dir
+        assert os.listdir(import_dir) == ["mindrlhf"]
+    environment = seen["environment"]
+    assert not {name for name in environment if name.startswith(("RANK", "DEVICE", "MS_", "OMPI_", "VIRTUAL"))}
+    assert (environment["KEPT"], environment["EXTRA"], environment["OMP_NUM_THREADS"]) == ("yes", "more", "3")
+    assert environment["PYTHONPATH"] == import_dir
+    assert not os.path.exists(import_dir)
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_log(options):
+    with VllmGenerator.start(change(options, seed=99)) as generator:
+        with pytest.raises(RunFailure, match=r"ended with exit code 1; log .*rollout.log ends: .*no such device"):
+            generator.wait_ready()
+
+
+def test_a_server_that_does_not_come_up_is_stopped(options, tmp_path):
+    (tmp_path / "server.py").write_text("import time; time.sleep(60)")
+    generator = VllmGenerator.start(change(options, start_timeout_s=0.3))
+    pid = generator._process.pid
+    with pytest.raises(RunFailure, match="was not ready within 0.3 s"):
+        generator.wait_ready()
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_death_while_generating_is_reported_and_restart_mends_it(options):
+    with VllmGenerator.start(options) as generator:
+        generator.use_board("/proc/1/fd/3")
+        generator.update_weights(2)
+        with pytest.raises(RunFailure, match=r"killed by signal 9 \(SIGKILL\); log .* ends: .*hit by a bus"):
+            list(generator.generate([GenerationRequest(0, (666,), 1, seed=0)], SamplingParams(max_tokens=1)))
+        with pytest.raises(RunFailure, match="the rollout server is closed"):
+            generator.ping()
+        generator.restart()
+        generator.ping()
+
+
+def test_a_failed_request_leaves_the_server_usable(options):
+    with VllmGenerator.start(options) as generator:
+        with pytest.raises(RunFailure, match="could not carry out a request: unlucky"):
+            list(generator.generate([GenerationRequest(0, (13,), 1, seed=0)], SamplingParams(max_tokens=1)))
+        generator.ping()
+
+
+def test_closing_the_stream_early_keeps_the_conversation_in_step(options):
+    requests = [GenerationRequest(i, (1,), 2, seed=0) for i in range(3)]
+    with VllmGenerator.start(options) as generator:
+        stream = generator.generate(requests, SamplingParams(max_tokens=4))
+        next(stream)
+        stream.close()
+        assert "path" in generator.stats()
+        assert len(list(generator.generate(requests, SamplingParams(max_tokens=4)))) == 6
+
+
+@pytest.mark.parametrize(
+    "requests, message",
+    [
+        ([GenerationRequest(0, (), 1, 0)], "request 0 has 0 tokens"),
+        ([GenerationRequest(0, (1,) * 46, 1, 0)], "max_model_len 50 less max_tokens 5 leaves 1 to 45"),
+        ([GenerationRequest(0, (1,), 1, 0)] * 2, "same request_id"),
+    ],
+)
+def test_bad_requests_are_the_users_error(options, requests, message):
+    with VllmGenerator.start(options) as generator, pytest.raises(UserError, match=message):
+        generator.generate(requests, SamplingParams(max_tokens=5))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"python": "/nowhere/python"}, "'/nowhere/python' is no executable"),
+        ({"model_dir": "/nowhere"}, "'/nowhere' has no config.json"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_model_len": 65}, "max_model_len 65 is over max_position_embeddings 64"),
+    ],
+)
+def test_bad_options_are_the_users_error_before_anything_starts(options, changes, message):
+    with pytest.raises(UserError, match=message):
+        VllmGenerator.start(change(options, **changes))
+
+
+def test_a_server_without_weights_does_not_generate(options):
+    with VllmGenerator.start(change(options, load_format="dummy")) as generator:
+        with pytest.raises(RunFailure, match="has no weights yet"):
+            generator.generate([GenerationRequest(0, (1,), 1, 0)], SamplingParams(max_tokens=1))
+
+
+def test_a_pool_deals_requests_out_and_gathers_every_sample(options):
+    pool = GeneratorPool([VllmGenerator.start(options) for _ in range(2)])
+    try:
+        requests = [GenerationRequest(i, (i + 1,), 3, seed=0) for i in range(5)]
+        completions = pool.generate(requests, SamplingParams(max_tokens=5))
+        got = {(c.request_id, c.sample_index): c.token_ids for c in completions}
+        assert set(got) == {(i, j) for i in range(5) for j in range(3)}
+        np.testing.assert_array_equal(got[3, 1], [4, 4])
+        bad = [*requests, GenerationRequest(7, (666,), 1, seed=0)]
+        with pytest.raises(RunFailure, match="killed by signal 9"):
+            list(pool.generate(bad, SamplingParams(max_tokens=5)))
+    finally:
+        pool.close()
