@@ -61,7 +61,7 @@ def sentencepiece_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=299, byte_fallback=True, minloglevel=2
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=290, byte_fallback=True, minloglevel=2
         )
     return path
 
