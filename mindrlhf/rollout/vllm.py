@@ -210,9 +210,10 @@ class VllmGenerator:
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
             if entry.name not in ("python", "env", "log_path", "start_timeout_s", "num_threads")
-        } | {"import_dir": self._import_dir}
+        } | {"import_dir": self._import_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._connection, theirs = socket.socketpair()
-        command = [options.python, "-m", "mindrlhf.rollout.server", "--socket-fd", str(theirs.fileno())]
+        python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
+        command = [python, "-m", "mindrlhf.rollout.server", "--socket-fd", str(theirs.fileno())]
         Path(options.log_path).parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(options.log_path, "ab") as log:
             self._process = subprocess.Popen(

@@ -83,6 +83,13 @@ def test_requests_and_completions_pass_unchanged(options):
     assert {(c.finish_reason, c.weights_version) for c in got} == {("length", 4)}
 
 
+def test_relative_paths_are_those_of_the_trainer(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with VllmGenerator.start(change(options, python="./python", model_dir="model", log_path="here.log")) as generator:
+        generator.ping()
+    assert "stand-in up" in (tmp_path / "here.log").read_text()
+
+
 def test_the_server_gets_a_clean_environment(options, monkeypatch):
     for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "MS_WORKER_NUM", "OMPI_COMM_WORLD_RANK", "VIRTUAL_ENV"):
         monkeypatch.setenv(name, "1")
