@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -70,6 +71,12 @@ def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> 
         _apply_override(content, override)
     given: set[str] = set()
     return build(cls, content, given=given), frozenset(given)
+
+
+def write_config(config: Any, output_dir: Path) -> None:
+    """Write the whole config, defaults included, to ``config.yaml`` in ``output_dir``."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
+    (output_dir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
 
 
 def _apply_override(content: dict, override: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.data.packing import PackedRows, TokenSequence, fill_rows, plan_rows
+from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, plan_rows
 
 _FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -67,11 +67,16 @@ def unpack_share(values: Mapping[str, Any]) -> tuple[list[PackedRows], int]:
 
 
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:
-    """Pack sequences into micro-batches; padding rows (weight 0) fill the last ones."""
-    rows = plan_rows([sequence.num_tokens for sequence in sequences], options.row_lengths, pack=options.pack)
+    """Pack sequences into rows and these into micro-batches; padding rows (weight 0) fill the last ones."""
+    lengths = [sequence.num_tokens for sequence in sequences]
+    return batch_of_rows(sequences, plan_rows(lengths, options.row_lengths, pack=options.pack), options)
+
+
+def batch_of_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], options: RowOptions) -> Batch:
+    """Make a batch of planned rows; ``rows`` may hold only some of the sequences."""
     size = options.rows_per_micro_batch
     micro_batches: list[PackedRows] = []
-    placed: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * len(sequences)
+    placed: dict[int, tuple[int, int, int, int]] = {}
     for length in options.row_lengths:
         bucket = [row for row in rows if row.length == length]
         for start in range(0, len(bucket), size):
@@ -81,12 +86,12 @@ def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch
             micro_batches.append(fill_rows(sequences, part, size))
     while len(micro_batches) % options.num_ranks:
         micro_batches.append(_padding_like(micro_batches[-1]))
-    num_tokens = sum(len(sequence.response_ids) for sequence in sequences)
-    return Batch(tuple(micro_batches), num_tokens, tuple(placed))
+    num_tokens = sum(len(sequences[item].response_ids) for item in placed)
+    return Batch(tuple(micro_batches), num_tokens, tuple(placed[item] for item in sorted(placed)))
 
 
 def _note_places(
-    placed: list, sequences: Sequence[TokenSequence], items: Sequence[int], micro_batch: int, row: int
+    placed: dict, sequences: Sequence[TokenSequence], items: Sequence[int], micro_batch: int, row: int
 ) -> None:
     start = 0
     for item in items:

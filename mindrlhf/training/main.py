@@ -1,40 +1,23 @@
-"""The program that every rank of a `mindrlhf train` run starts: ``python -m mindrlhf.training.main CONFIG ...``."""
+"""The program that every rank starts: ``python -m mindrlhf.training.main train|sft CONFIG [section.key=value ...]``."""
 
 import argparse
-import contextlib
-import json
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
-import yaml
-
-from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.evaluation.heldout import HeldOut
-from mindrlhf.rewards.registry import part_name
-from mindrlhf.rollout.replicas import Replicas, start_replicas
-from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.training.preflight import RunInputs, check_grpo_inputs
 from mindrlhf.training.processes import die_with_parent
-from mindrlhf.training.runtime import Rank, num_ranks_from_environment, start_runtime
+from mindrlhf.training.runtime import num_ranks_from_environment
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run this rank to the end and return the exit code."""
-    parser = argparse.ArgumentParser(prog="mindrlhf train")
+    parser = argparse.ArgumentParser(prog="mindrlhf")
+    parser.add_argument("task", choices=("train", "sft"))
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args(argv)
-
-    def run() -> None:
-        config = load_grpo_config(arguments.config, arguments.overrides, world_size=num_ranks_from_environment())
-        run_rank(config, resume=arguments.resume)
-
-    return guarded("mindrlhf train", run)
+    return guarded(f"mindrlhf {arguments.task}", lambda: _run(arguments))
 
 
 def guarded(program: str, run: Callable[[], None]) -> int:
@@ -48,135 +31,19 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     return 0
 
 
-def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
-    """Do this rank's part of a run: the lead drives the loop, the others serve it.
+def _run(arguments: argparse.Namespace) -> None:
+    from mindrlhf.config.schema import load_grpo_config, load_sft_config
 
-    Raises:
-        UserError, RunFailure: as the rooms raise them.
-    """
-    inputs = check_grpo_inputs(config)
-    output_dir = Path(config.run.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        # The generator takes as long to start as the training graphs to compile: let them overlap.
-        generator = _start_generator(config, inputs, stack) if _is_lead_process() else None
-        rank = start_runtime(config.run, output_dir / "logs")
-        from mindrlhf.training.team import connect, serve
+    world_size = num_ranks_from_environment()
+    if arguments.task == "sft":
+        from mindrlhf.training.supervised import run_supervised_rank
 
-        connections = connect(rank)
-        actor = _build_actor(config, inputs, rank)
-        if rank.is_lead:
-            _lead(config, inputs, actor, connections, generator, stack, resume)
-        else:
-            serve(actor, connections[0])
+        run_supervised_rank(load_sft_config(arguments.config, arguments.overrides, world_size=world_size))
+    else:
+        from mindrlhf.training.reinforcement import run_rank
 
-
-def _is_lead_process() -> bool:
-    # msrun numbers the workers of a node before MindSpore assigns ranks; the first one becomes rank 0.
-    return os.environ.get("MS_NODE_ID", "0") == "0"
-
-
-def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:
-    generator = start_replicas(
-        config.rollout,
-        model_dir=config.model.path,
-        max_model_len=inputs.row_lengths[-1],
-        seed=config.run.seed,
-        device=config.run.device,
-        log_dir=Path(config.run.output_dir) / "logs",
-        load_weights=False,
-    )
-    stack.callback(generator.close)
-    return generator
-
-
-def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.losses import GrpoLoss
-    from mindrlhf.training.actor import Actor, load_model
-
-    model, algorithm, device = config.model, config.algorithm, config.run.device
-    network = load_model(model, model.path, config.run, inputs.row_lengths[-1])
-    reference = None
-    if algorithm.beta > 0:
-        reference = load_model(model, model.reference_path or model.path, config.run, inputs.row_lengths[-1])
-    loss = GrpoLoss(
-        PolicyLogProbs(network, config.rollout.temperature, device),
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        beta=algorithm.beta,
-        on_policy=config.training.num_minibatches * config.training.num_iterations == 1,
-    )
-    return Actor(
-        network,
-        loss,
-        config.optimizer,
-        rank,
-        reference=reference,
-        temperature=config.rollout.temperature,
-        device=device,
-    )
-
-
-def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:
-    from mindrlhf.data.stream import PromptStream
-    from mindrlhf.observe.samples import SampleWriter
-    from mindrlhf.observe.sinks import open_sinks
-    from mindrlhf.rewards.pool import RewardPool
-    from mindrlhf.rollout.samples import Sampler
-    from mindrlhf.training.batch import RowOptions
-    from mindrlhf.training.loop import Parts, Progress, Trainer
-    from mindrlhf.training.team import Team
-
-    output_dir = Path(config.run.output_dir)
-    reward, training = config.reward, config.training
-    weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
-    rewards = stack.enter_context(
-        RewardPool(reward.verifier_function, weights, reward.num_workers, reward.timeout_s, reward.failure_value)
-    )
-    team = Team(actor, connections)
-    stack.callback(team.close)
-    board = stack.enter_context(actor.create_board())
-    team.call("attach_board", path=board.path)
-    generator.use_board(board.path)
-    progress = Progress()
-    parts = Parts(
-        team=team,
-        board=board,
-        generator=generator,
-        sampler=Sampler(generator, rewards, inputs.tokenizer),
-        prompts=inputs.prompts,
-        stream=PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, training.epochs),
-        held_out=_held_out(config, inputs),
-        sinks=open_sinks(output_dir, first_step=progress.step, num_steps=inputs.num_steps),
-        sample_writer=SampleWriter(output_dir / "samples.jsonl", first_step=progress.step),
-        rows=RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack),
-        stop_token_ids=inputs.tokenizer.eos_token_ids,
-    )
-    stack.callback(parts.sinks.close)
-    stack.callback(parts.sample_writer.close)
-    (output_dir / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False))
-    trainer = Trainer(config, parts, progress, inputs.num_steps)
-    generator.wait_ready()
-    trainer.run()
-
-
-def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:
-    if inputs.held_out is None:
-        return None
-    evaluation = config.evaluation
-    count = min(len(inputs.held_out), evaluation.max_prompts or len(inputs.held_out))
-    return HeldOut(
-        records=inputs.held_out.read(range(count)),
-        num_samples=evaluation.num_samples,
-        verifier=part_name(evaluation.verifier or config.reward.verifier_function[0]),
-        sampling=SamplingParams(
-            max_tokens=config.rollout.max_response_length,
-            temperature=evaluation.temperature,
-            stop_token_ids=inputs.tokenizer.eos_token_ids,
-        ),
-        seed=config.run.seed,
-    )
+        config = load_grpo_config(arguments.config, arguments.overrides, world_size=world_size)
+        run_rank(config, resume=arguments.resume)
 
 
 if __name__ == "__main__":

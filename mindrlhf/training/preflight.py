@@ -14,6 +14,8 @@ from mindrlhf.rewards.registry import check as check_verifier
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 
+FINAL_NAME = "final"  # the exported model, in the run's output directory
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -58,6 +60,12 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
     row_lengths = choose_row_length(config.supervised.row_lengths, longest, f"the longest record ({longest} tokens)")
     _check_model(config.model, config.model.path, tokenizer)
     return RunInputs(tokenizer, records, held_out, row_lengths, 0)
+
+
+def check_free(directory: Path) -> None:
+    """Refuse to train towards an export directory that is taken, before the time is spent."""
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
 
 
 def _longest_record(header: PromptFileHeader) -> int:

@@ -25,6 +25,11 @@ def num_ranks_from_environment() -> int:
     return int(os.environ.get("MS_WORKER_NUM", "1"))
 
 
+def is_lead_process() -> bool:
+    """Whether this process will become rank 0; msrun numbers its workers before MindSpore joins them."""
+    return os.environ.get("RANK_ID", "0") == "0"
+
+
 def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     """Set the MindSpore context from the config and join the other ranks; call it once per process.
 
@@ -40,6 +45,8 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     if run.device == "cpu":
         num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         ms.set_context(runtime_num_threads=num_threads)
+        # Ranks and the rollout server share the cores: a thread tied to one would wait while another is free.
+        ms.runtime.set_cpu_affinity(False)
     ms.set_seed(run.seed)
     world_size = num_ranks_from_environment()
     index = 0

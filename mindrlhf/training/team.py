@@ -4,6 +4,7 @@ A star of TCP connections between rank 0 and the others, beside the device's own
 and results as plain NumPy arrays, and it closes the moment a process dies, which a collective does not notice.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -60,10 +61,8 @@ class Team:
     def close(self) -> None:
         """Tell the other ranks that the run is over."""
         for connection in self._connections:
-            try:
+            with contextlib.suppress(ConnectionClosed, OSError):  # a rank that is gone needs no goodbye
                 _send(connection, {"method": "close"}, {})
-            except (ConnectionClosed, OSError):
-                pass  # it is gone already, which is what we want
             connection.close()
         self._connections = []
 

@@ -1,0 +1,100 @@
+"""A policy, a loss and an optimiser on one rank: what supervised and reinforcement learning share."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.models.causal_lm import CausalLM, build_model
+from mindrlhf.observe.timing import peak_rss_gb
+from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.runtime import Rank
+from mindrlhf.weights.convert import export_hf, iter_hf_tensors, load_hf_weights, load_random_weights
+from mindrlhf.weights.hf import read_hf_config
+
+
+def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
+    """Build the model of a Hugging Face directory and load its weights, or draw them from ``run.seed``.
+
+    Raises:
+        UserError: the directory, its config or its weights do not fit.
+    """
+    network = build_model(
+        read_hf_config(path),
+        seq_length=row_length,
+        compute_dtype=model.compute_dtype,
+        param_dtype=model.param_dtype,
+        device=run.device,
+    )
+    if model.random_init:
+        load_random_weights(network, run.seed)
+    else:
+        load_hf_weights(network, path)
+    return network
+
+
+class Learner:
+    """Accumulates gradients over micro-batches and updates the weights.
+
+    Args:
+        network: the trained model.
+        loss: cell over it; see :class:`mindrlhf.training.cells.AccumulateGradients`.
+        optimizer: options of AdamW.
+        rank: this process.
+    """
+
+    def __init__(self, network: CausalLM, loss: Any, optimizer: OptimizerSection, rank: Rank):
+        self.rank = rank
+        self.network = network
+        loss.set_train(True)
+        parameters = ms.ParameterTuple(network.trainable_params())
+        accumulators = make_accumulators(parameters)
+        self.optimizer = make_optimizer(parameters, optimizer)
+        self._gradients = AccumulateGradients(loss, parameters, accumulators)
+        self._step = OptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
+        self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
+
+    def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
+        """Add the gradients of one micro-batch.
+
+        Args:
+            rows: the micro-batch.
+            values: the loss cell's further inputs, float32 [rows, length] each.
+            num_tokens: what the loss divides by: the response tokens of the whole update, over all ranks.
+
+        Returns:
+            The loss cell's statistics, float64, and log-probabilities, float32 [rows, length].
+        """
+        self.count_compile("update", rows)
+        inputs = [ms.Tensor(value) for value in values]
+        statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
+        return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
+
+    def apply(self, lr: float) -> float:
+        """Update the weights from the accumulated gradients; return their global norm before clipping."""
+        self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
+        return float(self._step().asnumpy())
+
+    def count_compile(self, graph: str, rows: PackedRows) -> None:
+        """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""
+        self._shapes_seen.add((graph, rows.input_ids.shape))
+
+    def process_statistics(self) -> dict[str, float]:
+        """Return the compilations so far and the peak memory of this rank."""
+        return {"recompiles": len(self._shapes_seen), "memory/peak_rss_gb": peak_rss_gb()}
+
+    def export(self, directory: Path, dtype: str, tokenizer_dir: str | os.PathLike | None) -> None:
+        """Write the weights as a Hugging Face directory."""
+        export_hf(
+            iter_hf_tensors(self.network), self.network.hf_config, directory, dtype=dtype, tokenizer_dir=tokenizer_dir
+        )
+
+
+def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:
+    """Return the four arrays that every cell takes first."""
+    return tuple(ms.Tensor(array) for array in (rows.input_ids, rows.segment_ids, rows.labels, rows.mask))

@@ -1,0 +1,134 @@
+"""A reinforcement learning run put together from its config: what each rank builds, and what the lead adds."""
+
+import contextlib
+from pathlib import Path
+
+from mindrlhf.config.loader import write_config
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.evaluation.heldout import HeldOut
+from mindrlhf.rewards.registry import part_name
+from mindrlhf.rollout.replicas import Replicas, start_replicas
+from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.training.preflight import RunInputs, check_grpo_inputs
+from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
+
+
+def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
+    """Do this rank's part of a run: the lead drives the loop, the others serve it.
+
+    Raises:
+        UserError, RunFailure: as the rooms raise them.
+    """
+    inputs = check_grpo_inputs(config)
+    output_dir = Path(config.run.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # The generator takes as long to start as the training graphs to compile: let them overlap.
+        generator = _start_generator(config, inputs, stack) if is_lead_process() else None
+        rank = start_runtime(config.run, output_dir / "logs")
+        from mindrlhf.training.team import connect, serve
+
+        connections = connect(rank)
+        actor = _build_actor(config, inputs, rank)
+        if rank.is_lead:
+            _lead(config, inputs, actor, connections, generator, stack, resume)
+        else:
+            serve(actor, connections[0])
+
+
+def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:
+    generator = start_replicas(
+        config.rollout,
+        model_dir=config.model.path,
+        max_model_len=inputs.row_lengths[-1],
+        seed=config.run.seed,
+        device=config.run.device,
+        log_dir=Path(config.run.output_dir) / "logs",
+        load_weights=False,
+    )
+    stack.callback(generator.close)
+    return generator
+
+
+def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import GrpoLoss
+    from mindrlhf.training.actor import Actor
+    from mindrlhf.training.learner import load_model
+
+    model, algorithm, device = config.model, config.algorithm, config.run.device
+    length = inputs.row_lengths[-1]
+    network = load_model(model, model.path, config.run, length)
+    reference = None
+    if algorithm.beta > 0:
+        reference_network = load_model(model, model.reference_path or model.path, config.run, length)
+        reference = PolicyLogProbs(reference_network, config.rollout.temperature, device)
+    loss = GrpoLoss(
+        PolicyLogProbs(network, config.rollout.temperature, device),
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        beta=algorithm.beta,
+        on_policy=config.training.num_minibatches * config.training.num_iterations == 1,
+    )
+    return Actor(network, loss, config.optimizer, rank, reference)
+
+
+def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:
+    from mindrlhf.data.stream import PromptStream
+    from mindrlhf.observe.samples import SampleWriter
+    from mindrlhf.observe.sinks import open_sinks
+    from mindrlhf.rewards.pool import RewardPool
+    from mindrlhf.rollout.samples import Sampler
+    from mindrlhf.training.batch import RowOptions
+    from mindrlhf.training.loop import Parts, Progress, Trainer
+    from mindrlhf.training.team import Team
+
+    output_dir = Path(config.run.output_dir)
+    reward, training = config.reward, config.training
+    weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
+    rewards = stack.enter_context(
+        RewardPool(reward.verifier_function, weights, reward.num_workers, reward.timeout_s, reward.failure_value)
+    )
+    team = Team(actor, connections)
+    stack.callback(team.close)
+    board = stack.enter_context(actor.create_board())
+    team.call("attach_board", path=board.path)
+    generator.use_board(board.path)
+    progress = Progress()
+    parts = Parts(
+        team=team,
+        board=board,
+        generator=generator,
+        sampler=Sampler(generator, rewards, inputs.tokenizer),
+        prompts=inputs.prompts,
+        stream=PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, training.epochs),
+        held_out=_held_out(config, inputs),
+        sinks=open_sinks(output_dir, first_step=progress.step, num_steps=inputs.num_steps),
+        sample_writer=SampleWriter(output_dir / "samples.jsonl", first_step=progress.step),
+        rows=RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack),
+        stop_token_ids=inputs.tokenizer.eos_token_ids,
+    )
+    stack.callback(parts.sinks.close)
+    stack.callback(parts.sample_writer.close)
+    write_config(config, output_dir)
+    trainer = Trainer(config, parts, progress, inputs.num_steps)
+    generator.wait_ready()
+    trainer.run()
+
+
+def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:
+    if inputs.held_out is None:
+        return None
+    evaluation = config.evaluation
+    count = min(len(inputs.held_out), evaluation.max_prompts or len(inputs.held_out))
+    return HeldOut(
+        records=inputs.held_out.read(range(count)),
+        num_samples=evaluation.num_samples,
+        verifier=part_name(evaluation.verifier or config.reward.verifier_function[0]),
+        sampling=SamplingParams(
+            max_tokens=config.rollout.max_response_length,
+            temperature=evaluation.temperature,
+            stop_token_ids=inputs.tokenizer.eos_token_ids,
+        ),
+        seed=config.run.seed,
+    )
