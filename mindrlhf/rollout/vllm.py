@@ -214,18 +214,23 @@ class VllmGenerator:
         self._connection, theirs = socket.socketpair()
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
         command = [python, "-m", "mindrlhf.rollout.server", "--socket-fd", str(theirs.fileno())]
-        Path(options.log_path).parent.mkdir(parents=True, exist_ok=True)
-        with theirs, open(options.log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--config", json.dumps(config)],
-                env=_server_environment(options, self._import_dir),
-                cwd=self._import_dir,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            Path(options.log_path).parent.mkdir(parents=True, exist_ok=True)
+            with theirs, open(options.log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, "--config", json.dumps(config)],
+                    env=_server_environment(options, self._import_dir),
+                    cwd=self._import_dir,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._connection.close()
+            shutil.rmtree(self._import_dir, ignore_errors=True)
+            raise RunFailure(f"the rollout server could not be started: {error}") from error
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         if len({request.request_id for request in requests}) != len(requests):

@@ -111,6 +111,15 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(options):
             generator.wait_ready()
 
 
+def test_an_interpreter_that_cannot_run_leaves_nothing(options, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "python").write_text("#!/nowhere/interpreter\n")
+    with pytest.raises(RunFailure, match="could not be started"):
+        VllmGenerator.start(options)
+    assert os.listdir(tmp_path / "temporary") == []
+
+
 def test_a_server_that_does_not_come_up_is_stopped(options, tmp_path):
     (tmp_path / "server.py").write_text("import time; time.sleep(60)")
     generator = VllmGenerator.start(change(options, start_timeout_s=0.3))
