@@ -87,7 +87,7 @@ run() {
     sleep 5
   done
   printf '%s\n' "--- the end of $log ---" >&2
-  tail -n 25 "$log" >&2
+  tail -n 25 "$log" | cut -c 1-300 >&2
   fail "'$1' failed; the whole log is $log"
 }
 
@@ -122,20 +122,18 @@ setup_train() {
   say ".venv is ready after $((SECONDS - started)) s"
 }
 
-# Prints the pip options that make torch a CPU build: none where the configured sources already give one.
-torch_source_options() {
+# Whether pip's configured sources already give a build of torch without CUDA.
+has_cpu_torch() {
   local report=.venv-rollout/torch-report.json
-  if .venv-rollout/bin/python -m pip install --quiet --dry-run --ignore-installed --no-deps --report "$report" \
-    "$TORCH" >>"$ROLLOUT_LOG" 2>&1 && .venv-rollout/bin/python - "$report" <<'PYTHON'; then
+  .venv-rollout/bin/python -m pip install --quiet --dry-run --ignore-installed --no-deps --report "$report" \
+    "$TORCH" >>"$ROLLOUT_LOG" 2>&1 || return 1
+  .venv-rollout/bin/python - "$report" <<'PYTHON'
 import json, sys
 (torch,) = json.load(open(sys.argv[1], encoding="utf-8"))["install"]
 metadata = torch["metadata"]
 needs_cuda = any(name.lower().startswith(("nvidia", "cuda")) for name in metadata.get("requires_dist", []))
 sys.exit(needs_cuda or not metadata["version"].endswith("+cpu"))
 PYTHON
-    return
-  fi
-  printf '%s\n' --extra-index-url "$TORCH_CPU_INDEX"
 }
 
 # Reads pip's report and writes what to install, less the unwanted packages; refuses CUDA packages.
@@ -176,7 +174,8 @@ PYTHON
 }
 
 setup_rollout() {
-  local stamp started=$SECONDS report=.venv-rollout/report.json requirements=.venv-rollout/requirements.txt options
+  local stamp started=$SECONDS report=.venv-rollout/report.json requirements=.venv-rollout/requirements.txt
+  local wheels=.venv-rollout/wheels
   stamp="$(fingerprint rollout)"
   if is_current .venv-rollout "$stamp"; then
     say ".venv-rollout is up to date"
@@ -184,9 +183,14 @@ setup_rollout() {
   fi
   say "making .venv-rollout (vLLM, PyTorch for CPU): a few minutes, about 4 GB; log: $ROLLOUT_LOG"
   make_venv .venv-rollout "$ROLLOUT_LOG"
-  mapfile -t options < <(torch_source_options)
+  mkdir -p "$wheels"
+  if ! has_cpu_torch; then
+    # Only torch itself: everything else is to come from where the user's pip takes it.
+    run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip download --no-deps --index-url "$TORCH_CPU_INDEX" \
+      --dest "$wheels" "$TORCH"
+  fi
   run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip install --quiet --dry-run --report "$report" \
-    ${options[@]+"${options[@]}"} "$TORCH" "$VLLM"
+    --find-links "$wheels" "$TORCH" "$VLLM"
   run "$ROLLOUT_LOG" write_requirements "$report" "$requirements" "$UNWANTED"
   if [[ -s "$requirements" ]]; then
     run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip install --no-deps -r "$requirements"
@@ -194,6 +198,7 @@ setup_rollout() {
   # shellcheck disable=SC2086  # a list of names
   run "$ROLLOUT_LOG" .venv-rollout/bin/python -m pip uninstall --yes $UNWANTED
   run "$ROLLOUT_LOG" verify_rollout
+  rm -rf "$wheels"
   write_stamp .venv-rollout "$stamp"
   say ".venv-rollout is ready after $((SECONDS - started)) s"
 }
