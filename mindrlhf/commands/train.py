@@ -24,7 +24,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from mindrlhf.config.schema import load_grpo_config, load_sft_config
     from mindrlhf.training.launch import launch
-    from mindrlhf.training.preflight import check_grpo_inputs, check_sft_inputs
+    from mindrlhf.training.preflight import FINAL_NAME, check_free, check_grpo_inputs, check_sft_inputs
 
     # All checks run here once before any rank starts, so that a mistake costs a second.
     if arguments.command == "sft":
@@ -33,6 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         config = load_grpo_config(arguments.config, arguments.overrides, world_size=arguments.workers)
         check_grpo_inputs(config)
+    check_free(Path(config.run.output_dir) / FINAL_NAME)
     command = ["-m", "mindrlhf.training.main", arguments.command, arguments.config, *arguments.overrides]
     if arguments.resume:
         command.append("--resume")

@@ -26,7 +26,16 @@ class Evaluation:
     @property
     def scores(self) -> np.ndarray:
         """Rewards of the verifier that counts as accuracy, float64 [prompts, num_samples]."""
-        return reward_matrix(self.samples, self.num_samples, self.verifier)
+        return self.by_verifier(self.verifier)
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts."""
+        return len(self.samples) // self.num_samples
+
+    def by_verifier(self, name: str) -> np.ndarray:
+        """Return the rewards of one verifier, float64 [prompts, num_samples]."""
+        return reward_matrix(self.samples, self.num_samples, name)
 
     def metrics(self) -> dict[str, float]:
         """Return ``eval/accuracy`` with its 95 % interval, and the mean of every verifier and of the length."""
@@ -38,7 +47,7 @@ class Evaluation:
             "eval/accuracy_high": interval.high,
         }
         for name in self.samples[0].rewards:
-            values[f"eval/{name}/mean"] = reward_matrix(self.samples, self.num_samples, name).mean()
+            values[f"eval/{name}/mean"] = self.by_verifier(name).mean()
         values["eval/response_length"] = np.mean([len(sample.response_ids) for sample in self.samples])
         return {name: float(value) for name, value in values.items()}
 

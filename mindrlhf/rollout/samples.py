@@ -7,6 +7,7 @@ import numpy as np
 
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
@@ -123,3 +124,16 @@ def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "
     """Return the rewards (of one verifier, or weighted), float64 [prompts, num_samples]."""
     values = [sample.rewards[verifier] if verifier else sample.reward for sample in samples]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
+
+
+def sample_record(sample: Sample, step: int) -> SampleRecord:
+    """Return what a samples file keeps of a sample."""
+    return SampleRecord(
+        step=step,
+        prompt=sample.prompt,
+        completion=sample.completion,
+        answer=sample.answer,
+        reward=sample.reward,
+        rewards=sample.rewards,
+        finish_reason=sample.finish_reason,
+    )

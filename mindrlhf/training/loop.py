@@ -14,10 +14,10 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
 from mindrlhf.observe import metrics as measure
-from mindrlhf.observe.samples import SampleRecord, SampleWriter
+from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.schedule import learning_rate
@@ -82,7 +82,6 @@ class Trainer:
         every = self.config.evaluation.every_steps
         if self.parts.held_out and self.config.evaluation.before_training and self.progress.step == 0:
             self.parts.sinks.write(0, self.evaluate())
-            self.timer.finish_step()
         while self.progress.step < self.num_steps:
             metrics = self.step()
             is_last = self.progress.step == self.num_steps
@@ -101,11 +100,11 @@ class Trainer:
         self.parts.generator.update_weights(version)
 
     def evaluate(self) -> dict[str, float]:
-        """Sample the held-out prompts and return their metrics."""
+        """Sample the held-out prompts and return their metrics; the time counts to no step."""
         with self.timer.stage("evaluation"):
             evaluation = self.parts.held_out.run(self.parts.sampler, self.progress.step)
         self.progress.evaluations.append(evaluation)
-        return evaluation.metrics()
+        return {**evaluation.metrics(), "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
 
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics."""
@@ -266,16 +265,3 @@ class Trainer:
 def _per_token(total: np.ndarray, num_tokens: int) -> np.ndarray:
     """Divide all statistics but the loss, which already is a mean."""
     return np.concatenate([total[:1], total[1:] / num_tokens])
-
-
-def sample_record(sample: Sample, step: int) -> SampleRecord:
-    """Return what samples.jsonl keeps of a sample."""
-    return SampleRecord(
-        step=step,
-        prompt=sample.prompt,
-        completion=sample.completion,
-        answer=sample.answer,
-        reward=sample.reward,
-        rewards=sample.rewards,
-        finish_reason=sample.finish_reason,
-    )

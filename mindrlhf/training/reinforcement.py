@@ -9,7 +9,7 @@ from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.training.preflight import RunInputs, check_grpo_inputs
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_free, check_grpo_inputs
 from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
 
 
@@ -21,6 +21,7 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     """
     inputs = check_grpo_inputs(config)
     output_dir = Path(config.run.output_dir)
+    check_free(output_dir / FINAL_NAME)
     output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # The generator takes as long to start as the training graphs to compile: let them overlap.
@@ -114,6 +115,22 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     trainer = Trainer(config, parts, progress, inputs.num_steps)
     generator.wait_ready()
     trainer.run()
+    _finish(config, actor, progress, parts)
+
+
+def _finish(config: GrpoConfig, actor, progress, parts) -> None:
+    """Export the model, compare it with the starting one, and write the report."""
+    from mindrlhf.evaluation.comparison import summary_text, write_summary
+    from mindrlhf.observe.report import write_report
+
+    output_dir = Path(config.run.output_dir)
+    parts.sinks.close()
+    parts.sample_writer.close()
+    actor.export(output_dir / FINAL_NAME, config.model.param_dtype, config.data.tokenizer_dir)
+    summary = write_summary(output_dir, progress.evaluations)
+    if summary:
+        print(f"\n{summary_text(summary)}")
+    print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {write_report(output_dir)}", flush=True)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:

@@ -1,0 +1,50 @@
+"""`mindrlhf eval`: accuracy of a model on held-out prompts, or which of two models is better."""
+
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser("eval", help="accuracy of a model, or of two compared")
+    parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--baseline", help="another Hugging Face directory: is --model better on the same prompts?")
+    parser.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
+    parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
+    parser.add_argument("--temperature", type=float, help="sampling temperature (default: evaluation.temperature)")
+    parser.add_argument("--max-prompts", type=int, help="use only the first prompts (default: all)")
+    parser.add_argument("--out", help="directory for samples and logs (default: eval in run.output_dir)")
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mindrlhf.config.schema import load_grpo_config
+    from mindrlhf.errors import UserError
+    from mindrlhf.evaluation.comparison import compare, difference_text
+    from mindrlhf.evaluation.models import EvaluationJob, describe, evaluate_models
+
+    config = load_grpo_config(arguments.config, arguments.overrides)
+    data_file = arguments.data or config.data.eval_file
+    if not data_file:
+        raise UserError("no prompts to evaluate on: give --data FILE, or set data.eval_file")
+    section = config.evaluation
+    job = EvaluationJob(
+        config,
+        data_file,
+        num_samples=section.num_samples if arguments.num_samples is None else arguments.num_samples,
+        temperature=section.temperature if arguments.temperature is None else arguments.temperature,
+        max_prompts=section.max_prompts if arguments.max_prompts is None else arguments.max_prompts,
+    )
+    models = [arguments.model] + ([arguments.baseline] if arguments.baseline else [])
+    out_dir = Path(arguments.out or Path(config.run.output_dir) / "eval")
+    evaluations = evaluate_models(job, models, out_dir)
+    for number, (model, evaluation) in enumerate(zip(models, evaluations), start=1):
+        print(f"{model}: {evaluation.num_prompts} prompts, {job.num_samples} samples each (95% intervals)")
+        print("\n".join(f"  {line}" for line in describe(evaluation)))
+        print(f"  samples  {out_dir / f'samples_{number}.jsonl'}")
+    if arguments.baseline:
+        print(f"difference {difference_text(compare(evaluations[1], evaluations[0])['difference'])}")
+    return 0

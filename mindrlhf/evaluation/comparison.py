@@ -1,0 +1,82 @@
+"""Is the later model better? Two evaluations on the same prompts, compared."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.evaluation.statistics import Interval, bootstrap_interval, paired_difference
+from mindrlhf.observe.records import replace_file
+from mindrlhf.rollout.samples import Sample
+
+NUM_SAMPLES_SHOWN = 3
+
+
+def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
+    """Return accuracies, the paired difference with its 95 % interval, and sample answers, as JSON values."""
+    first, last = before.scores.mean(axis=1), after.scores.mean(axis=1)
+    return {
+        "before": _interval(bootstrap_interval(first), "accuracy"),
+        "after": _interval(bootstrap_interval(last), "accuracy"),
+        "difference": _interval(paired_difference(last, first), "mean"),
+        "num_prompts": len(first),
+        "samples_before": _shown(before),
+        "samples_after": _shown(after),
+    }
+
+
+def write_summary(run_dir: Path, evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
+    """Write ``summary.json`` from the first and the last evaluation of a run; None when there are not two."""
+    if len(evaluations) < 2:
+        return None
+    summary = compare(evaluations[0], evaluations[-1])
+    replace_file(run_dir / "summary.json", json.dumps(summary, indent=2))
+    return summary
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """Return the summary as a person reads it at the end of a run."""
+    before, after, difference = summary["before"], summary["after"], summary["difference"]
+    lines = [
+        f"held-out accuracy on {summary['num_prompts']} prompts (95% interval)",
+        f"  before  {_percent(before['accuracy'], before)}",
+        f"  after   {_percent(after['accuracy'], after)}",
+        f"  change  {difference_text(difference)}",
+    ]
+    for title, samples in (("before", summary["samples_before"]), ("after", summary["samples_after"])):
+        lines.append(f"\nsample answers {title} training")
+        for sample in samples:
+            lines.append(f"  question  {_one_line(sample['prompt'])}")
+            lines.append(f"  answer    {_one_line(sample['completion'])}")
+            lines.append(f"  expected  {_one_line(sample['answer'])}   reward {sample['reward']:g}")
+    return "\n".join(lines)
+
+
+def _interval(interval: Interval, name: str) -> dict[str, float]:
+    return {name: float(interval.mean), "low": float(interval.low), "high": float(interval.high)}
+
+
+def _shown(evaluation: Evaluation) -> list[dict[str, Any]]:
+    first_of_each = evaluation.samples[:: evaluation.num_samples]
+    return [_sample(sample) for sample in first_of_each[:NUM_SAMPLES_SHOWN]]
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    fields = ("prompt", "completion", "answer", "reward")
+    return {name: getattr(sample, name) for name in fields}
+
+
+def _percent(value: float, bounds: dict[str, float]) -> str:
+    return f"{value:6.1%}  ({bounds['low']:.1%} to {bounds['high']:.1%})"
+
+
+def difference_text(difference: dict[str, float]) -> str:
+    """Return a paired difference of accuracies in points, with its interval and what it means."""
+    mean, low, high = (100 * difference[name] for name in ("mean", "low", "high"))
+    verdict = "better" if low > 0 else "worse" if high < 0 else "no clear difference"
+    return f"{mean:+5.1f} points  ({low:+.1f} to {high:+.1f}): {verdict}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

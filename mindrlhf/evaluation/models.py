@@ -1,0 +1,110 @@
+"""Evaluation of models on disk: no trainer, only the generator and the verifiers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut
+from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
+from mindrlhf.observe.samples import SampleWriter
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.registry import part_name
+from mindrlhf.rollout.replicas import start_replicas
+from mindrlhf.rollout.samples import Sample, Sampler, sample_record
+from mindrlhf.rollout.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """Which prompts, how many samples of each, and the config that names verifiers and generator."""
+
+    config: GrpoConfig
+    data_file: str
+    num_samples: int
+    temperature: float
+    max_prompts: int  # 0 means all
+
+    def held_out(self) -> tuple[HeldOut, Any, int]:
+        """Open the prompts; return them, the tokenizer and the longest prompt and response together.
+
+        Raises:
+            UserError: the file is missing, empty or built with another tokenizer; or sampling contradicts itself.
+        """
+        if self.temperature == 0 and self.num_samples > 1:
+            raise UserError(f"{self.num_samples} samples at temperature 0 are all alike: set one or the other")
+        config = self.config
+        tokenizer = load_tokenizer(config.data.tokenizer_dir)
+        file = PromptFile.open(self.data_file, tokenizer.fingerprint)
+        if not len(file):
+            raise UserError(f"{self.data_file} holds no prompts: build it again")
+        count = min(len(file), self.max_prompts or len(file))
+        verifier = config.evaluation.verifier or config.reward.verifier_function[0]
+        sampling = SamplingParams(
+            config.rollout.max_response_length, self.temperature, stop_token_ids=tokenizer.eos_token_ids
+        )
+        records = file.read(range(count))
+        held_out = HeldOut(records, self.num_samples, part_name(verifier), sampling, config.run.seed)
+        return held_out, tokenizer, file.header.longest_prompt + config.rollout.max_response_length
+
+
+def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path) -> list[Evaluation]:
+    """Sample every model on the same prompts with the same random streams, one model after the other.
+
+    Writes ``samples_<number>.jsonl`` for each model into ``out_dir``.
+    """
+    held_out, tokenizer, max_model_len = job.held_out()
+    reward = job.config.reward
+    weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    evaluations = []
+    with RewardPool(
+        reward.verifier_function, weights, reward.num_workers, reward.timeout_s, reward.failure_value
+    ) as pool:
+        for number, model_dir in enumerate(model_dirs, start=1):
+            generator = start_replicas(
+                job.config.rollout,
+                model_dir=model_dir,
+                max_model_len=max_model_len,
+                seed=job.config.run.seed,
+                device=job.config.run.device,
+                log_dir=out_dir,
+                load_weights=True,
+            )
+            try:
+                generator.wait_ready()
+                evaluation = held_out.run(Sampler(generator, pool, tokenizer), step=0)
+            finally:
+                generator.close()
+            evaluations.append(evaluation)
+            _write_samples(out_dir / f"samples_{number}.jsonl", evaluation.samples)
+    return evaluations
+
+
+def describe(evaluation: Evaluation) -> list[str]:
+    """Return lines with avg@k of every verifier, and pass@1, 2, 4, ... k of the one that counts as accuracy."""
+    k = evaluation.num_samples
+    lines = []
+    for name in evaluation.samples[0].rewards:
+        lines.append(f"{f'avg@{k}':8s} {_text(bootstrap_interval(evaluation.by_verifier(name).mean(axis=1)))}  {name}")
+    correct = evaluation.scores > 0.5
+    for power in range(1, k.bit_length()):
+        chosen = pass_at_k(correct, 2**power)
+        lines.append(f"{f'pass@{2**power}':8s} {_text(bootstrap_interval(chosen))}  {evaluation.verifier}")
+    return lines
+
+
+def _text(interval: Any) -> str:
+    return f"{interval.mean:7.2%}  ({interval.low:.2%} to {interval.high:.2%})"
+
+
+def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    writer = SampleWriter(path, first_step=0)
+    try:
+        writer.write(sample_record(sample, 0) for sample in samples)
+    finally:
+        writer.close()
