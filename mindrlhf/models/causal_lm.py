@@ -1,12 +1,23 @@
 """The causal language model of every role: MindFormers' GPTModel behind one small interface."""
 
+from collections.abc import Mapping
+
 import mindspore as ms
 from mindspore import nn, ops
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
 
-DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
+# Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
+_PARALLEL_KEYS = {
+    "data_parallel": "data_parallel_size",
+    "model_parallel": "tensor_model_parallel_size",
+    "pipeline_stage": "pipeline_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "use_seq_parallel": "sequence_parallel",
+    "micro_batch_num": "micro_batch_num",
+}
+_SPLITTING_KEYS = ("model_parallel", "pipeline_stage", "context_parallel")
 
 
 class CausalLM(nn.Cell):
@@ -18,10 +29,13 @@ class CausalLM(nn.Cell):
         hf_config: the config.json it was built from.
     """
 
-    def __init__(self, model: nn.Cell, inputs: nn.Cell, spec: ModelSpec, dims: ModelDims, hf_config: dict):
+    def __init__(
+        self, model: nn.Cell, inputs: nn.Cell, outputs: nn.Cell, spec: ModelSpec, dims: ModelDims, hf_config: dict
+    ):
         super().__init__(auto_prefix=False)
         self.model = model
         self.inputs = inputs
+        self.outputs = outputs
         self.spec = spec
         self.dims = dims
         self.hf_config = hf_config
@@ -38,9 +52,9 @@ class CausalLM(nn.Cell):
             input_ids: tokens `[B, S]`, int32.
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number only.
         """
-        hidden_states, mask, rotary = self.inputs(input_ids, segment_ids, self.model.embedding.word_embeddings.weight)
+        hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
         hidden_states, _, _ = self.model.decoder(hidden_states, mask, rotary)
-        return ops.reshape(hidden_states, input_ids.shape + (-1,))
+        return self.outputs(hidden_states, input_ids)
 
 
 class CausalLMLogits(nn.Cell):
@@ -66,38 +80,65 @@ def build_model(
     compute_dtype: str = "float32",
     param_dtype: str = "float32",
     device: str = "cpu",
+    parallel_config: Mapping[str, int | bool] | None = None,
+    recompute: bool = False,
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
+    Args:
+        hf_config: the model's config.json.
+        seq_length: longest row; shorter rows work too (each length compiles once).
+        compute_dtype: dtype of activations.
+        param_dtype: dtype of parameters.
+        device: `cpu` (cells of `cpu_cells`) or `ascend` (MindFormers' own cells).
+        parallel_config: MindFormers' keys (`data_parallel`, `model_parallel`, `pipeline_stage`, ...); on the CPU only
+            data parallelism exists, and the model does not need to know of it.
+        recompute: keep only layer inputs and compute the rest again in the backward pass.
+
     Raises:
-        UserError: unknown architecture, unsupported variant, or a dtype the device cannot compute.
+        UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
     """
     from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
     from mindformers.parallel_core.transformer_config import TransformerConfig
 
-    from mindrlhf.models import cpu_cells
-
-    if device == "cpu" and (compute_dtype, param_dtype) != ("float32", "float32"):
-        raise UserError(f"compute_dtype={compute_dtype}, param_dtype={param_dtype}: the CPU computes in float32 only")
+    parallel_config = dict(parallel_config or {})
+    if device == "cpu":
+        _check_cpu(compute_dtype, param_dtype, parallel_config)
+        parallel_config = {}
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
     config = TransformerConfig(
         **spec.mcore_config(dims),
+        **{mf_key: parallel_config[key] for key, mf_key in _PARALLEL_KEYS.items() if key in parallel_config},
         seq_length=seq_length,
-        use_flash_attention=False,
+        use_flash_attention=device != "cpu",
         params_dtype=param_dtype,
         compute_dtype=compute_dtype,
         layernorm_compute_dtype="float32",
         softmax_compute_dtype="float32",
         rotary_dtype="float32",
+        recompute=recompute,
     )
+    if device == "cpu":
+        from mindrlhf.models import cpu_cells as cells
+    else:
+        from mindrlhf.models import ascend_cells as cells
     model = GPTModel(
         config=config,
-        transformer_layer_spec=cpu_cells.decoder_spec(dims.num_layers),
+        transformer_layer_spec=cells.decoder_spec(config),
         vocab_size=dims.vocab_size,
         max_sequence_length=seq_length,
         position_embedding_type="rope",
         rotary_base=dims.rope_theta,
         share_embeddings_and_output_weights=dims.tied,
     )
-    return CausalLM(model, cpu_cells.DecoderInputs(config, seq_length, dims.rope_theta), spec, dims, hf_config)
+    inputs = cells.DecoderInputs(model, config, seq_length, dims.rope_theta)
+    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config)
+
+
+def _check_cpu(compute_dtype: str, param_dtype: str, parallel_config: dict) -> None:
+    if (compute_dtype, param_dtype) != ("float32", "float32"):
+        raise UserError(f"compute_dtype={compute_dtype}, param_dtype={param_dtype}: the CPU computes in float32 only")
+    for key in _SPLITTING_KEYS:
+        if parallel_config.get(key, 1) > 1:
+            raise UserError(f"parallel_config.{key}={parallel_config[key]}: the CPU has data parallelism only; use 1")

@@ -22,15 +22,15 @@ from mindspore.common.initializer import initializer
 HIDDEN_SCORE = -1e9
 
 
-def decoder_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """The decoder of `num_layers` layers built from the cells below."""
+def decoder_spec(config) -> TransformerBlockSubmodules:
+    """The decoder of `config.num_layers` layers built from the cells below."""
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm, self_attention=SelfAttention, pre_mlp_layernorm=RmsNorm, mlp=GatedMlp
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RmsNorm)
 
 
 class _RmsNormFunction(nn.Cell):
@@ -257,8 +257,9 @@ class GatedMlp(nn.Cell):
 class DecoderInputs(nn.Cell):
     """What the CPU decoder needs: embedded tokens, the mask added to the scores, and the rotary tables."""
 
-    def __init__(self, config, max_length: int, rope_theta: float):
-        super().__init__()
+    def __init__(self, model, config, max_length: int, rope_theta: float):
+        super().__init__(auto_prefix=False)
+        self.word_embeddings = model.embedding.word_embeddings
         self.num_groups = config.num_query_groups
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.hidden_size = config.hidden_size
@@ -268,9 +269,9 @@ class DecoderInputs(nn.Cell):
         self.half_turn = Tensor(half_turn_matrix(config.kv_channels))
         self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
 
-    def construct(self, input_ids, segment_ids, embedding):
+    def construct(self, input_ids, segment_ids):
         batch, length = input_ids.shape
-        hidden_states = ops.reshape(ops.gather(embedding, input_ids, 0), (-1, self.hidden_size))
+        hidden_states = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
         other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
         mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
         mask = ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
@@ -278,6 +279,17 @@ class DecoderInputs(nn.Cell):
         for table in self.tables:
             tables += (table[:length],)
         return hidden_states, mask, tables + (self.half_turn,)
+
+
+class DecoderOutputs(nn.Cell):
+    """`[B*S, H]` to `[B, S, H]`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+
+    def construct(self, hidden_states, input_ids):
+        return ops.reshape(hidden_states, input_ids.shape + (self.hidden_size,))
 
 
 def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:

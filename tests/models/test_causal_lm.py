@@ -1,0 +1,180 @@
+"""The CPU cells against Hugging Face transformers, which computes logits and gradients in the rollout interpreter."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindrlhf.errors import UserError
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CASES = {
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, **SIZES},
+    "qwen2-untied-no-gqa": {"model_type": "qwen2", "tie_word_embeddings": False, **SIZES, "num_key_value_heads": 4},
+    "qwen3-wide-heads": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        **SIZES,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "hidden_size": 48,
+    },
+}
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def references_dir(tmp_path_factory, rollout_python):
+    out_dir = tmp_path_factory.mktemp("references")
+    script = Path(__file__).with_name("transformers_reference.py")
+    subprocess.run(
+        [rollout_python, str(script), str(out_dir), json.dumps(CASES)],
+        check=True,
+        timeout=180,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    return out_dir
+
+
+@pytest.fixture(scope="module", params=CASES)
+def reference_dir(request, references_dir):
+    return references_dir / request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mindformers(tmp_path_factory):
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+
+
+@pytest.fixture(scope="module")
+def model(reference_dir):
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.weights.convert import load_hf_weights
+    from mindrlhf.weights.hf import read_hf_config
+
+    network = build_model(read_hf_config(reference_dir), seq_length=16)
+    load_hf_weights(network, reference_dir)
+    return network
+
+
+@pytest.fixture(scope="module")
+def expected(reference_dir):
+    with np.load(reference_dir / "logits.npz") as arrays:
+        return arrays["input_ids"], arrays["logits"]
+
+
+@pytest.fixture(scope="module")
+def actual(model, expected):
+    """Logits of three padded rows (12, 9 and 5 tokens) and one packed row (6 + 8 tokens), each 16 long."""
+    from mindspore import Tensor
+
+    from mindrlhf.models.causal_lm import CausalLMLogits
+
+    rows = expected[0]
+    input_ids = np.full((4, 16), 7, np.int32)
+    segment_ids = np.zeros((4, 16), np.int32)
+    for row, length in enumerate((12, 9, 5)):
+        input_ids[row, :length] = rows[row, :length]
+        segment_ids[row, :length] = 1
+    input_ids[3, :14] = np.concatenate([rows[0, :6], rows[1, :8]])
+    segment_ids[3, :14] = [1] * 6 + [2] * 8
+    return CausalLMLogits(model)(Tensor(input_ids), Tensor(segment_ids)).asnumpy()
+
+
+def test_padded_rows_match_transformers(actual, expected):
+    for row, length in enumerate((12, 9, 5)):
+        np.testing.assert_allclose(actual[row, :length], expected[1][row, :length], atol=TOLERANCE, rtol=0)
+
+
+def test_packed_row_matches_transformers(actual, expected):
+    np.testing.assert_allclose(actual[3, :6], expected[1][0, :6], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(actual[3, 6:14], expected[1][1, :8], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
+def test_gradients_match_transformers(reference_dir, expected, recompute):
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    from mindrlhf.models.causal_lm import CausalLMLogits, build_model
+    from mindrlhf.models.layouts import split
+    from mindrlhf.weights.convert import load_hf_weights
+    from mindrlhf.weights.hf import read_hf_config
+
+    class MeanSquare(nn.Cell):
+        def __init__(self, network):
+            super().__init__(auto_prefix=False)
+            self.logits = CausalLMLogits(network)
+
+        def construct(self, input_ids, segment_ids):
+            return ops.square(self.logits(input_ids, segment_ids)).mean()
+
+    model = build_model(read_hf_config(reference_dir), seq_length=12, recompute=recompute)
+    load_hf_weights(model, reference_dir)
+    input_ids, logits = expected
+    parameters = model.trainable_params()
+    loss, gradients = ms.value_and_grad(MeanSquare(model), None, parameters)(
+        ms.Tensor(input_ids), ms.Tensor(np.ones_like(input_ids))
+    )
+    by_name = {parameter.name: value.asnumpy() for parameter, value in zip(parameters, gradients)}
+    assert float(loss) == pytest.approx(float(np.square(logits.astype(np.float64)).mean()), rel=1e-5)
+    with np.load(reference_dir / "gradients.npz") as references:
+        for rule in model.spec.rules(model.dims):
+            for name, actual in zip(rule.hf_names, split(rule, model.dims, by_name[rule.mf_name])):
+                reference = references[name]
+                scale = np.abs(reference).max()
+                np.testing.assert_allclose(actual / scale, reference / scale, atol=1e-4, rtol=0, err_msg=name)
+
+
+def test_weights_come_back_as_they_were_loaded(model, reference_dir):
+    from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
+    from mindrlhf.weights.hf import SafetensorsDirectory
+
+    checkpoint = SafetensorsDirectory(reference_dir)
+    tensors = dict(iter_hf_tensors(model))
+    assert set(tensors) == set(checkpoint.names())
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(array, checkpoint.read(name))
+    infos = hf_tensor_infos(model)
+    assert {name: (dtype, shape) for name, dtype, shape in infos} == {
+        name: ("float32", array.shape) for name, array in tensors.items()
+    }
+
+
+def test_shares_are_disjoint_and_complete(model):
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    shares = [[name for name, _ in iter_hf_tensors(model, share, 3)] for share in range(3)]
+    together = [name for names in shares for name in names]
+    assert len(together) == len(set(together))
+    assert set(together) == {name for name, _ in iter_hf_tensors(model)}
+
+
+def test_cpu_refuses_bfloat16(model):
+    from mindrlhf.models.causal_lm import build_model
+
+    with pytest.raises(UserError, match="float32 only"):
+        build_model(model.hf_config, seq_length=16, compute_dtype="bfloat16")
+
+
+def test_cpu_refuses_to_split_a_model(model):
+    from mindrlhf.models.causal_lm import build_model
+
+    with pytest.raises(UserError, match="model_parallel=2"):
+        build_model(model.hf_config, seq_length=16, parallel_config={"data_parallel": 2, "model_parallel": 2})
