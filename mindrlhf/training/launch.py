@@ -126,13 +126,13 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
 def find_free_port() -> int:
     """Return a TCP port that is free now and that the kernel will not hand to another program's outgoing connection."""
     first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = list(range(10_000, first_ephemeral_port)) or list(range(10_000, 65_536))
-    for port in random.SystemRandom().sample(candidates, k=min(100, len(candidates))):
+    candidates = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
+    for port in random.SystemRandom().sample(candidates, k=len(candidates)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port
-    raise RunFailure("no free TCP port was found for the msrun scheduler in 100 tries; give one with --master-port")
+    raise RunFailure(f"no free TCP port for the msrun scheduler among {len(candidates)} from 10000 on")
 
 
 def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int) -> list[str]:
