@@ -113,6 +113,10 @@ def _backward_tile(
     """Add to ``grad_weight`` in place and return the gradient of ``hidden`` for one tile of tokens."""
     grad_hidden = np.zeros_like(hidden)
     with_entropy = bool(grad_entropy.any())
+    # Without entropy the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is applied
+    # to the narrow matrices, not to the tile.
+    row_scale = np.ones((len(hidden), 1), np.float32) if with_entropy else -grad_logprobs[:, None]
+    scaled_hidden = hidden * row_scale
     logits = np.empty((len(hidden), min(VOCABULARY_TILE, len(weight))), np.float32)
     for start in range(0, len(weight), VOCABULARY_TILE):
         tile = weight[start : start + VOCABULARY_TILE]
@@ -122,9 +126,10 @@ def _backward_tile(
             scale = -grad_logprobs[:, None] - grad_entropy[:, None] * (z + entropy[:, None])
             np.multiply(np.exp(z, out=z), scale, out=z)
         else:
-            np.multiply(np.exp(z, out=z), -grad_logprobs[:, None], out=z)
-        here = np.flatnonzero((labels >= start) & (labels < start + len(tile)))
-        z[here, labels[here] - start] += grad_logprobs[here]
+            np.exp(z, out=z)
         grad_hidden += z @ tile
-        grad_weight[start : start + len(tile)] += z.T @ hidden
+        grad_weight[start : start + len(tile)] += z.T @ scaled_hidden
+    grad_hidden *= row_scale
+    grad_hidden += grad_logprobs[:, None] * weight[labels]
+    np.add.at(grad_weight, labels, grad_logprobs[:, None] * hidden)
     return grad_hidden

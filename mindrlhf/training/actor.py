@@ -26,9 +26,15 @@ class Actor(Learner):
     """
 
     def __init__(
-        self, network: CausalLM, loss: Any, optimizer: OptimizerSection, rank: Rank, reference: PolicyLogProbs | None
+        self,
+        network: CausalLM,
+        loss: Any,
+        optimizer: OptimizerSection,
+        rank: Rank,
+        device: str,
+        reference: PolicyLogProbs | None,
     ):
-        super().__init__(network, loss, optimizer, rank)
+        super().__init__(network, loss, optimizer, rank, device)
         self._policy = loss.policy
         self._reference = reference
         self._board: WeightBoard | None = None

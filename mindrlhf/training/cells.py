@@ -35,14 +35,40 @@ class AccumulateGradients(nn.Cell):
         return ops.depend(statistics, added), logprobs
 
 
+class SumOverRanks(nn.Cell):
+    """Replaces each accumulator by its sum over the ranks, several small ones in one collective."""
+
+    def __init__(self, accumulators: ms.ParameterTuple):
+        super().__init__(auto_prefix=False)
+        self.accumulators = accumulators
+        self.ranges = bucket_ranges([accumulator.size for accumulator in accumulators])
+        self.all_reduce = ops.AllReduce()
+        self.assign = ops.Assign()
+
+    def construct(self):
+        """Return a scalar that is there once everything is reduced."""
+        done = ms.Tensor(0.0, ms.float32)
+        for first, last in self.ranges:
+            flat = ops.concat([ops.reshape(gradient, (-1,)) for gradient in self.accumulators[first:last]])
+            # One after the other: the ranks must issue their collectives in one order.
+            flat = self.all_reduce(ops.depend(flat, done))
+            offset = 0
+            for index in range(first, last):
+                accumulator = self.accumulators[index]
+                part = ops.reshape(flat[offset : offset + accumulator.size], accumulator.shape)
+                done = ops.depend(done, self.assign(accumulator, part))
+                offset += accumulator.size
+        return done
+
+
 class OptimizerStep(nn.Cell):
     """Sums the accumulators over the ranks, clips them by global norm, updates the weights, clears the accumulators.
 
     Args:
         optimizer: MindFormers AdamW over the trained parameters.
-        accumulators: summed gradients of this rank.
+        accumulators: summed gradients of this rank; each has been divided by the global token count.
         max_grad_norm: 0 leaves the gradients as they are.
-        num_ranks: data-parallel ranks whose gradients are added; each has divided by the global token count.
+        num_ranks: data-parallel ranks whose gradients are added.
     """
 
     def __init__(self, optimizer: nn.Cell, accumulators: ms.ParameterTuple, max_grad_norm: float, num_ranks: int):
@@ -50,16 +76,16 @@ class OptimizerStep(nn.Cell):
         self.optimizer = optimizer
         self.accumulators = accumulators
         self.max_grad_norm = max_grad_norm
-        self.buckets = _buckets([parameter.size for parameter in accumulators]) if num_ranks > 1 else ()
-        self.all_reduce = ops.AllReduce() if num_ranks > 1 else None
+        self.reduce = SumOverRanks(accumulators) if num_ranks > 1 else None
         self.hyper_map = ops.HyperMap()
         self.assign = ops.Assign()
 
     def construct(self):
         """Return the global gradient norm before clipping, a float32 scalar."""
-        gradients = self._reduced()
-        square_sum = ops.addn(self.hyper_map(_square_sum, gradients))
-        norm = ops.sqrt(square_sum)
+        gradients = self.accumulators
+        if self.reduce is not None:
+            gradients = ops.depend(gradients, self.reduce())
+        norm = ops.sqrt(ops.addn(self.hyper_map(_square_sum, gradients)))
         if self.max_grad_norm > 0:
             scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
             gradients = self.hyper_map(ops.partial(_scale, scale), gradients)
@@ -67,20 +93,6 @@ class OptimizerStep(nn.Cell):
         zeros = self.hyper_map(ops.zeros_like, self.accumulators)
         cleared = self.hyper_map(self.assign, self.accumulators, ops.depend(zeros, updated))
         return ops.depend(norm, cleared)
-
-    def _reduced(self):
-        if self.all_reduce is None:
-            return self.accumulators
-        reduced = ()
-        for first, last in self.buckets:
-            flat = ops.concat([ops.reshape(gradient, (-1,)) for gradient in self.accumulators[first:last]])
-            flat = self.all_reduce(flat)
-            offset = 0
-            for index in range(first, last):
-                size = self.accumulators[index].size
-                reduced += (ops.reshape(flat[offset : offset + size], self.accumulators[index].shape),)
-                offset += size
-        return reduced
 
 
 def _square_sum(gradient):
@@ -91,7 +103,7 @@ def _scale(scale, gradient):
     return gradient * scale
 
 
-def _buckets(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def bucket_ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return (first, last) index ranges whose sizes add up to about ``BUCKET_ELEMENTS``."""
     buckets, first, filled = [], 0, 0
     for index, size in enumerate(sizes):

@@ -13,6 +13,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.host_optimizer import HostOptimizerStep
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.convert import export_hf, iter_hf_tensors, load_hf_weights, load_random_weights
 from mindrlhf.weights.hf import read_hf_config
@@ -46,9 +47,10 @@ class Learner:
         loss: cell over it; see :class:`mindrlhf.training.cells.AccumulateGradients`.
         optimizer: options of AdamW.
         rank: this process.
+        device: "cpu" or "ascend".
     """
 
-    def __init__(self, network: CausalLM, loss: Any, optimizer: OptimizerSection, rank: Rank):
+    def __init__(self, network: CausalLM, loss: Any, optimizer: OptimizerSection, rank: Rank, device: str):
         self.rank = rank
         self.network = network
         loss.set_train(True)
@@ -56,7 +58,8 @@ class Learner:
         accumulators = make_accumulators(parameters)
         self.optimizer = make_optimizer(parameters, optimizer)
         self._gradients = AccumulateGradients(loss, parameters, accumulators)
-        self._step = OptimizerStep(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
+        step = HostOptimizerStep if device == "cpu" else OptimizerStep
+        self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
@@ -78,7 +81,7 @@ class Learner:
     def apply(self, lr: float) -> float:
         """Update the weights from the accumulated gradients; return their global norm before clipping."""
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
-        return float(self._step().asnumpy())
+        return float(self._step())
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
         """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""

@@ -71,7 +71,7 @@ def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
         beta=algorithm.beta,
         on_policy=config.training.num_minibatches * config.training.num_iterations == 1,
     )
-    return Actor(network, loss, config.optimizer, rank, reference)
+    return Actor(network, loss, config.optimizer, rank, device, reference)
 
 
 def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:

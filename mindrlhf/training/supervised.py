@@ -25,7 +25,7 @@ class SupervisedLearner(Learner):
     """The model of a supervised run on one rank; its public methods are called through the team."""
 
     def __init__(self, network: Any, loss: SupervisedLoss, config: SftConfig, rank: Rank):
-        super().__init__(network, loss, config.optimizer, rank)
+        super().__init__(network, loss, config.optimizer, rank, config.run.device)
         self._policy = loss.policy
 
     def update(self, lr: float, **share: Any) -> dict[str, Any]:
