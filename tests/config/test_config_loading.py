@@ -1,0 +1,178 @@
+"""YAML and overrides become a checked config, or one line that says what is wrong and where."""
+
+import pytest
+
+from mindrlhf.config.loader import dotted_keys, load, read_yaml
+from mindrlhf.config.schema import GrpoConfig, SftConfig, load_grpo_config, load_sft_config
+from mindrlhf.errors import UserError
+
+REQUIRED = {
+    "model.path": "model",
+    "data.train_file": "prompts.mindrecord",
+    "data.tokenizer_dir": "tokenizer",
+    "reward.verifier_function": "accuracy_reward",
+}
+ALL_REQUIRED = [f"{key}={value}" for key, value in REQUIRED.items()]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text: str):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return _write
+
+
+def _error(path, *overrides: str) -> str:
+    with pytest.raises(UserError) as failure:
+        load_grpo_config(path, [*ALL_REQUIRED, *overrides])
+    message = str(failure.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_documented_defaults_hold(write):
+    config = load_grpo_config(write(""), ALL_REQUIRED)
+    optimizer, algorithm, rollout = config.optimizer, config.algorithm, config.rollout
+    assert (optimizer.start_lr, optimizer.lr_schedule, optimizer.warmup_steps) == (1e-6, "constant", 0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (0.9, 0.95, 0.01)
+    assert optimizer.max_grad_norm == 1.0
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.beta, algorithm.num_generations) == (0.2, 0.28, 0.0, 8)
+    assert (rollout.temperature, rollout.top_p) == (1.0, 1.0)
+    assert config.evaluation.before_training is True
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_required_key_is_asked_for_by_name(write, key):
+    others = [override for override in ALL_REQUIRED if not override.startswith(f"{key}=")]
+    with pytest.raises(UserError, match=f"^key '{key}' is required: "):
+        load_grpo_config(write(""), others)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rollout: {temprature: 1.0}", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
+        ("rolout: {temperature: 1.0}", "unknown key 'rolout'; did you mean 'rollout'?"),
+        ("training: {beta: 0.1}", "unknown key 'training.beta'; did you mean 'algorithm.beta'?"),
+        ("training: {start_lr: 1e-6}", "unknown key 'training.start_lr'; did you mean 'optimizer.start_lr'?"),
+        ("num_generatoins: 4", "unknown key 'num_generatoins'; did you mean 'algorithm.num_generations'?"),
+        ("observe: {zzz: 1}", "keys of section 'observe': performance_stats, tensorboard, samples_per_step"),
+    ],
+)
+def test_an_unknown_key_comes_with_the_nearest_valid_one(write, text, expected):
+    assert expected in _error(write(text))
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "value"),
+    [
+        ("training.chunk_size=many", "integer", "'many'"),
+        ("training.chunk_size=1.5", "integer", "1.5"),
+        ("training.chunk_size=true", "integer", "True"),
+        ("training.pack=1", "true/false", "1"),
+        ("optimizer.start_lr=fast", "number", "'fast'"),
+        ("model.path=[a, b]", "text", "['a', 'b']"),
+        ("rollout.env=PATH", "mapping", "'PATH'"),
+        ("rollout=5", "section (a mapping of keys)", "5"),
+    ],
+)
+def test_a_wrong_type_names_key_and_value(write, override, kind, value):
+    message = _error(write(""), override)
+    assert message.startswith(f"'{override.partition('=')[0]}' must be ")
+    assert message.endswith(f" {kind}, not {value}")
+
+
+def test_a_wrong_type_in_a_list_names_its_place(write):
+    message = _error(write(""), "training.row_lengths=[64, x]")
+    assert message.startswith("'training.row_lengths[1]' must be ")
+    assert message.endswith(" integer, not 'x'")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.temperature=0", "'rollout.temperature' is 0.0, but must be greater than 0"),
+        ("rollout.top_p=1.5", "'rollout.top_p' is 1.5, but must be at most 1"),
+        ("training.chunk_size=0", "'training.chunk_size' is 0, but must be at least 1"),
+        ("optimizer.beta1=.nan", "'optimizer.beta1' is nan, but must be at least 0"),
+        ("training.row_lengths=[4]", "'training.row_lengths[0]' is 4, but must be at least 8"),
+        ("run.device=ascent", "'run.device' is 'ascent', but must be one of cpu, ascend; did you mean 'ascend'?"),
+    ],
+)
+def test_a_value_out_of_range_names_the_bound(write, override, expected):
+    assert _error(write(""), override) == expected
+
+
+def test_overrides_win_over_the_file_and_over_earlier_ones(write):
+    path = write("training: {chunk_size: 2, batch_size: 3}")
+    config = load_grpo_config(path, [*ALL_REQUIRED, "training.chunk_size=5", "training.chunk_size=7"])
+    assert (config.training.chunk_size, config.training.batch_size) == (7, 3)
+
+
+def test_values_as_people_write_them(write):
+    path = write("optimizer: {start_lr: 1e-6}\nreward: {verifier_weight: '1.0, 0.5'}\nrun: {output_dir: 2024}")
+    overrides = ["reward.verifier_function=accuracy_reward,format_reward", "training.row_lengths=2048"]
+    config = load_grpo_config(path, [*ALL_REQUIRED, *overrides])
+    assert config.optimizer.start_lr == 1e-6
+    assert config.reward.verifier_function == ("accuracy_reward", "format_reward")
+    assert config.reward.verifier_weight == (1.0, 0.5)
+    assert config.training.row_lengths == (2048,)
+    assert config.run.output_dir == "2024"
+
+
+@pytest.mark.parametrize("override", ["training.chunk_size", "=5", " =5"])
+def test_an_override_without_key_or_value_is_refused(write, override):
+    assert "is not of the form section.key=value" in _error(write(""), override)
+
+
+def test_an_override_below_a_value_is_refused(write):
+    assert "'path' is a value, not a section" in _error(write("model: {path: m}"), "model.path.deep=1")
+
+
+def test_a_key_written_twice_is_refused_with_its_line(write):
+    message = _error(write("training:\n  chunk_size: 1\n  chunk_size: 2\n"))
+    assert "key 'chunk_size' is given twice (line 3)" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n- b", "holds a list"),
+        ("a: [", "is not valid YAML"),
+        ("a: !!python/object:os.system {}", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(write, text, expected):
+    assert expected in _error(write(text))
+
+
+def test_a_missing_file_and_a_binary_file_are_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_yaml(tmp_path / "absent.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        read_yaml(binary)
+
+
+def test_given_keys_are_those_of_file_and_overrides(write):
+    path = write("training: {chunk_size: 2}")
+    _, given = load(GrpoConfig, path, ALL_REQUIRED)
+    assert given == {"training.chunk_size", *REQUIRED}
+
+
+def test_a_supervised_config_has_its_own_keys(write):
+    overrides = [override for override in ALL_REQUIRED if not override.startswith("reward.")]
+    config = load_sft_config(write("supervised: {rows_per_step: 32}"), overrides)
+    assert (config.supervised.rows_per_step, config.supervised.batch_size) == (32, 8)
+    with pytest.raises(UserError, match="^unknown key 'rollout'"):
+        load_sft_config(write("rollout: {temperature: 1}"), overrides)
+
+
+def test_every_key_is_documented():
+    for config in (GrpoConfig, SftConfig):
+        for dotted, field, _ in dotted_keys(config):
+            assert len(field.metadata["doc"]) > 10, f"{dotted} has no sentence"

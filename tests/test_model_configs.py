@@ -1,0 +1,173 @@
+"""Every file in model_configs: it passes the config checks, fits its model and its devices, and is read."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.config.loader import read_yaml
+from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.models.spec import find_spec
+from mindrlhf.weights.hf import read_hf_config
+
+ROOT = Path(__file__).parents[1] / "model_configs"
+RUN_FILES = sorted(ROOT.glob("*/*.yaml"))
+MODEL_DIRS = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
+# What every user adds; the README of model_configs names these keys.
+USERS_KEYS = {
+    "model.path": "model",
+    "data.train_file": "prompts.mindrecord",
+    "data.tokenizer_dir": "tokenizer",
+    "reward.verifier_function": "accuracy_reward",
+}
+# Totals of the published checkpoints (sum over the tensors of their safetensors files).
+PUBLISHED_PARAMETERS = {
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen3_8b": 8_190_735_360,
+}
+DEVICE_BYTES = 64e9
+BFLOAT16_BYTES = 2
+FLOAT32_BYTES = 4
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def _model_and_world_size(path: Path) -> tuple[str, int]:
+    match = re.fullmatch(r"(?:grpo|predict)_(\w+)_(\d+)npu", path.stem)
+    assert match, f"{path.name} is not called grpo|predict_MODEL_Nnpu.yaml"
+    return match[1], int(match[2])
+
+
+def _load(path: Path) -> GrpoConfig:
+    overrides = [f"{key}={value}" for key, value in USERS_KEYS.items()]
+    return load_grpo_config(path, overrides, world_size=_model_and_world_size(path)[1])
+
+
+def _dims(path: Path):
+    hf_config = read_hf_config(path.parent / _model_and_world_size(path)[0])
+    return find_spec(hf_config).dims(hf_config)
+
+
+def _num_parameters(model_dir: Path) -> int:
+    hf_config = read_hf_config(model_dir)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    return sum(math.prod(rule.mf_shape(dims)) for rule in spec.rules(dims))
+
+
+def test_the_promised_files_are_there():
+    names = {path.stem for path in RUN_FILES}
+    for model in PUBLISHED_PARAMETERS:
+        # Training of 32B needs more than the memory of 8 devices: see model_configs/README.md.
+        sizes = (16,) if model == "qwen2_5_32b" else (8, 16)
+        assert {f"grpo_{model}_{size}npu" for size in sizes} | {f"predict_{model}_8npu"} <= names
+
+
+@pytest.mark.parametrize("model_dir", MODEL_DIRS, ids=_name)
+def test_parameter_count_is_the_published_one(model_dir):
+    if model_dir.name == "qwen2_5_tiny":
+        # 151,936 x 128 for the tied embedding, by hand; the rest is four layers and a norm.
+        layer = 2 * (128 * 128 + 64 * 128) + (128 + 2 * 64) + 3 * 128 * 512 + 2 * 128
+        expected = 151_936 * 128 + 4 * layer + 128
+    else:
+        expected = PUBLISHED_PARAMETERS[model_dir.name]
+    assert _num_parameters(model_dir) == expected
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=_name)
+def test_run_file_passes_the_checks_and_fits_its_model(path):
+    config, dims = _load(path), _dims(path)
+    _, world_size = _model_and_world_size(path)
+    assert config.run.device == "ascend"
+    rollout = config.rollout
+    assert rollout.num_replicas * rollout.tensor_parallel == world_size
+    for part in (dims.num_heads, dims.num_kv_heads, dims.vocab_size, dims.intermediate_size):
+        assert part % rollout.tensor_parallel == 0
+
+
+@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("grpo")], ids=_name)
+def test_training_layout_divides_the_model(path):
+    config, dims = _load(path), _dims(path)
+    parallel, training = config.parallel_config, config.training
+    _, world_size = _model_and_world_size(path)
+    assert parallel.data_parallel * parallel.model_parallel * parallel.pipeline_stage == world_size
+    for part in (dims.num_heads, dims.num_kv_heads, dims.intermediate_size, dims.hidden_size):
+        assert part % parallel.model_parallel == 0
+    if not parallel.vocab_emb_dp:
+        assert dims.vocab_size % parallel.model_parallel == 0
+    assert dims.num_layers % parallel.pipeline_stage == 0
+    assert training.batch_size % parallel.micro_batch_num == 0
+    if parallel.use_seq_parallel:
+        assert all(length % parallel.model_parallel == 0 for length in training.row_lengths)
+    num_samples = training.chunk_size * training.num_rollouts * config.algorithm.num_generations
+    assert num_samples % (parallel.data_parallel * training.batch_size) == 0
+    # A sample fits a row, and at least as much room is left for the prompt as the longest of GSM8K needs.
+    assert training.row_lengths[-1] - config.rollout.max_response_length >= 512
+
+
+@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("grpo")], ids=_name)
+def test_training_state_and_generator_fit_the_device(path):
+    config, rollout, parallel = _load(path), _load(path).rollout, _load(path).parallel_config
+    num_parameters = _num_parameters(path.parent / _model_and_world_size(path)[0])
+    assert config.model.param_dtype == "float32"
+    cut = parallel.model_parallel * parallel.pipeline_stage
+    weights_and_gradients = 2 * FLOAT32_BYTES * num_parameters / cut
+    moments = 2 * FLOAT32_BYTES * num_parameters / cut
+    if parallel.enable_parallel_optimizer:
+        moments /= parallel.data_parallel
+    state_bytes = weights_and_gradients + moments
+    generator_bytes = rollout.gpu_memory_utilization * DEVICE_BYTES
+    assert state_bytes + generator_bytes < 0.95 * DEVICE_BYTES
+    # Weights take at most half of the generator's share, so that the rest can cache keys and values.
+    assert BFLOAT16_BYTES * num_parameters / rollout.tensor_parallel < generator_bytes / 2
+
+
+@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("predict")], ids=_name)
+def test_predict_file_has_only_what_sampling_reads(path):
+    content = read_yaml(path)
+    assert set(content) == {"run", "rollout"}
+    assert set(content["run"]) == {"device"}
+    rollout = _load(path).rollout
+    num_parameters = _num_parameters(path.parent / _model_and_world_size(path)[0])
+    weight_bytes = BFLOAT16_BYTES * num_parameters / rollout.tensor_parallel
+    assert weight_bytes < rollout.gpu_memory_utilization * DEVICE_BYTES / 2
+    # `mindrlhf eval` starts no trainer ranks: the same file must pass the checks for one process.
+    load_grpo_config(path, [f"{key}={value}" for key, value in USERS_KEYS.items()])
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=_name)
+def test_files_differ_from_their_names_in_nothing(path):
+    config = _load(path)
+    model, _ = _model_and_world_size(path)
+    assert (path.parent / model / "config.json").is_file()
+    if path.name.startswith("grpo"):
+        assert config.run.output_dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=_name)
+def test_arithmetic_in_comments(path):
+    """A comment that says `a * b ... = c` or gives a number of samples is computed, so it must be right."""
+    config, text = _load(path), path.read_text(encoding="utf-8")
+    training = config.training
+    for chunk, rollouts, group, samples in re.findall(r"# (\d+) \* (\d+) prompts \* (\d+) samples = (\d+)", text):
+        assert (int(chunk), int(rollouts)) == (training.chunk_size, training.num_rollouts)
+        assert int(group) == config.algorithm.num_generations
+        assert int(chunk) * int(rollouts) * int(group) == int(samples)
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=_name)
+def test_only_the_users_keys_are_missing(path):
+    given = {f"{section}.{key}" for section, keys in read_yaml(path).items() for key in keys}
+    required = {
+        f"{section.name}.{field.name}"
+        for section in dataclasses.fields(GrpoConfig)
+        for field in dataclasses.fields(section.metadata["section"])
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    assert required - given == set(USERS_KEYS)
