@@ -12,7 +12,7 @@ class GraphTokenLogProbs(nn.Cell):
     def construct(self, hidden, weight, labels, mask):
         """Return log-probabilities and entropies, float32 [tokens] each, 0 where ``mask`` is 0.
 
-        ``hidden`` [tokens, width], ``weight`` [vocabulary, width], ``labels`` int32 [tokens], ``mask`` float32 [tokens].
+        ``hidden`` is [tokens, width], ``weight`` [vocabulary, width], ``labels`` int32 and ``mask`` float32 [tokens].
         """
         logits = ops.cast(ops.matmul(hidden, ops.cast(weight, hidden.dtype).transpose(1, 0)), ms.float32)
         logprobs = ops.log_softmax(logits, -1)

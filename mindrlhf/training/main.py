@@ -1,11 +1,12 @@
 """The program that every rank starts: ``python -m mindrlhf.training.main train|sft CONFIG [section.key=value ...]``."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.training.processes import die_with_parent
+from mindrlhf.training.processes import die_with_launcher
 from mindrlhf.training.runtime import num_ranks_from_environment
 
 
@@ -22,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def guarded(program: str, run: Callable[[], None]) -> int:
     """Run a rank's work; print expected failures as one line and return the exit code."""
-    die_with_parent()
+    die_with_launcher()
+    # SIGTERM must unwind the stack, so that the rollout server, sockets and files are closed in order.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         run()
     except (UserError, RunFailure) as failure:

@@ -45,8 +45,6 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     if run.device == "cpu":
         num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         ms.set_context(runtime_num_threads=num_threads)
-        # Ranks and the rollout server share the cores: a thread tied to one would wait while another is free.
-        ms.runtime.set_cpu_affinity(False)
     ms.set_seed(run.seed)
     world_size = num_ranks_from_environment()
     index = 0
@@ -56,5 +54,10 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         init()
         # The parallel mode stays stand-alone: OptimizerStep holds the only collective of data parallelism.
         index = get_rank()
+    cores = os.sched_getaffinity(0)
     prepare_mindformers(run.device, log_dir / "mindformers")
+    if run.device == "cpu":
+        # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
+        # tied to one would wait while another is free.
+        os.sched_setaffinity(0, cores)
     return Rank(index, world_size)
