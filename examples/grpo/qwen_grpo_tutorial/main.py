@@ -10,7 +10,6 @@ Every flag is one key of the config and wins over the file; ``section.key=value`
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 
@@ -18,7 +17,7 @@ from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import find_spec
 from mindrlhf.training.main import guarded
-from mindrlhf.training.runtime import num_ranks_from_environment
+from mindrlhf.training.runtime import is_lead_process, num_ranks_from_environment
 from mindrlhf.weights.hf import read_hf_config
 
 PROGRAM = "main.py"
@@ -102,7 +101,7 @@ def _override(key: str, value: str) -> str:
 
 
 def _say_once(message: str) -> None:
-    if os.environ.get("RANK_ID", "0") == "0":
+    if is_lead_process():
         print(f"{PROGRAM}: {message}", flush=True)
 
 
