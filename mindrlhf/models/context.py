@@ -13,7 +13,8 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     """Import MindFormers quietly and switch it to its mcore cells in graph mode; call it once, before `build_model`.
 
     MindFormers opens log files when it is imported (by default below the current directory) and prints its
-    log to stdout; both are set here, which only works before its first import.
+    log to stdout; both are set here, which only works before its first import. Its `build_context` also puts
+    MindSpore's `runtime_num_threads` back to the default: limit threads after this call, not before.
 
     Args:
         device: `cpu` or `ascend`.
@@ -25,7 +26,7 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     if device not in DEVICE_TARGETS:
         raise UserError(f"device={device!r}: use one of {', '.join(DEVICE_TARGETS)}")
     os.environ.setdefault("LOG_MF_PATH", os.fspath(log_dir))
-    # The logger is named after its directory; a disabled level set before the import also silences the import.
+    # The logger is named after its directory; a filter set before the import also silences the import.
     logging.getLogger(f"mindformers{os.path.expanduser(os.environ['LOG_MF_PATH'])}").addFilter(_only_errors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

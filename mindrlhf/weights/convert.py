@@ -175,8 +175,14 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
             yield rule.mf_name, fuse(rule, dims, parts)
 
     plan = {rule.mf_name: TensorPlan(dtypes[rule.mf_name], rule.mf_shape(dims)) for rule in rules}
+    config = _with_dtype(hf_config, dtype) if dtype else hf_config
     write_model_directory(
-        fused(), plan, hf_config, out_dir, file_format=MINDFORMERS_FORMAT, max_shard_bytes=MAX_SHARD_BYTES,
+        fused(),
+        plan,
+        config,
+        out_dir,
+        file_format=MINDFORMERS_FORMAT,
+        max_shard_bytes=MAX_SHARD_BYTES,
         tokenizer_dir=hf_dir,
     )
 

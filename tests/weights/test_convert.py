@@ -54,6 +54,16 @@ def test_import_and_export_are_inverse_to_the_bit(tmp_path, dtype, tied):
     assert ("lm_head.weight" in contents(source)) is not tied
 
 
+def test_conversion_to_another_dtype_is_stated_in_the_config(tmp_path):
+    source = make_model(tmp_path / "hf")
+    import_directory(source, tmp_path / "mf", "bfloat16")
+    export_directory(tmp_path / "mf", tmp_path / "back")
+    assert read_hf_config(tmp_path / "back")["torch_dtype"] == "bfloat16"
+    back = SafetensorsDirectory(tmp_path / "back")
+    for name, array in load_file(source / "model.safetensors").items():
+        np.testing.assert_array_equal(back.read(name), convert_dtype(array, "float32", "bfloat16"))
+
+
 def test_imported_names_and_layout(tmp_path):
     import_directory(make_model(tmp_path / "hf"), tmp_path / "mf")
     hugging_face, mindformers = (load_file(tmp_path / part / "model.safetensors") for part in ("hf", "mf"))
