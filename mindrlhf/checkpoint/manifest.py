@@ -1,0 +1,159 @@
+"""The manifest of a directory: every file with its size and checksum, so that damage is found before it is loaded.
+
+The checksum is CRC-32 (ISO 3309, as in zlib): it finds every burst of up to 32 wrong bits and misses other damage
+once in 2**32. It guards against failing disks and half-written files. It does not guard against an
+attacker, and neither would a cryptographic hash that lies, unsigned, beside the files.
+"""
+
+import json
+import os
+import re
+import stat
+import zlib
+from pathlib import Path, PurePosixPath
+
+from mindrlhf.errors import UserError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+_BLOCK_BYTES = 1 << 20
+_CRC32 = re.compile(r"[0-9a-f]{8}")
+
+
+class DamagedDirectory(UserError):
+    """A directory differs from its manifest; the message names the file."""
+
+
+def list_files(directory: Path) -> dict[str, Path]:
+    """Return every file below ``directory`` by its relative path with forward slashes, sorted.
+
+    Raises:
+        DamagedDirectory: something is neither a regular file nor a directory: symbolic links lead outside.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        raise DamagedDirectory(f"{directory} is not a directory")
+    files = {}
+    pending = [directory]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif entry.is_file(follow_symlinks=False):
+                    files[path.relative_to(directory).as_posix()] = path
+                else:
+                    kind = "symbolic link" if entry.is_symlink() else "special file"
+                    raise DamagedDirectory(f"{path} is a {kind}: only files and directories belong here")
+    return dict(sorted(files.items()))
+
+
+def write_manifest(directory: Path) -> None:
+    """Describe every file of ``directory`` in ``manifest.json``; call it when all of them are written.
+
+    Raises:
+        DamagedDirectory: a symbolic link or a special file lies in the directory.
+    """
+    files = {name: path for name, path in list_files(directory).items() if name != MANIFEST_NAME}
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "files": {name: _describe(path) for name, path in files.items()},
+    }
+    with open(directory / MANIFEST_NAME, "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def verify(directory: Path) -> None:
+    """Compare ``directory`` with its manifest, reading every file once.
+
+    Raises:
+        DamagedDirectory: the manifest is missing or damaged; a file is missing, not listed, of another size or
+            content; a symbolic link lies in the directory; a listed path leads outside.
+    """
+    try:
+        files = list_files(directory)
+        if MANIFEST_NAME not in files:
+            raise DamagedDirectory(f"{directory / MANIFEST_NAME} is missing: the directory was not finished")
+        listed = _listed_files(directory / MANIFEST_NAME)
+        del files[MANIFEST_NAME]
+        for name in listed:
+            if name not in files:
+                raise DamagedDirectory(f"{directory / name} is missing")
+        for name in files:
+            # An extra file is not harmless: an index of shards, for one, decides which files are read.
+            if name not in listed:
+                raise DamagedDirectory(f"{directory / name} is not listed in {MANIFEST_NAME}")
+        for name, path in files.items():
+            _check_file(path, listed[name])
+    except OSError as error:
+        raise DamagedDirectory(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+
+
+def read_json_object(path: Path) -> dict:
+    """Read one JSON object.
+
+    Raises:
+        DamagedDirectory: the file cannot be read, or holds anything else.
+    """
+    try:
+        with open(_open_regular(path), encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as error:
+        raise DamagedDirectory(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedDirectory(f"{path} is damaged: it is not valid JSON") from error
+    if not isinstance(value, dict):
+        raise DamagedDirectory(f"{path} is damaged: it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _listed_files(path: Path) -> dict[str, dict]:
+    """Return the checked entries of a manifest by file name."""
+    manifest = read_json_object(path)
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DamagedDirectory(f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}")
+    entries = manifest.get("files")
+    if not isinstance(entries, dict):
+        raise DamagedDirectory(f"{path} is damaged: it lists no files")
+    for name, entry in entries.items():
+        parts = PurePosixPath(name).parts
+        if not parts or parts[0] == "/" or ".." in parts or "\0" in name or "/".join(parts) != name:
+            raise DamagedDirectory(f"{path} lists {name!r}, which is no path inside the directory")
+        if not isinstance(entry, dict) or not _is_entry(entry):
+            raise DamagedDirectory(f"{path} is damaged at {name!r}")
+    return entries
+
+
+def _is_entry(entry: dict) -> bool:
+    size_bytes, checksum = entry.get("size_bytes"), entry.get("crc32")
+    is_size = isinstance(size_bytes, int) and not isinstance(size_bytes, bool)
+    return is_size and isinstance(checksum, str) and _CRC32.fullmatch(checksum) is not None
+
+
+def _check_file(path: Path, entry: dict) -> None:
+    size_bytes = path.stat().st_size
+    if size_bytes != entry["size_bytes"]:
+        raise DamagedDirectory(f"{path} has {size_bytes} bytes, not {entry['size_bytes']}")
+    if _describe(path) != {"size_bytes": entry["size_bytes"], "crc32": entry["crc32"]}:
+        raise DamagedDirectory(f"{path} is damaged: its checksum differs")
+
+
+def _describe(path: Path) -> dict[str, int | str]:
+    size_bytes = checksum = 0
+    with open(_open_regular(path), "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            size_bytes += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return {"size_bytes": size_bytes, "crc32": f"{checksum:08x}"}
+
+
+def _open_regular(path: Path) -> int:
+    """Open for reading what is a regular file itself, and does not merely lead to one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedDirectory(f"{path} is not a regular file")
+    return descriptor

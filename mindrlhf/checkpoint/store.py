@@ -1,0 +1,195 @@
+"""A directory of checkpoints: each whole or not there, each verified before use, only the newest kept."""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, write_manifest
+from mindrlhf.errors import UserError
+
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.[0-9a-f]{8}\.partial")
+
+
+class CheckpointStore:
+    """Checkpoints of one run, ``step_00000100`` and so on, under ``save_dir``, which is made if it is not there.
+
+    What a killed process left half-written is removed; what a living one is writing is not.
+
+    Args:
+        save_dir: where the checkpoints lie.
+        keep_last: newest checkpoints kept, at least 1.
+
+    Raises:
+        UserError: the directory cannot be made or read.
+    """
+
+    def __init__(self, save_dir: str | os.PathLike, keep_last: int):
+        assert keep_last >= 1, f"keep_last is {keep_last}: the checkpoint just written must stay"
+        self.save_dir = Path(save_dir)
+        self.keep_last = keep_last
+        try:
+            self.save_dir.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+        except OSError as error:
+            raise UserError(
+                f"checkpoint directory {self.save_dir} cannot be used ({error.strerror}): set checkpoint.save_dir to "
+                "a directory that can be written"
+            ) from error
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies, or would lie."""
+        return self.save_dir / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, ascending; damaged ones count."""
+        matches = [_STEP_NAME.fullmatch(name) for name in os.listdir(self.save_dir)]
+        return sorted({int(match[1]) for match in matches if match and match[0] == self.path(int(match[1])).name})
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint, None when there is none; each damaged one is a warning on stderr."""
+        for step in reversed(self.steps()):
+            try:
+                verify(self.path(step))
+            except DamagedDirectory as damage:
+                print(f"warning: checkpoint {self.path(step)} is skipped: {damage}", file=sys.stderr, flush=True)
+            else:
+                return self.path(step)
+        return None
+
+    @contextlib.contextmanager
+    def writing(self, step: int, size_bytes: int) -> Iterator[Path]:
+        """Give a temporary directory that becomes the checkpoint of ``step`` when the block ends without an error.
+
+        A checkpoint that the step already has (a damaged one, when a run resumed from an older) is replaced.
+        Older ones beyond ``keep_last`` are removed afterwards; newer ones are left alone.
+
+        Args:
+            step: optimiser steps done.
+            size_bytes: about how much the caller will write; see :meth:`check_space`.
+
+        Raises:
+            UserError: the disk has too little room or refuses to write; earlier checkpoints are untouched.
+        """
+        self.check_space(size_bytes)
+        temporary = self._temporary(step)
+        try:
+            with _locked_directory(temporary):
+                try:
+                    yield temporary
+                    write_manifest(temporary)
+                    _sync_tree(temporary)
+                    self._put_in_place(temporary, step)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
+            self._prune(step)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint {self.path(step)} cannot be written ({error.strerror or error}): make room, or set "
+                "checkpoint.save_dir to another disk"
+            ) from error
+
+    def check_space(self, size_bytes: int) -> None:
+        """Compare a size with the free space of the disk.
+
+        Raises:
+            UserError: the space is too small; the message names both.
+        """
+        free_bytes = shutil.disk_usage(self.save_dir).free
+        if size_bytes > free_bytes:
+            raise UserError(
+                f"a checkpoint needs {size_bytes} bytes ({_gib(size_bytes)}), but {self.save_dir} has {free_bytes} "
+                f"({_gib(free_bytes)}) free: make room, or set checkpoint.save_dir to another disk"
+            )
+
+    def _temporary(self, step: int) -> Path:
+        return self.save_dir / f".{self.path(step).name}.{secrets.token_hex(4)}.partial"
+
+    def _put_in_place(self, temporary: Path, step: int) -> None:
+        final, replaced = self.path(step), self._temporary(step)
+        if os.path.lexists(final):
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+        _sync(self.save_dir)
+        if os.path.lexists(replaced):
+            _remove_any(replaced)
+
+    def _prune(self, step: int) -> None:
+        older = [other for other in self.steps() if other < step]
+        for other in older[: max(0, len(older) + 1 - self.keep_last)]:
+            self._remove(self.path(other), other)
+
+    def _remove(self, path: Path, step: int) -> None:
+        """Remove a checkpoint so that a kill in the middle leaves no half of it under its name."""
+        doomed = self._temporary(step)
+        os.rename(path, doomed)
+        _remove_any(doomed)
+
+    def _remove_leftovers(self) -> None:
+        for name in os.listdir(self.save_dir):
+            path = self.save_dir / name
+            if _TEMPORARY_NAME.fullmatch(name) and not _is_locked(path):
+                _remove_any(path)
+
+
+def _remove_any(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _locked_directory(path: Path) -> Iterator[None]:
+    """Make a directory and hold a lock on it, which the system drops when this process dies, however it dies."""
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # not a directory: nothing that a store is writing
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _sync_tree(directory: Path) -> None:
+    """Force every file and directory below, and ``directory`` itself, to the disk."""
+    files = list_files(directory).values()
+    for path in files:
+        _sync(path)
+    for root, _, _ in os.walk(directory):
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

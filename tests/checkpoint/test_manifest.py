@@ -1,0 +1,170 @@
+"""Manifests against damage done on purpose."""
+
+import json
+import os
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.checkpoint.manifest import MANIFEST_NAME, DamagedDirectory, list_files, verify, write_manifest
+from mindrlhf.errors import UserError
+
+CONTENTS = {"state.json": b'{"step": 3}', "model/config.json": b"{}", "model/model.safetensors": bytes(range(256)) * 9}
+
+
+def make_directory(directory, contents=CONTENTS):
+    for name, data in contents.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    write_manifest(directory)
+    return directory
+
+
+def edit_manifest(directory, change):
+    path = directory / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return make_directory(tmp_path / "checkpoint")
+
+
+def test_a_whole_directory_passes_and_its_manifest_says_sizes_and_crc32(directory):
+    verify(directory)
+    files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
+    assert files == {
+        name: {"size_bytes": len(data), "crc32": format(zlib.crc32(data), "08x")} for name, data in CONTENTS.items()
+    }
+
+
+def test_empty_files_and_an_empty_directory_pass(tmp_path):
+    (tmp_path / "bare").mkdir()
+    verify(make_directory(tmp_path / "one", {"empty": b""}))
+    verify(make_directory(tmp_path / "bare", {}))
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_damage_is_an_error_that_names_the_file(directory, name):
+    path, data = directory / name, CONTENTS[name]
+    for damaged in (data[:-1], data + b"\0", bytes([data[0] ^ 1]) + data[1:], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedDirectory, match=str(path)):
+            verify(directory)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path} is missing"):
+        verify(directory)
+
+
+def test_an_unlisted_file_is_refused(directory):
+    (directory / "model" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(DamagedDirectory, match=r"index\.json is not listed"):
+        verify(directory)
+
+
+def test_without_its_manifest_a_directory_is_unfinished(directory):
+    (directory / MANIFEST_NAME).unlink()
+    with pytest.raises(DamagedDirectory, match=r"manifest\.json is missing"):
+        verify(directory)
+
+
+def test_a_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(DamagedDirectory, match="is not a directory"):
+        verify(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["model", "model/config.json", MANIFEST_NAME])
+def test_symbolic_links_are_refused_even_to_the_same_content(directory, tmp_path, name):
+    path = directory / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedDirectory, match=f"{path} is a symbolic link"):
+        verify(directory)
+    with pytest.raises(DamagedDirectory, match="symbolic link"):
+        write_manifest(directory)
+
+
+def test_a_link_to_a_directory_is_not_the_directory(directory, tmp_path):
+    (tmp_path / "link").symlink_to(directory)
+    with pytest.raises(DamagedDirectory, match="is not a directory"):
+        verify(tmp_path / "link")
+
+
+def test_special_files_are_refused_without_waiting_for_a_writer(directory):
+    os.mkfifo(directory / "pipe")
+    with pytest.raises(DamagedDirectory, match="pipe is a special file"):
+        verify(directory)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "model/../../secret", "", ".", "model//config.json", "./state.json", "a\0b"]
+)
+def test_a_listed_path_that_leads_outside_is_refused(directory, tmp_path, name):
+    (tmp_path / "secret").write_bytes(b"")
+    edit_manifest(directory, lambda manifest: manifest["files"].update({name: {"size_bytes": 0, "crc32": "00000000"}}))
+    with pytest.raises(DamagedDirectory, match="no path inside"):
+        verify(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.update(format_version=2),
+        lambda manifest: manifest.pop("format_version"),
+        lambda manifest: manifest.update(files=[]),
+        lambda manifest: manifest["files"].update({"state.json": None}),
+        lambda manifest: manifest["files"]["state.json"].update(size_bytes=11.0),
+        lambda manifest: manifest["files"]["state.json"].update(size_bytes=True),
+        lambda manifest: manifest["files"]["state.json"].update(crc32=0),
+        lambda manifest: manifest["files"]["state.json"].update(crc32="0000"),
+    ],
+)
+def test_a_manifest_of_another_form_is_an_error_that_names_it(directory, change):
+    edit_manifest(directory, change)
+    with pytest.raises(DamagedDirectory, match=r"manifest\.json"):
+        verify(directory)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{", b"\xff\xfe", b"[" * 100_000, b'{"files": {}}'])
+def test_a_manifest_that_is_no_manifest_is_an_error_that_names_it(directory, data):
+    (directory / MANIFEST_NAME).write_bytes(data)
+    with pytest.raises(DamagedDirectory, match=r"manifest\.json"):
+        verify(directory)
+
+
+@settings(max_examples=150, deadline=None)
+@given(position=st.integers(0, 10_000), byte=st.integers(0, 255), name=st.sampled_from([*CONTENTS, MANIFEST_NAME]))
+def test_a_changed_byte_is_found_or_changes_nothing(tmp_path_factory, position, byte, name):
+    directory = make_directory(tmp_path_factory.mktemp("checkpoint"))
+    path = directory / name
+    data = bytearray(path.read_bytes())
+    position %= len(data)
+    is_same = data[position] == byte
+    data[position] = byte
+    path.write_bytes(data)
+    before = {name: (directory / name).read_bytes() for name in CONTENTS}
+    try:
+        verify(directory)
+    except DamagedDirectory:
+        assert not is_same
+    else:
+        assert is_same or name == MANIFEST_NAME  # one white space for another, say
+        assert before == CONTENTS
+
+
+names = st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"]), min_size=1, max_size=20).filter(
+    lambda name: name not in (".", "..", MANIFEST_NAME) and len(name.encode()) < 200
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(contents=st.dictionaries(names, st.binary(max_size=50), max_size=5))
+def test_any_file_name_can_be_listed(tmp_path_factory, contents):
+    directory = make_directory(tmp_path_factory.mktemp("named"), contents)
+    verify(directory)
+    assert set(list_files(directory)) == {*contents, MANIFEST_NAME}
