@@ -1,0 +1,78 @@
+"""Whether a config may continue a checkpoint: what may differ, and what would make it another run."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindrlhf.errors import UserError
+
+# Sections and keys that say where, how long, on how much and with what reports a run works, not what it computes.
+# All others must stay as they were, also those that a later release adds.
+FREE_KEYS = frozenset(
+    {
+        "run.output_dir",
+        "run.max_steps",
+        "data.eval_file",
+        "training.epochs",
+        "rollout.python",
+        "rollout.env",
+        "rollout.num_replicas",
+        "rollout.num_threads",
+        "rollout.gpu_memory_utilization",
+        "rollout.kv_cache_gib",
+        "rollout.start_timeout_s",
+        "rollout.restarts",
+        "reward.num_workers",
+        "reward.timeout_s",
+        "parallel_config",
+        "evaluation",
+        "checkpoint",
+        "observe",
+    }
+)
+# A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
+DECAY_KEYS = frozenset({"run.max_steps", "training.epochs"})
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys whose values differ or that only one config has, sorted; lists equal tuples."""
+    before, now = dict(_leaves(old)), dict(_leaves(new))
+    one_sided = before.keys() ^ now.keys()
+    return sorted(one_sided | {key for key in before.keys() & now.keys() if before[key] != now[key]})
+
+
+def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Check that a run with config ``new`` continues exactly what a run with config ``old`` began.
+
+    Args:
+        old: config of the checkpoint, as nested dicts.
+        new: config of this run.
+
+    Raises:
+        UserError: they differ in a key that changes what is computed; the message names each such key and both
+            values.
+    """
+    before, now = dict(_leaves(old)), dict(_leaves(new))
+    decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
+    free = FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS
+    refused = [key for key in config_differences(old, new) if not _is_free(key, free)]
+    if refused:
+        changes = [f"{key} was {_shown(before, key)} and is now {_shown(now, key)}" for key in refused]
+        them = "it" if len(refused) == 1 else "them"
+        raise UserError(f"cannot resume the checkpoint: {'; '.join(changes)}: set {them} back, or start a new run")
+
+
+def _is_free(key: str, free: frozenset[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in free for length in range(1, len(parts) + 1))
+
+
+def _shown(leaves: Mapping[str, Any], key: str) -> str:
+    return repr(leaves[key]) if key in leaves else "not set"
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,116 @@
+"""Which changes of the config a resumed run may have: every key of the real config is decided here."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+
+from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, check_resumable, config_differences
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
+
+
+def make_config(**optimizer):
+    return dataclasses.asdict(
+        GrpoConfig(
+            model=sections.ModelSection(path="models/small"),
+            data=sections.DataSection(train_file="train.mindrecord", tokenizer_dir="models/small"),
+            reward=sections.RewardSection(verifier_function=("accuracy_reward",)),
+            optimizer=sections.OptimizerSection(**optimizer),
+        )
+    )
+
+
+def changed(config, key, value):
+    config = copy.deepcopy(config)
+    section, name = key.split(".", 1)
+    config[section][name] = value
+    return config
+
+
+ALL_KEYS = [f"{section}.{name}" for section, values in make_config().items() for name in values]
+
+
+def is_free(key):
+    return key in FREE_KEYS or key.split(".")[0] in FREE_KEYS
+
+
+def test_the_config_of_a_checkpoint_read_from_json_equals_itself():
+    config = make_config()
+    assert config_differences(json.loads(json.dumps(config)), config) == []
+    check_resumable(json.loads(json.dumps(config)), config)
+
+
+def test_differences_are_dotted_and_sorted_and_count_what_one_side_lacks():
+    old = {"run": {"seed": 1, "gone": 2}, "rollout": {"env": {"A": "1"}}, "same": [1, 2]}
+    new = {"run": {"seed": 2}, "rollout": {"env": {"A": "1", "B": "x"}}, "same": (1, 2), "flag": None}
+    assert config_differences(old, new) == ["flag", "rollout.env.B", "run.gone", "run.seed"]
+
+
+def test_the_free_keys_are_keys_of_the_config():
+    assert set(ALL_KEYS) | set(make_config()) >= FREE_KEYS >= DECAY_KEYS
+
+
+@pytest.mark.parametrize("key", ALL_KEYS)
+def test_each_key_is_free_or_refused_with_both_values(key):
+    old = make_config()
+    section, name = key.split(".")
+    new = changed(old, key, {"NEW": "1"} if isinstance(old[section][name], dict) else "another")
+    assert config_differences(old, new)
+    if is_free(key):
+        check_resumable(old, new)
+    else:
+        with pytest.raises(UserError) as error:
+            check_resumable(old, new)
+        before = list(old[section][name]) if isinstance(old[section][name], tuple) else old[section][name]
+        assert f"{key} was {before!r} and is now 'another'" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.path", "data.train_file", "data.tokenizer_dir", "run.seed", "algorithm.num_generations",
+        "algorithm.beta", "training.chunk_size", "training.num_rollouts", "training.batch_size",
+        "training.num_minibatches", "rollout.temperature", "reward.verifier_function", "optimizer.start_lr",
+    ],
+)  # fmt: skip
+def test_what_matters_is_refused(key):
+    assert key in ALL_KEYS and not is_free(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["run.output_dir", "run.max_steps", "evaluation.every_steps", "checkpoint.keep_last", "observe.tensorboard",
+            "rollout.python", "rollout.num_threads", "reward.timeout_s", "parallel_config.data_parallel"],
+)  # fmt: skip
+def test_what_does_not_matter_is_allowed(key):
+    assert key in ALL_KEYS and is_free(key)
+
+
+def test_every_refused_key_is_named():
+    old = make_config()
+    new = changed(changed(old, "run.seed", 4), "model.path", "models/large")
+    message = (
+        "model.path was 'models/small' and is now 'models/large'; run.seed was 0 and is now 4: set them back, or start"
+    )
+    with pytest.raises(UserError, match=message):
+        check_resumable(old, new)
+
+
+def test_a_key_that_one_release_does_not_have_is_refused():
+    old = make_config()
+    new = changed(old, "algorithm.clip_dual", 3.0)
+    with pytest.raises(UserError, match=r"algorithm\.clip_dual was not set and is now 3\.0"):
+        check_resumable(old, new)
+    with pytest.raises(UserError, match=r"algorithm\.clip_dual was 3\.0 and is now not set"):
+        check_resumable(new, old)
+
+
+@pytest.mark.parametrize("key", sorted(DECAY_KEYS))
+def test_the_number_of_steps_is_fixed_while_the_learning_rate_decays_to_it(key):
+    constant, decaying = make_config(), make_config(lr_schedule="cosine", end_lr=0.0)
+    check_resumable(constant, changed(constant, key, 500))
+    with pytest.raises(UserError, match=rf"{key} was \d and is now 500"):
+        check_resumable(decaying, changed(decaying, key, 500))
