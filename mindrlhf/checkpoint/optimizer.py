@@ -1,0 +1,71 @@
+"""The state of MindFormers' AdamW as named arrays, and back."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mindrlhf.checkpoint.arrays import ArrayInfo
+from mindrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from mindformers.core.optim.adamw import AdamW
+    from mindspore import Parameter
+
+GLOBAL_STEP_NAME = "global_step"
+
+
+def optimizer_infos(optimizer: "AdamW") -> dict[str, ArrayInfo]:
+    """Return dtype and shape of what :func:`optimizer_arrays` yields, by name, without touching data."""
+    # MindSpore calls its types Float32, Int32: NumPy's names but for the capital.
+    return {
+        name: ArrayInfo(np.dtype(str(parameter.dtype).lower()), tuple(parameter.shape))
+        for name, parameter in _state(optimizer).items()
+    }
+
+
+def optimizer_arrays(optimizer: "AdamW") -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the whole state of an optimiser, one array at a time.
+
+    Yields:
+        ``exp_avg.NAME`` and ``exp_avg_sq.NAME``, float32 in the shape of parameter NAME, the moments m and v of
+        AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), and ``global_step``, int32 [1], its t. On
+        CPU they are live views: write them before the next update. The learning rate, set anew for each update, is
+        not among them.
+    """
+    for name, parameter in _state(optimizer).items():
+        yield name, parameter.asnumpy()
+
+
+def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray]) -> None:
+    """Give an optimiser over the same parameters the state that :func:`optimizer_arrays` yielded.
+
+    Raises:
+        UserError: a name is missing or unknown, or a dtype or shape differs.
+    """
+    import mindspore as ms
+
+    state, infos = _state(optimizer), optimizer_infos(optimizer)
+    if missing := sorted(state.keys() - arrays.keys()):
+        raise UserError(f"the optimiser state lacks {missing[0]!r} ({len(missing)} missing): it is of another model")
+    if unknown := sorted(arrays.keys() - state.keys()):
+        raise UserError(f"the optimiser state has {unknown[0]!r}, unknown to the model ({len(unknown)} such)")
+    for name, parameter in state.items():
+        array = arrays[name]
+        found = ArrayInfo(array.dtype, array.shape)
+        if found != infos[name]:
+            raise UserError(
+                f"the optimiser state {name!r} is {found.dtype} {list(found.shape)}, but the model needs "
+                f"{infos[name].dtype} {list(infos[name].shape)}"
+            )
+        # The copy keeps the parameter from sharing memory with the caller's array.
+        parameter.set_data(ms.Tensor(array.copy()))
+
+
+def _state(optimizer: "AdamW") -> dict[str, "Parameter"]:
+    state = {GLOBAL_STEP_NAME: optimizer.global_step}
+    for parameter, mean, square in zip(optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
+        state[f"exp_avg.{parameter.name}"] = mean
+        state[f"exp_avg_sq.{parameter.name}"] = square
+    assert len(state) == 1 + 2 * len(optimizer.parameters), "two trained parameters have the same name"
+    return state
