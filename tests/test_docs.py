@@ -1,0 +1,153 @@
+"""The pages tell the truth where a machine can check it: links, commands, keys, metrics, arithmetic."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindrlhf.cli import COMMANDS, _parse
+from mindrlhf.config.loader import dotted_keys
+from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.observe import metrics as measure
+from mindrlhf.observe.timing import throughput
+from mindrlhf.training.batch import RowOptions, make_batch
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_configs/*.md")])
+PAGES += sorted(ROOT.glob("examples/**/README.md"))
+KEYS = {dotted for config in (GrpoConfig, SftConfig) for dotted, _, _ in dotted_keys(config)}
+SECTIONS = {dotted.partition(".")[0] for dotted in KEYS}
+FILE_ENDINGS = {"json", "jsonl", "md", "mindrecord", "py", "safetensors", "sh", "svg", "yaml"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _text(page: Path) -> str:
+    return re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", _text(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def _command_lines(page: Path) -> list[list[str]]:
+    """Words of every shell command in a code block, continued lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", _text(page), flags=re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if re.match(r"[a-z]+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in _anchors(linked), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_parse(page, capsys):
+    for words in _command_lines(page):
+        if words[0] != "mindrlhf":
+            continue
+        try:
+            arguments = _parse(words[1:])
+        except SystemExit:
+            pytest.fail(f"{shlex.join(words)}: {capsys.readouterr().err}")
+        assert callable(arguments.run)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_named_in_prose_exist(page):
+    for command in re.findall(r"`mindrlhf ([a-z]+)", _prose(page)):
+        assert command in COMMANDS, f"there is no command mindrlhf {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_keys_exist(page):
+    mentioned = re.findall(r"(?<![\w./*])([a-z_]+)\.([a-z_0-9]+)(?![\w/(])", _text(page))
+    for section, key in mentioned:
+        if section in SECTIONS and key not in FILE_ENDINGS:
+            assert f"{section}.{key}" in KEYS, f"there is no key {section}.{key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_files_named_in_commands_exist(page):
+    own = re.compile(r"(?:examples|model_configs|scripts)/\S+")
+    for words in _command_lines(page):
+        for word in words:
+            for path in own.findall(word.partition("=")[2] or word):
+                file = ROOT / path.partition(":")[0]
+                assert file.exists() or path == "scripts/quickstart.sh", f"{path} does not exist"
+
+
+def _documented_metrics() -> set[str]:
+    rows = [line for line in _text(ROOT / "docs" / "metrics.md").splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+def _reported_metrics() -> set[str]:
+    rewards, ones = np.array([0.0, 1.0]), np.ones(2)
+    reported = measure.combine_metrics(
+        measure.reward_metrics(rewards, np.zeros(2, int), {"<verifier>": rewards}),
+        measure.length_metrics(ones, ones, ones > 1),
+        measure.rollout_diff_metrics(ones, ones, ones),
+        measure.packing_metrics([1], [8]),
+    )
+    loop = (ROOT / "mindrlhf" / "training" / "loop.py").read_text(encoding="utf-8")
+    timings = {f"timing/{stage}": 1.0 for stage in re.findall(r'stage\("(\w+)"\)', loop)} | {"timing/all": 1.0}
+    rates = throughput(
+        timings, mean_prompt_length=1, mean_response_length=1, num_prompts=1, num_samples=1, world_size=1
+    )
+    update = re.search(r"def _update_metrics.*?(?=\n    def )", loop, flags=re.DOTALL)[0]
+    others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
+    assert {"loss", "grad_norm", "recompiles"} <= others
+    heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
+    others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}
+    return set(reported) | set(timings) | set(rates) | others
+
+
+def test_every_metric_is_documented_and_no_other():
+    documented, reported = _documented_metrics(), _reported_metrics()
+    assert documented == reported, f"undocumented: {reported - documented}; unknown: {documented - reported}"
+
+
+def test_the_worked_example_of_the_batch_arithmetic():
+    chunk_size, num_rollouts, num_generations, num_minibatches, batch_size, num_ranks = 8, 2, 8, 2, 4, 2
+    num_samples = chunk_size * num_rollouts * num_generations
+    per_update = num_samples // num_minibatches
+    token_ids = np.zeros(128, np.int32)
+    sequences = [TokenSequence(token_ids, token_ids, {}) for _ in range(per_update)]
+    batch = make_batch(sequences, RowOptions((1024,), batch_size, num_ranks, pack=True))
+    num_rows = sum(rows.num_rows for rows in batch.micro_batches)
+    assert all((rows.segment_ids > 0).all() for rows in batch.micro_batches), "no row is padding"
+    assert (num_samples, per_update, num_rows, len(batch.micro_batches)) == (128, 64, 16, 4)
+    per_rank = len(batch.micro_batches) // num_ranks
+    num_steps = -(-1000 // (chunk_size * num_rollouts))
+    page = _text(ROOT / "docs" / "concepts.md")
+    assert f"16 * 8 = {num_samples} samples in a step" in page
+    assert f"{num_minibatches} updates of {per_update} samples" in page
+    assert f"4 samples fit a row, so an update has {num_rows} rows" in page
+    assert f"{num_rows} / {batch_size} = {len(batch.micro_batches)} micro-batches, {per_rank} for each rank" in page
+    assert f"1,000 / 16, rounded up: {num_steps} steps" in page
+
+
+def test_exit_codes_in_the_faq():
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", _text(ROOT / "docs" / "faq.md"), flags=re.MULTILINE))
+    assert "you can mend it" in rows[str(UserError.exit_code)]
+    assert "failed while the run was under way" in rows[str(RunFailure.exit_code)]
