@@ -9,6 +9,8 @@ PACKAGES=("trl==1.16.0" "transformers==5.19.0")
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# An environment that is active in the caller's shell must not leak into the new one.
+unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 PYTHON="${PYTHON:-python3.11}"
 VENV=".venv-bench"
 

@@ -1,0 +1,310 @@
+"""The quickstart's problems and tokenizer: answers re-computed from the question's numbers, splits, round trips."""
+
+import collections
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import unicodedata
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.data.handlers import load_handler
+from mindrlhf.data.templates import load_template, response_end_id
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up while the class is made.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+problems = _load("problems")
+make_tokenizer = _load("make_tokenizer")
+
+# The answer as a formula of the question's numbers, in the order they stand in the text. Written by hand from the
+# questions, apart from the templates' own steps.
+FORMULAS = {
+    "find": lambda a, b: a + b,
+    "give": lambda a, b: a - b,
+    "bags": lambda a, b: a * b,
+    "share": lambda a, b: Fraction(a, b),
+    "together": lambda a, b: a + b,
+    "more_than": lambda a, b: a - b,
+    "price": lambda a, b: a * b,
+    "pages": lambda a, b: a - b,
+    "twice": lambda a: 2 * a,
+    "find_give": lambda a, b, c: a + b - c,
+    "bags_table": lambda a, b, c: a * b + c,
+    "bags_lose": lambda a, b, c: a * b - c,
+    "more_together": lambda a, b: 2 * a + b,
+    "boxes": lambda a, b, c: Fraction(a + b, c),
+    "change": lambda a, b, c: c - a * b,
+    "earn": lambda a, b, c: a + b * c,
+    "times_lose": lambda a, b, c: a * b - c,
+    "lose_lose": lambda a, b, c: a - b - c,
+    "train": lambda a, b, c: a * b + c,
+    "wage": lambda a, b, c: a * b - c,
+    "machine": lambda a, b, c: a * b - c,
+    "classes": lambda a, b, c: a * b - c,
+    "reading": lambda a, b, c: a - b * c,
+    "shop": lambda a, b, c: (a + b) * c,
+    "savings": lambda a, b, c: Fraction(a * b, c),
+    "tank": lambda a, b, c: a - b * c,
+    "bus": lambda a, b, c: a - b + c,
+}
+OPERATIONS = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: Fraction(x, y),
+}
+
+
+@pytest.fixture(scope="module")
+def train():
+    return problems.make_problems("train", 3000, seed=0)
+
+
+@pytest.fixture(scope="module")
+def test_split():
+    return problems.make_problems("test", 900, seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(train, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("quickstart")
+    problems.write_jsonl(train, directory / "train.jsonl")
+    assert make_tokenizer.main(["--data", str(directory / "train.jsonl"), "--out", str(directory / "model")]) == 0
+    return directory / "model"
+
+
+def _parse(answer):
+    """Return the equations as (left, operation, right, result) and the final number."""
+    *lines, final = answer.split("\n")
+    matches = [re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line) for line in lines]
+    equations = [(int(m[1]), m[2], int(m[3]), int(m[4])) for m in matches]
+    return equations, int(re.fullmatch(r"#### (\d+)", final)[1])
+
+
+def _truth(problem):
+    return FORMULAS[problem.template](*map(int, re.findall(r"\d+", problem.question)))
+
+
+def _is_right(equation):
+    left, operation, right, result = equation
+    return OPERATIONS[operation](left, right) == result
+
+
+def test_each_answer_is_what_the_question_asks_for(train, test_split):
+    for problem in (*train, *test_split):
+        equations, final = _parse(problem.answer)
+        assert all(map(_is_right, equations)), problem
+        assert equations[-1][-1] == final == _truth(problem), problem
+        assert len(equations) == (1 if problem.level == 1 else 2), problem
+
+
+def test_second_steps_use_the_first_result_and_all_numbers_are_given(train):
+    for problem in train:
+        equations, _ = _parse(problem.answer)
+        given_numbers = {*map(int, re.findall(r"\d+", problem.question))}
+        if "twice" in problem.question:
+            given_numbers.add(2)
+        for left, _, right, result in equations:
+            assert {left, right} <= given_numbers, problem
+            given_numbers = given_numbers | {result}
+        if len(equations) == 2:
+            assert equations[0][-1] in (equations[1][0], equations[1][2]), problem
+
+
+def test_levels_are_equally_frequent_and_every_template_occurs(train, test_split):
+    for split in (train, test_split):
+        assert collections.Counter(p.level for p in split) == {level: len(split) // 3 for level in (1, 2, 3)}
+        counts = collections.Counter(p.template for p in split)
+        assert set(counts) == set(FORMULAS) == {template.name for template in problems.TEMPLATES}
+        assert min(counts.values()) > len(split) / len(FORMULAS) / 2
+    largest = {level: max(max(p.numbers) for p in train if p.level == level) for level in (1, 2, 3)}
+    assert largest[3] > largest[2]
+
+
+def test_templates_are_many_and_words_are_few(train, test_split):
+    assert len(problems.TEMPLATES) >= 20
+    words = {word for p in (*train, *test_split) for word in re.findall(r"[A-Za-z]+", p.question)}
+    assert words <= problems.vocabulary()
+    assert len(problems.vocabulary()) <= 300
+
+
+@settings(max_examples=8, deadline=None)
+@given(train_seed=st.integers(0, 10**6), test_seed=st.integers(0, 10**6), noise=st.floats(0, 1))
+def test_train_and_test_share_no_question_and_no_numbers_whatever_the_seeds(train_seed, test_seed, noise):
+    train = problems.make_problems("train", 300, train_seed, noise)
+    test = problems.make_problems("test", 150, test_seed)
+    assert not {p.question for p in train} & {p.question for p in test}
+    assert not {(p.template, p.numbers) for p in train} & {(p.template, p.numbers) for p in test}
+    for split in (train, test):
+        assert len({p.question for p in split}) == len(split)
+
+
+@pytest.mark.parametrize("template", problems.TEMPLATES, ids=lambda template: template.name)
+def test_every_template_has_numbers_for_both_splits(template):
+    num_train, num_test = (len(problems.numbers_by_template(split)[template.name]) for split in ("train", "test"))
+    assert 0.1 < num_test / (num_train + num_test) < 0.35
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.25, 1.0])
+def test_noise_makes_exactly_its_share_wrong_and_leaves_the_questions(train, noise):
+    noisy = problems.make_problems("train", 3000, seed=0, noise=noise)
+    assert [p.question for p in noisy] == [p.question for p in train]
+    wrong = [p for p in noisy if _parse(p.answer)[1] != _truth(p)]
+    assert len(wrong) == round(noise * 3000)
+    right = [(p, clean) for p, clean in zip(noisy, train) if _parse(p.answer)[1] == _truth(p)]
+    assert all(p == clean for p, clean in right)
+    for problem in wrong:
+        equations, final = _parse(problem.answer)
+        assert equations[-1][-1] == final
+        assert all(map(_is_right, equations[:-1])), problem
+
+
+def test_a_template_has_one_habitual_mistake():
+    noisy = problems.make_problems("train", 3000, seed=1, noise=1.0)
+    clean = problems.make_problems("train", 3000, seed=1)
+    kinds = {}
+    for wrong, right in zip(noisy, clean):
+        kinds.setdefault(wrong.template, collections.Counter())[_kind_of_mistake(wrong, right)] += 1
+    for template in problems.TEMPLATES:
+        counts = kinds[template.name]
+        # Miscounting by one is what is left where the habit would give the right answer, or none.
+        assert set(counts) <= {template.mistake, problems.Mistake.OFF_BY_ONE}, template.name
+        assert counts[template.mistake] > 0.5 * counts.total(), template.name
+
+
+def _kind_of_mistake(wrong, right):
+    wrong_steps, right_steps = _parse(wrong.answer)[0], _parse(right.answer)[0]
+    if len(wrong_steps) < len(right_steps):
+        assert wrong_steps == right_steps[:-1]
+        return problems.Mistake.FORGOT_STEP
+    if wrong_steps[-1][1] != right_steps[-1][1]:
+        assert _is_right(wrong_steps[-1])
+        return problems.Mistake.WRONG_OPERATION
+    difference = wrong_steps[-1][-1] - right_steps[-1][-1]
+    return {1: problems.Mistake.OFF_BY_ONE, -10: problems.Mistake.OFF_BY_TEN}[difference]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", 0, 0), "ask for 1 or more"),
+        (("dev", 10, 0), "choose train or test"),
+        (("train", 10, 0, 1.5), "0 to 1"),
+        (("train", 10, 0, float("nan")), "0 to 1"),
+    ],
+)
+def test_impossible_wishes_are_user_errors(arguments, message):
+    with pytest.raises(UserError, match=message):
+        problems.make_problems(*arguments)
+
+
+def test_more_problems_than_there_are_is_a_user_error(monkeypatch):
+    monkeypatch.setattr(problems, "NAMES", ("Anna", "Ben"))
+    monkeypatch.setattr(problems, "ITEMS", ("apples",))
+    with pytest.raises(UserError, match="level 1 gave out after .* ask for fewer"):
+        problems.make_problems("test", 5000, seed=0)
+
+
+def _run(script, *arguments):
+    command = [sys.executable, str(QUICKSTART / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_both_scripts_write_the_same_bytes_in_every_process(tmp_path):
+    for name in ("one", "two"):
+        flags = ("--num-train", 400, "--num-test", 60, "--seed", 7, "--noise", 0.5)
+        done = _run("problems.py", "--out", tmp_path / name, *flags)
+        assert done.returncode == 0, done.stderr
+        done = _run("make_tokenizer.py", "--data", tmp_path / name / "train.jsonl", "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["test.jsonl", "tokenizer.json", "tokenizer_config.json", "train.jsonl"]
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    other = problems.make_problems("train", 400, seed=8, noise=0.5)
+    lines = (tmp_path / "one" / "train.jsonl").read_text().splitlines()
+    assert [json.loads(line)["question"] for line in lines] != [p.question for p in other]
+    tests = [json.loads(line) for line in (tmp_path / "one" / "test.jsonl").read_text().splitlines()]
+    assert [(t["question"], t["answer"]) for t in tests] == [
+        (p.question, p.answer) for p in problems.make_problems("test", 60, seed=7)
+    ]
+
+
+def test_bad_arguments_end_with_one_line_and_no_file(tmp_path):
+    done = _run("problems.py", "--out", tmp_path / "none", "--noise", 2)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert not (tmp_path / "none").exists()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": 3}\n')
+    done = _run("make_tokenizer.py", "--data", bad, "--out", tmp_path / "none")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "bad.jsonl, line 2" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_package_reads_problems_and_tokenizer(train, tokenizer_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    template = load_template("qwen", tokenizer)
+    assert tokenizer.vocab_size == 512
+    assert tokenizer.token_to_id("<|im_end|>") == response_end_id(template, tokenizer)
+    assert tokenizer.pad_token_id == tokenizer.token_to_id("<|endoftext|>")
+    read = load_handler("gsm8k")
+    num_prompt_tokens, num_response_tokens = [], []
+    for problem in train[:600]:
+        example = read({"question": problem.question, "answer": problem.answer})
+        assert Fraction(example.answer) == _truth(problem)
+        text = template.render(example)
+        assert text == f"<|im_start|>{problem.question}<|im_end|>"
+        prompt_ids, response_ids = tokenizer.encode(text), tokenizer.encode(example.response)
+        assert tokenizer.decode(prompt_ids, skip_special_tokens=False) == text
+        assert tokenizer.decode(response_ids) == problem.answer
+        num_prompt_tokens.append(len(prompt_ids))
+        num_response_tokens.append(len(response_ids))
+    assert 25 <= sum(num_prompt_tokens) / 600 <= 50
+    assert max(num_prompt_tokens) <= 80
+    assert max(num_response_tokens) <= 40
+
+
+def test_digits_are_never_merged(tokenizer_dir):
+    vocabulary = json.loads((tokenizer_dir / "tokenizer.json").read_text())["model"]["vocab"]
+    assert {entry for entry in vocabulary if re.search(r"\d", entry)} == set("0123456789")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    assert tokenizer.encode("120") == [tokenizer.token_to_id(digit) for digit in "120"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text())
+def test_any_text_round_trips(tokenizer_dir, text):
+    text = unicodedata.normalize("NFC", text)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_transformers_cuts_text_the_same_way(train, tokenizer_dir):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
+    ours = load_tokenizer(tokenizer_dir)
+    for problem in train[:200]:
+        messages = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": problem.answer}]
+        text = theirs.apply_chat_template(messages, tokenize=False)
+        assert text == f"<|im_start|>{problem.question}<|im_end|>{problem.answer}<|im_end|>"
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    assert (theirs.eos_token, theirs.pad_token) == ("<|im_end|>", "<|endoftext|>")
