@@ -1,0 +1,180 @@
+"""The tiled kernels against full float64 logits and against central differences."""
+
+import numpy as np
+import pytest
+import vocabulary_reference as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.algorithms import vocabulary
+
+TILES = [(512, 1024), (1, 1), (3, 7), (8, 50), (100, 49)]
+NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 50
+
+
+@pytest.fixture(params=TILES, ids=[f"{tokens}x{words}" for tokens, words in TILES])
+def tiles(request, monkeypatch):
+    monkeypatch.setattr(vocabulary, "TOKEN_TILE", request.param[0])
+    monkeypatch.setattr(vocabulary, "VOCABULARY_TILE", request.param[1])
+
+
+def draw(seed=0, num_tokens=NUM_TOKENS, vocabulary_size=VOCABULARY, scale=1.0):
+    stream = np.random.default_rng(seed)
+    hidden = (stream.standard_normal((num_tokens, WIDTH)) * scale).astype(np.float32)
+    weight = stream.standard_normal((vocabulary_size, WIDTH)).astype(np.float32)
+    labels = stream.integers(0, vocabulary_size, num_tokens).astype(np.int32)
+    mask = (stream.random(num_tokens) < 0.7).astype(np.float32)
+    return hidden, weight, labels, mask
+
+
+def backward(hidden, weight, *others):
+    """Return the gradients of hidden states and weight."""
+    grad_weight = np.zeros_like(weight)
+    return vocabulary.backward(hidden, weight, *others, grad_weight), grad_weight
+
+
+def draw_gradients(seed, mask):
+    stream = np.random.default_rng([seed, 1])
+    return (stream.standard_normal((2, len(mask))) * mask).astype(np.float32)
+
+
+def test_forward_equals_float64(tiles):
+    inputs = draw()
+    for actual, expected in zip(vocabulary.forward(*inputs), reference.forward(*inputs)):
+        assert actual.dtype == np.float32
+        np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "logprobs-and-entropy"])
+def test_backward_equals_float64(tiles, with_entropy):
+    inputs = draw(1)
+    grad_logprobs, grad_entropy = draw_gradients(1, inputs[3])
+    grad_entropy = grad_entropy * with_entropy
+    _, entropy, log_normaliser = vocabulary.forward(*inputs)
+    actual = backward(*inputs, entropy, log_normaliser, grad_logprobs, grad_entropy)
+    expected = reference.backward(*inputs, grad_logprobs, grad_entropy)
+    for name, ours, theirs in zip(("hidden", "weight"), actual, expected):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
+
+
+def test_backward_equals_central_differences():
+    """The float64 reference too, so that both cannot share a wrong formula."""
+    hidden, weight, labels, mask = draw(2, num_tokens=5, vocabulary_size=9)
+    grad_logprobs, grad_entropy = draw_gradients(2, mask)
+    _, entropy, log_normaliser = vocabulary.forward(hidden, weight, labels, mask)
+    actual = backward(hidden, weight, labels, mask, entropy, log_normaliser, grad_logprobs, grad_entropy)
+
+    def objective(hidden, weight):
+        logprobs, entropies, _ = reference.forward(hidden, weight, labels, mask)
+        return (grad_logprobs * logprobs).sum() + (grad_entropy * entropies).sum()
+
+    step = 1e-5
+    arrays = [hidden.astype(np.float64), weight.astype(np.float64)]
+    for which, gradient in enumerate(actual):
+        for place in np.ndindex(gradient.shape):
+            shifted = [[array.copy() for array in arrays] for _ in range(2)]
+            shifted[0][which][place] += step
+            shifted[1][which][place] -= step
+            difference = (objective(*shifted[0]) - objective(*shifted[1])) / (2 * step)
+            assert gradient[place] == pytest.approx(difference, rel=1e-4, abs=1e-5), (which, place)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 40),
+    vocabulary_size=st.integers(1, 70),
+    token_tile=st.integers(1, 50),
+    vocabulary_tile=st.integers(1, 80),
+)
+def test_tiles_change_nothing(seed, num_tokens, vocabulary_size, token_tile, vocabulary_tile):
+    hidden, weight, labels, mask = draw(seed, num_tokens, vocabulary_size)
+    gradients = draw_gradients(seed, mask)
+    expected = reference.forward(hidden, weight, labels, mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "TOKEN_TILE", token_tile)
+        patch.setattr(vocabulary, "VOCABULARY_TILE", vocabulary_tile)
+        actual = vocabulary.forward(hidden, weight, labels, mask)
+        slopes = backward(hidden, weight, labels, mask, *actual[1:], *gradients)
+    for ours, theirs in zip(actual, expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(slopes, reference.backward(hidden, weight, labels, mask, *gradients)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_skipped_positions_are_zero_and_never_read(tiles):
+    hidden, weight, labels, mask = draw(3)
+    poisoned = hidden.copy()
+    poisoned[mask == 0] = np.nan
+    outputs = vocabulary.forward(poisoned, weight, labels, mask)
+    grad_hidden, grad_weight = backward(
+        poisoned, weight, labels, mask, *outputs[1:], np.ones_like(mask), np.ones_like(mask)
+    )
+    for output in outputs:
+        assert (output[mask == 0] == 0).all()
+        assert np.isfinite(output).all()
+    assert (grad_hidden[mask == 0] == 0).all()
+    assert np.isfinite(grad_weight).all()
+    np.testing.assert_allclose(
+        grad_weight, reference.backward(hidden, weight, labels, mask, mask, mask)[1], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_nothing_to_compute():
+    hidden, weight, labels, mask = draw(4)
+    outputs = vocabulary.forward(hidden, weight, labels, np.zeros_like(mask))
+    slopes = backward(hidden, weight, labels, np.zeros_like(mask), *outputs[1:], np.ones_like(mask), np.ones_like(mask))
+    assert all((array == 0).all() for array in (*outputs, *slopes))
+
+
+def test_the_weight_gradient_is_added_to_what_is_there():
+    inputs = draw(6)
+    outputs = vocabulary.forward(*inputs)
+    gradients = draw_gradients(6, inputs[3])
+    once = backward(*inputs, *outputs[1:], *gradients)[1]
+    total = np.full_like(once, 2.0)
+    for _ in range(3):
+        vocabulary.backward(*inputs, *outputs[1:], *gradients, total)
+    np.testing.assert_allclose(total, 2.0 + 3.0 * once, rtol=1e-5, atol=1e-5)
+
+
+def test_repeated_labels_add_up():
+    hidden, weight, labels, mask = draw(5)
+    labels[:], mask[:] = 4, 1
+    outputs = vocabulary.forward(hidden, weight, labels, mask)
+    ones, zeros = np.ones_like(mask), np.zeros_like(mask)
+    actual = backward(hidden, weight, labels, mask, *outputs[1:], ones, zeros)
+    for ours, theirs in zip(actual, reference.backward(hidden, weight, labels, mask, ones, zeros)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_ten_thousand_do_not_overflow(tiles):
+    """Width 1, so that the logits are 1e4, -1e4 and numbers between them exactly."""
+    hidden = np.array([[1e4], [1e4], [-1e4], [1e4]], np.float32)
+    weight = np.array([[-1.0], [0.0], [1.0], [1.0], [0.5]], np.float32)
+    labels, mask = np.array([2, 0, 0, 4], np.int32), np.ones(4, np.float32)
+    logprobs, entropy, log_normaliser = vocabulary.forward(hidden, weight, labels, mask)
+    # Two tokens share the top of rows 0, 1 and 3; row 2 has one.
+    expected = [-np.log(2), -2e4 - np.log(2), 0.0, -5e3 - np.log(2)]
+    # float32 resolves 1e4 to 1e-3.
+    np.testing.assert_allclose(logprobs, expected, atol=2e-3)
+    np.testing.assert_allclose(entropy, [np.log(2), np.log(2), 0.0, np.log(2)], atol=2e-3)
+    slopes = backward(
+        hidden, weight, labels, mask, entropy, log_normaliser, np.ones(4, np.float32), np.ones(4, np.float32)
+    )
+    for ours in slopes:
+        assert np.isfinite(ours).all()
+    expected_slopes = reference.backward(hidden, weight, labels, mask, np.ones(4), np.ones(4))
+    np.testing.assert_allclose(slopes[0], expected_slopes[0], atol=5e-3)
+
+
+def test_a_certain_token_has_logprob_zero_and_no_gradient():
+    hidden, weight = np.full((2, 1), 1e4, np.float32), np.array([[-1.0], [1.0], [-0.5]], np.float32)
+    labels, mask = np.array([1, 1], np.int32), np.ones(2, np.float32)
+    logprobs, entropy, log_normaliser = vocabulary.forward(hidden, weight, labels, mask)
+    np.testing.assert_array_equal(logprobs, 0.0)
+    np.testing.assert_allclose(entropy, 0.0, atol=1e-3)
+    slopes = backward(hidden, weight, labels, mask, entropy, log_normaliser, mask, np.zeros_like(mask))
+    for ours in slopes:
+        np.testing.assert_allclose(ours, 0.0, atol=1e-6)

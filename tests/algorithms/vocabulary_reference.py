@@ -1,0 +1,33 @@
+"""Log-probabilities, entropy and their gradients through full float64 logits: what the kernels must equal."""
+
+import numpy as np
+
+
+def forward(hidden, weight, labels, mask):
+    """Return log p(label), entropy and log-normaliser, float64 [tokens] each, 0 where ``mask`` is 0."""
+    logprobs, log_normaliser = _log_softmax(hidden, weight)
+    chosen = logprobs[np.arange(len(labels)), labels]
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    active = np.asarray(mask) != 0
+    return tuple(np.where(active, values, 0.0) for values in (chosen, entropy, log_normaliser))
+
+
+def backward(hidden, weight, labels, mask, grad_logprobs, grad_entropy):
+    """Return the gradients of sum(grad_logprobs * logprob + grad_entropy * entropy) for hidden and weight."""
+    logprobs, _ = _log_softmax(hidden, weight)
+    probs = np.exp(logprobs)
+    entropy = -(probs * logprobs).sum(axis=1, keepdims=True)
+    onehot = np.zeros_like(probs)
+    onehot[np.arange(len(labels)), labels] = 1.0
+    active = (np.asarray(mask) != 0)[:, None]
+    grad_logits = np.asarray(grad_logprobs, np.float64)[:, None] * (onehot - probs)
+    grad_logits -= np.asarray(grad_entropy, np.float64)[:, None] * probs * (logprobs + entropy)
+    grad_logits = np.where(active, grad_logits, 0.0)
+    return grad_logits @ weight.astype(np.float64), grad_logits.T @ hidden.astype(np.float64)
+
+
+def _log_softmax(hidden, weight):
+    logits = hidden.astype(np.float64) @ weight.astype(np.float64).T
+    peak = logits.max(axis=1, keepdims=True)
+    log_normaliser = peak + np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+    return logits - log_normaliser, log_normaliser[:, 0]
