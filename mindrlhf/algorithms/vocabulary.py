@@ -70,8 +70,9 @@ def backward(
     log_normaliser: np.ndarray,
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the gradients of :func:`forward` with respect to ``hidden`` and ``weight``.
+    grad_weight: np.ndarray,
+) -> np.ndarray:
+    """Return the gradient of :func:`forward` with respect to ``hidden``; add that of ``weight`` to ``grad_weight``.
 
     With z the logits and p their softmax: d log p(label) / dz = onehot(label) - p, and
     d entropy / dz = -p (log p + entropy).
@@ -79,11 +80,12 @@ def backward(
     Args:
         entropy, log_normaliser: what :func:`forward` returned.
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
+        grad_weight: float32 [vocabulary, width], changed in place.
 
     Returns:
-        float32 [tokens, width] and float32 [vocabulary, width].
+        float32 [tokens, width].
     """
-    grad_hidden, grad_weight = np.zeros_like(hidden), np.zeros_like(weight)
+    grad_hidden = np.zeros_like(hidden)
     active = np.flatnonzero((mask != 0) & ((grad_logprobs != 0) | (grad_entropy != 0)))
     for start in range(0, len(active), TOKEN_TILE):
         rows = active[start : start + TOKEN_TILE]
@@ -97,7 +99,7 @@ def backward(
             grad_entropy[rows],
             grad_weight,
         )
-    return grad_hidden, grad_weight
+    return grad_hidden
 
 
 def _backward_tile(

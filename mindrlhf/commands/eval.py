@@ -26,7 +26,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from mindrlhf.evaluation.comparison import compare, difference_text
     from mindrlhf.evaluation.models import EvaluationJob, describe, evaluate_models
 
-    config = load_grpo_config(arguments.config, arguments.overrides)
+    # What only training needs is filled in from the arguments: a config with nothing but tokenizer, verifiers and
+    # generator will do, and its layout of trainer ranks does not matter.
+    needed = [f"model.path={arguments.model}", f"data.train_file={arguments.data or 'none'}"]
+    config = load_grpo_config(arguments.config, [*needed, *arguments.overrides], world_size=None)
     data_file = arguments.data or config.data.eval_file
     if not data_file:
         raise UserError("no prompts to evaluate on: give --data FILE, or set data.eval_file")

@@ -23,6 +23,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from mindrlhf.config.schema import load_grpo_config, load_sft_config
+    from mindrlhf.training.checkpoints import check_output
     from mindrlhf.training.launch import launch
     from mindrlhf.training.preflight import FINAL_NAME, check_free, check_grpo_inputs, check_sft_inputs
 
@@ -30,10 +31,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "sft":
         config = load_sft_config(arguments.config, arguments.overrides, world_size=arguments.workers)
         check_sft_inputs(config)
+        check_free(Path(config.run.output_dir) / FINAL_NAME)
     else:
         config = load_grpo_config(arguments.config, arguments.overrides, world_size=arguments.workers)
         check_grpo_inputs(config)
-    check_free(Path(config.run.output_dir) / FINAL_NAME)
+        check_output(config, resume=arguments.resume)
     command = ["-m", "mindrlhf.training.main", arguments.command, arguments.config, *arguments.overrides]
     if arguments.resume:
         command.append("--resume")

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from mindrlhf.config.schema import GrpoConfig, SftConfig
 
 
-def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int) -> None:
-    """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks."""
+def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | None) -> None:
+    """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
     _check_device(config.run, config.model, config.parallel_config)
     _check_group(config.algorithm, given)
     _check_batches(config)
@@ -20,7 +20,8 @@ def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int) -> 
         raise UserError(
             f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
         )
-    resolve_data_parallel(config.parallel_config, world_size)
+    if world_size is not None:
+        resolve_data_parallel(config.parallel_config, world_size)
 
 
 def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> None:
@@ -160,6 +161,11 @@ def _check_rewards(
         raise UserError(
             f"'evaluation.verifier' is '{evaluation.verifier}', which is not in reward.verifier_function "
             f"({', '.join(reward.verifier_function)})"
+        )
+    if evaluation.temperature == 0 and evaluation.num_samples > 1:
+        raise UserError(
+            f"'evaluation.num_samples' is {evaluation.num_samples}, but at evaluation.temperature 0 all samples are "
+            "alike: set it to 1, or raise the temperature"
         )
     if not data.eval_file:
         unused = sorted(name for name in given if name.startswith("evaluation."))

@@ -205,7 +205,8 @@ def _scalar(name: str, value: Any, hint: type) -> Any:
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise UserError(f"'{name}' must be a {type_name(hint)}, not {value!r}")
+        words = type_name(hint)
+        raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {value!r}")
     return value
 
 

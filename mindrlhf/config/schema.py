@@ -43,8 +43,8 @@ class SftConfig:
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 
-def load_grpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int = 1) -> GrpoConfig:
-    """Read and check a `mindrlhf train` config for a number of ranks.
+def load_grpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int | None = 1) -> GrpoConfig:
+    """Read and check a `mindrlhf train` config for a number of ranks; None leaves out what depends on it.
 
     Raises:
         UserError: any mistake that can be seen before a device is touched.

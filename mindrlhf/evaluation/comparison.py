@@ -8,9 +8,6 @@ from typing import Any
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval, paired_difference
 from mindrlhf.observe.records import replace_file
-from mindrlhf.rollout.samples import Sample
-
-NUM_SAMPLES_SHOWN = 3
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
@@ -21,8 +18,8 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
         "after": _interval(bootstrap_interval(last), "accuracy"),
         "difference": _interval(paired_difference(last, first), "mean"),
         "num_prompts": len(first),
-        "samples_before": _shown(before),
-        "samples_after": _shown(after),
+        "samples_before": before.shown,
+        "samples_after": after.shown,
     }
 
 
@@ -55,16 +52,6 @@ def summary_text(summary: dict[str, Any]) -> str:
 
 def _interval(interval: Interval, name: str) -> dict[str, float]:
     return {name: float(interval.mean), "low": float(interval.low), "high": float(interval.high)}
-
-
-def _shown(evaluation: Evaluation) -> list[dict[str, Any]]:
-    first_of_each = evaluation.samples[:: evaluation.num_samples]
-    return [_sample(sample) for sample in first_of_each[:NUM_SAMPLES_SHOWN]]
-
-
-def _sample(sample: Sample) -> dict[str, Any]:
-    fields = ("prompt", "completion", "answer", "reward")
-    return {name: getattr(sample, name) for name in fields}
 
 
 def _percent(value: float, bounds: dict[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,46 +11,72 @@ from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix
 from mindrlhf.rollout.types import SamplingParams
 
+NUM_SAMPLES_SHOWN = 3
 # Separates the seeds of evaluation from those of training steps.
 _EVALUATION_STREAM = 0x65766C
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scored samples of one model on a set of prompts."""
+    """The scores of one model on a set of prompts, and a few of its answers."""
 
     step: int
-    verifier: str
-    num_samples: int
-    samples: tuple[Sample, ...]  # ordered by prompt, then sample
+    verifier: str  # the one that counts as accuracy
+    rewards: dict[str, np.ndarray]  # by verifier, float64 [prompts, num_samples]
+    response_length: float  # mean tokens
+    shown: list[dict[str, Any]]  # prompt, completion, answer, reward
+
+    @classmethod
+    def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
+        """Summarise samples that are ordered by prompt."""
+        shown = [
+            {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "reward")}
+            for sample in samples[::num_samples][:NUM_SAMPLES_SHOWN]
+        ]
+        return cls(
+            step=step,
+            verifier=verifier,
+            rewards={name: reward_matrix(samples, num_samples, name) for name in samples[0].rewards},
+            response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
+            shown=shown,
+        )
 
     @property
     def scores(self) -> np.ndarray:
         """Rewards of the verifier that counts as accuracy, float64 [prompts, num_samples]."""
-        return self.by_verifier(self.verifier)
+        return self.rewards[self.verifier]
 
     @property
     def num_prompts(self) -> int:
         """Number of prompts."""
-        return len(self.samples) // self.num_samples
+        return self.scores.shape[0]
 
-    def by_verifier(self, name: str) -> np.ndarray:
-        """Return the rewards of one verifier, float64 [prompts, num_samples]."""
-        return reward_matrix(self.samples, self.num_samples, name)
+    @property
+    def num_samples(self) -> int:
+        """Samples per prompt."""
+        return self.scores.shape[1]
 
     def metrics(self) -> dict[str, float]:
         """Return ``eval/accuracy`` with its 95 % interval, and the mean of every verifier and of the length."""
-        per_prompt = self.scores.mean(axis=1)
-        interval = bootstrap_interval(per_prompt)
+        interval = bootstrap_interval(self.scores.mean(axis=1))
         values = {
             "eval/accuracy": interval.mean,
             "eval/accuracy_low": interval.low,
             "eval/accuracy_high": interval.high,
+            "eval/response_length": self.response_length,
         }
-        for name in self.samples[0].rewards:
-            values[f"eval/{name}/mean"] = self.by_verifier(name).mean()
-        values["eval/response_length"] = np.mean([len(sample.response_ids) for sample in self.samples])
+        values.update({f"eval/{name}/mean": rewards.mean() for name, rewards in self.rewards.items()})
         return {name: float(value) for name, value in values.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values that ``from_json`` reads."""
+        return {**vars(self), "rewards": {name: rewards.tolist() for name, rewards in self.rewards.items()}}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Evaluation":
+        """Return what ``to_json`` was called on."""
+        rewards = {name: np.asarray(rewards, np.float64) for name, rewards in values["rewards"].items()}
+        return cls(**{**values, "rewards": rewards})
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,10 @@ class HeldOut:
     sampling: SamplingParams
     seed: int
 
-    def run(self, sampler: Sampler, step: int) -> Evaluation:
+    def draw(self, sampler: Sampler) -> list[Sample]:
         """Sample and score every prompt with the generator's current weights."""
-        samples = sampler.draw(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
-        return Evaluation(step, self.verifier, self.num_samples, tuple(samples))
+        return sampler.draw(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
+
+    def run(self, sampler: Sampler, step: int) -> Evaluation:
+        """Draw, and summarise."""
+        return Evaluation.of(step, self.verifier, self.draw(sampler), self.num_samples)

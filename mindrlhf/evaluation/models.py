@@ -35,6 +35,11 @@ class EvaluationJob:
         Raises:
             UserError: the file is missing, empty or built with another tokenizer; or sampling contradicts itself.
         """
+        if self.num_samples < 1 or self.temperature < 0 or self.max_prompts < 0:
+            raise UserError(
+                f"{self.num_samples} samples of {self.max_prompts} prompts at temperature {self.temperature:g}: "
+                "at least 1 sample is needed, and no value may be negative"
+            )
         if self.temperature == 0 and self.num_samples > 1:
             raise UserError(f"{self.num_samples} samples at temperature 0 are all alike: set one or the other")
         config = self.config
@@ -77,11 +82,11 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
             )
             try:
                 generator.wait_ready()
-                evaluation = held_out.run(Sampler(generator, pool, tokenizer), step=0)
+                samples = held_out.draw(Sampler(generator, pool, tokenizer))
             finally:
                 generator.close()
-            evaluations.append(evaluation)
-            _write_samples(out_dir / f"samples_{number}.jsonl", evaluation.samples)
+            evaluations.append(Evaluation.of(0, held_out.verifier, samples, held_out.num_samples))
+            _write_samples(out_dir / f"samples_{number}.jsonl", samples)
     return evaluations
 
 
@@ -89,8 +94,8 @@ def describe(evaluation: Evaluation) -> list[str]:
     """Return lines with avg@k of every verifier, and pass@1, 2, 4, ... k of the one that counts as accuracy."""
     k = evaluation.num_samples
     lines = []
-    for name in evaluation.samples[0].rewards:
-        lines.append(f"{f'avg@{k}':8s} {_text(bootstrap_interval(evaluation.by_verifier(name).mean(axis=1)))}  {name}")
+    for name, rewards in evaluation.rewards.items():
+        lines.append(f"{f'avg@{k}':8s} {_text(bootstrap_interval(rewards.mean(axis=1)))}  {name}")
     correct = evaluation.scores > 0.5
     for power in range(1, k.bit_length()):
         chosen = pass_at_k(correct, 2**power)

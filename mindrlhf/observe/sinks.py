@@ -109,9 +109,14 @@ class SinkGroup:
 
 
 def open_sinks(
-    run_dir: Path, *, first_step: int, num_steps: int | None = None, stream: TextIO | None = None
+    run_dir: Path,
+    *,
+    first_step: int,
+    num_steps: int | None = None,
+    tensorboard: bool = True,
+    stream: TextIO | None = None,
 ) -> SinkGroup:
-    """Open ``metrics.jsonl``, ``tensorboard/`` and the console of a run.
+    """Open ``metrics.jsonl``, the console and, unless told not to, ``tensorboard/`` of a run.
 
     Args:
         run_dir: the run's directory, made if needed.
@@ -122,5 +127,7 @@ def open_sinks(
     """
     run_dir = Path(run_dir)
     console = ConsoleSink(sys.stdout if stream is None else stream, num_steps=num_steps)
-    metrics_file = JsonlSink(run_dir / "metrics.jsonl", first_step=first_step)
-    return SinkGroup([metrics_file, TensorBoardSink(run_dir / "tensorboard", first_step=first_step), console])
+    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step=first_step)]
+    if tensorboard:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", first_step=first_step))
+    return SinkGroup([*sinks, console])

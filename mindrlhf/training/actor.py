@@ -1,11 +1,15 @@
 """What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
 
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
+from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
+from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
@@ -13,7 +17,7 @@ from mindrlhf.training.batch import unpack_share
 from mindrlhf.training.learner import Learner, row_tensors
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
+from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
 
 
 class Actor(Learner):
@@ -23,6 +27,7 @@ class Actor(Learner):
         network: the policy.
         loss: cell with the signature of :class:`mindrlhf.algorithms.losses.GrpoLoss`.
         reference: log-probabilities under the reference model, None when beta is 0.
+        saves_reference: the reference changes during the run, so checkpoints must hold it.
     """
 
     def __init__(
@@ -33,10 +38,11 @@ class Actor(Learner):
         rank: Rank,
         device: str,
         reference: PolicyLogProbs | None,
+        saves_reference: bool,
     ):
         super().__init__(network, loss, optimizer, rank, device)
-        self._policy = loss.policy
         self._reference = reference
+        self._saves_reference = saves_reference
         self._board: WeightBoard | None = None
         self._batches: list[tuple[list[PackedRows], int]] = []
 
@@ -52,7 +58,7 @@ class Actor(Learner):
         Returns:
             "<index>.logprobs" float32 [rows, length] for each micro-batch.
         """
-        cell = self._policy if name == "old_logprobs" else self._reference
+        cell = self.policy if name == "old_logprobs" else self._reference
         results = {}
         for index, rows in enumerate(self._batches[batch][0]):
             self.count_compile(name, rows)
@@ -93,6 +99,29 @@ class Actor(Learner):
         for name, array in iter_hf_tensors(self.network, self.rank.index, self.rank.world_size):
             self._board.write(name, array)
         return {"contribution": self._board.contribution()}
+
+    def state_size_bytes(self) -> int:
+        """Return the size of a checkpoint, in bytes: weights and both moments."""
+        weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
+        reference = weights if self._saves_reference else 0
+        return weights + reference + sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimiser state; the lead rank's part, since all ranks hold the same."""
+        self.export(directory / MODEL_NAME, None)
+        if self._saves_reference:
+            reference = self._reference.model
+            export_hf(
+                iter_hf_tensors(reference), reference.hf_config, directory / REFERENCE_NAME, dtype=self.param_dtype
+            )
+        save_arrays(directory / OPTIMIZER_NAME, optimizer_arrays(self.optimizer), optimizer_infos(self.optimizer))
+
+    def restore(self, directory: str) -> None:
+        """Load what ``save`` wrote."""
+        load_hf_weights(self.network, Path(directory) / MODEL_NAME)
+        if self._saves_reference:
+            load_hf_weights(self._reference.model, Path(directory) / REFERENCE_NAME)
+        restore_optimizer(self.optimizer, load_arrays(Path(directory) / OPTIMIZER_NAME))
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""

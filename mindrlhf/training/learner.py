@@ -31,6 +31,7 @@ def load_model(model: ModelSection, path: str, run: RunSection, row_length: int)
         compute_dtype=model.compute_dtype,
         param_dtype=model.param_dtype,
         device=run.device,
+        recompute=model.recompute,
     )
     if model.random_init:
         load_random_weights(network, run.seed)
@@ -44,7 +45,8 @@ class Learner:
 
     Args:
         network: the trained model.
-        loss: cell over it; see :class:`mindrlhf.training.cells.AccumulateGradients`.
+        loss: cell over a :class:`mindrlhf.algorithms.logprobs.PolicyLogProbs` called ``policy``; see
+            :class:`mindrlhf.training.cells.AccumulateGradients`.
         optimizer: options of AdamW.
         rank: this process.
         device: "cpu" or "ascend".
@@ -54,10 +56,15 @@ class Learner:
         self.rank = rank
         self.network = network
         loss.set_train(True)
-        parameters = ms.ParameterTuple(network.trainable_params())
+        parameters = network.trainable_params()
         accumulators = make_accumulators(parameters)
+        accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
         self.optimizer = make_optimizer(parameters, optimizer)
-        self._gradients = AccumulateGradients(loss, parameters, accumulators)
+        self.policy = loss.policy
+        self._head_accumulator = accumulator_of[network.head_weight.name]
+        in_graph = ms.ParameterTuple(self.policy.graph_parameters())
+        targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
+        self._gradients = AccumulateGradients(loss, in_graph, targets)
         step = HostOptimizerStep if device == "cpu" else OptimizerStep
         self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -81,6 +88,7 @@ class Learner:
     def apply(self, lr: float) -> float:
         """Update the weights from the accumulated gradients; return their global norm before clipping."""
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
+        self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
         return float(self._step())
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
@@ -91,10 +99,19 @@ class Learner:
         """Return the compilations so far and the peak memory of this rank."""
         return {"recompiles": len(self._shapes_seen), "memory/peak_rss_gb": peak_rss_gb()}
 
-    def export(self, directory: Path, dtype: str, tokenizer_dir: str | os.PathLike | None) -> None:
-        """Write the weights as a Hugging Face directory."""
+    @property
+    def param_dtype(self) -> str:
+        """Dtype name of the trained parameters."""
+        return str(self.network.head_weight.dtype).lower()
+
+    def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
+        """Write the weights as a Hugging Face directory, in their own dtype."""
         export_hf(
-            iter_hf_tensors(self.network), self.network.hf_config, directory, dtype=dtype, tokenizer_dir=tokenizer_dir
+            iter_hf_tensors(self.network),
+            self.network.hf_config,
+            directory,
+            dtype=self.param_dtype,
+            tokenizer_dir=tokenizer_dir,
         )
 
 

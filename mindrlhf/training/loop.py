@@ -1,7 +1,7 @@
 """The reinforcement learning loop, as the lead rank runs it: sample, score, update, publish, report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile, PromptRecord
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.evaluation.heldout import Evaluation, HeldOut
+from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
@@ -20,20 +20,12 @@ from mindrlhf.observe.timing import StageTimer, throughput
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
+from mindrlhf.training.checkpoints import Progress, RunCheckpoints
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 
 Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
-
-
-@dataclass
-class Progress:
-    """Where a run is: all that a checkpoint needs beside weights and optimiser."""
-
-    step: int = 0  # steps done
-    weights_version: int = 0
-    evaluations: list[Evaluation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,7 @@ class Parts:
     sample_writer: SampleWriter
     rows: RowOptions
     stop_token_ids: tuple[int, ...]
+    checkpoints: RunCheckpoints
 
 
 class Trainer:
@@ -79,15 +72,19 @@ class Trainer:
         """Train to the last step, evaluating and reporting on the way."""
         self.publish()
         self.timer.finish_step()
-        every = self.config.evaluation.every_steps
+        every_eval = self.config.evaluation.every_steps
         if self.parts.held_out and self.config.evaluation.before_training and self.progress.step == 0:
             self.parts.sinks.write(0, self.evaluate())
         while self.progress.step < self.num_steps:
             metrics = self.step()
             is_last = self.progress.step == self.num_steps
-            if self.parts.held_out and (is_last or (every and self.progress.step % every == 0)):
+            if self.parts.held_out and (is_last or (every_eval and self.progress.step % every_eval == 0)):
                 metrics |= self.evaluate()
             self.parts.sinks.write(self.progress.step, metrics)
+            every_save = self.config.checkpoint.every_steps
+            if every_save and self.progress.step % every_save == 0:
+                self.parts.checkpoints.save(self.progress)
+                self.timer.finish_step()
 
     def publish(self) -> None:
         """Put the current weights on the board and have the generator load them."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig, SftConfig
-from mindrlhf.config.sections import DataSection, ModelSection
+from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
@@ -34,6 +34,7 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
     Raises:
         UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths.
     """
+    _check_layout(config.parallel_config)
     for verifier in config.reward.verifier_function:
         check_verifier(verifier)
     tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
@@ -54,6 +55,7 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
 
 def check_sft_inputs(config: SftConfig) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
+    _check_layout(config.parallel_config)
     tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
     held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
     longest = _longest_record(records.header)
@@ -66,6 +68,20 @@ def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
+
+
+def _check_layout(parallel: ParallelSection) -> None:
+    # Not a rule of the config: configs for such layouts are written and checked now, and run later.
+    for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
+        if getattr(parallel, name) > 1:
+            raise UserError(
+                f"'parallel_config.{name}' is {getattr(parallel, name)}, but this release trains in data parallel only: "
+                "set it to 1"
+            )
+    if parallel.enable_parallel_optimizer:
+        raise UserError(
+            "'parallel_config.enable_parallel_optimizer' is not carried out yet: set it to false"
+        )
 
 
 def _longest_record(header: PromptFileHeader) -> int:

@@ -9,7 +9,8 @@ from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_free, check_grpo_inputs
+from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
 from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
 
 
@@ -21,7 +22,8 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     """
     inputs = check_grpo_inputs(config)
     output_dir = Path(config.run.output_dir)
-    check_free(output_dir / FINAL_NAME)
+    if is_lead_process():
+        check_output(config, resume=resume)
     output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # The generator takes as long to start as the training graphs to compile: let them overlap.
@@ -71,7 +73,7 @@ def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
         beta=algorithm.beta,
         on_policy=config.training.num_minibatches * config.training.num_iterations == 1,
     )
-    return Actor(network, loss, config.optimizer, rank, device, reference)
+    return Actor(network, loss, config.optimizer, rank, device, reference, saves_reference=algorithm.sync_ref_model)
 
 
 def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:
@@ -81,7 +83,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.rewards.pool import RewardPool
     from mindrlhf.rollout.samples import Sampler
     from mindrlhf.training.batch import RowOptions
-    from mindrlhf.training.loop import Parts, Progress, Trainer
+    from mindrlhf.training.loop import Parts, Trainer
     from mindrlhf.training.team import Team
 
     output_dir = Path(config.run.output_dir)
@@ -95,19 +97,31 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     board = stack.enter_context(actor.create_board())
     team.call("attach_board", path=board.path)
     generator.use_board(board.path)
+    stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, training.epochs)
+    checkpoints = RunCheckpoints(config, team, stream)
     progress = Progress()
+    if resume:
+        progress = checkpoints.resume()
+        print(f"mindrlhf: resumed after step {progress.step}", flush=True)
+    first_step = progress.step + 1 if resume else 0
     parts = Parts(
         team=team,
         board=board,
         generator=generator,
         sampler=Sampler(generator, rewards, inputs.tokenizer),
         prompts=inputs.prompts,
-        stream=PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, training.epochs),
+        stream=stream,
         held_out=_held_out(config, inputs),
-        sinks=open_sinks(output_dir, first_step=progress.step, num_steps=inputs.num_steps),
-        sample_writer=SampleWriter(output_dir / "samples.jsonl", first_step=progress.step),
+        sinks=open_sinks(
+            output_dir,
+            first_step=first_step,
+            num_steps=inputs.num_steps,
+            tensorboard=config.observe.tensorboard,
+        ),
+        sample_writer=SampleWriter(output_dir / "samples.jsonl", first_step=first_step),
         rows=RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack),
         stop_token_ids=inputs.tokenizer.eos_token_ids,
+        checkpoints=checkpoints,
     )
     stack.callback(parts.sinks.close)
     stack.callback(parts.sample_writer.close)
@@ -126,7 +140,7 @@ def _finish(config: GrpoConfig, actor, progress, parts) -> None:
     output_dir = Path(config.run.output_dir)
     parts.sinks.close()
     parts.sample_writer.close()
-    actor.export(output_dir / FINAL_NAME, config.model.param_dtype, config.data.tokenizer_dir)
+    actor.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
     summary = write_summary(output_dir, progress.evaluations)
     if summary:
         print(f"\n{summary_text(summary)}")

@@ -26,8 +26,11 @@ def num_ranks_from_environment() -> int:
 
 
 def is_lead_process() -> bool:
-    """Whether this process will become rank 0; msrun numbers its workers before MindSpore joins them."""
-    return os.environ.get("RANK_ID", "0") == "0"
+    """Whether this process will become rank 0; msrun numbers its workers before MindSpore joins them.
+
+    Its scheduler runs the same program, without a number.
+    """
+    return os.environ.get("RANK_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED"
 
 
 def start_runtime(run: RunSection, log_dir: Path) -> Rank:
@@ -42,9 +45,6 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(DEVICE_TARGETS[run.device])
-    if run.device == "cpu":
-        num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-        ms.set_context(runtime_num_threads=num_threads)
     ms.set_seed(run.seed)
     world_size = num_ranks_from_environment()
     index = 0
@@ -60,4 +60,6 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
         # tied to one would wait while another is free.
         os.sched_setaffinity(0, cores)
+        # Set last: preparing MindFormers resets it.
+        ms.set_context(runtime_num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
     return Rank(index, world_size)

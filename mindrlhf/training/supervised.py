@@ -26,7 +26,6 @@ class SupervisedLearner(Learner):
 
     def __init__(self, network: Any, loss: SupervisedLoss, config: SftConfig, rank: Rank):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
-        self._policy = loss.policy
 
     def update(self, lr: float, **share: Any) -> dict[str, Any]:
         """Make one optimiser update; "statistics" [2] are this rank's part of the loss and its entropy sum."""
@@ -37,9 +36,7 @@ class SupervisedLearner(Learner):
     def evaluate(self, **share: Any) -> dict[str, Any]:
         """Return "logprob_sum", the summed log-probability of this rank's response tokens."""
         micro_batches, _ = unpack_share(share)
-        return {
-            "logprob_sum": sum(float(self._policy(*row_tensors(rows))[0].asnumpy().sum()) for rows in micro_batches)
-        }
+        return {"logprob_sum": sum(float(self.policy(*row_tensors(rows))[0].asnumpy().sum()) for rows in micro_batches)}
 
 
 def run_supervised_rank(config: SftConfig) -> None:
@@ -61,13 +58,13 @@ def run_supervised_rank(config: SftConfig) -> None:
         return
     write_config(config, output_dir)
     team = Team(learner, connections)
-    sinks = open_sinks(output_dir, first_step=0)
+    sinks = open_sinks(output_dir, first_step=0, tensorboard=config.observe.tensorboard)
     try:
         run_supervised(config, inputs, team, sinks)
     finally:
         sinks.close()
         team.close()
-    learner.export(output_dir / FINAL_NAME, config.model.param_dtype, config.data.tokenizer_dir)
+    learner.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
     print(f"model: {output_dir / FINAL_NAME}", flush=True)
 
 

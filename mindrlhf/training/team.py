@@ -24,10 +24,14 @@ Values = dict[str, Any]  # arguments or results: NumPy arrays and JSON values by
 
 
 class Team:
-    """The lead's view of all ranks. ``call`` is the only way work reaches a rank."""
+    """The lead's view of all ranks. ``call`` is the only way work reaches another rank.
+
+    Attributes:
+        lead: the worker of rank 0, in this process.
+    """
 
     def __init__(self, worker: Any, connections: Sequence[socket.socket] = ()):
-        self._worker = worker
+        self.lead = worker
         self._connections = list(connections)
 
     @property
@@ -49,7 +53,7 @@ class Team:
         arguments = [{**common, **own} for own in per_rank] if per_rank else [common] * self.world_size
         for rank, connection in enumerate(self._connections, start=1):
             self._guard(rank, _send, connection, {"method": method}, arguments[rank])
-        results = [getattr(self._worker, method)(**arguments[0]) or {}]
+        results = [getattr(self.lead, method)(**arguments[0]) or {}]
         for rank, connection in enumerate(self._connections, start=1):
             header, values = self._guard(rank, _receive, connection)
             if "error" in header:
