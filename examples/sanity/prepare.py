@@ -1,9 +1,10 @@
 """Makes the inputs of the sanity recipe: a 512-token tokenizer, 64 prompts, and the config of a random model.
 
-    python examples/sanity/prepare.py --out runs/sanity_inputs [--vocab-size 512]
+    python examples/sanity/prepare.py --out runs/sanity_inputs [--vocab-size 512] [--endless]
 
-Everything is a function of the arguments. With a larger --vocab-size the tokenizer stays as it is, and the
-model's vocabulary is padded, which is how the benchmark measures the cost of a large vocabulary.
+Everything is a function of the arguments. With a larger --vocab-size the tokenizer stays as it is and the
+model's vocabulary is padded; with --endless there is no end token, so that every response has the full length.
+The benchmark uses both.
 """
 
 import argparse
@@ -65,12 +66,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=NUM_TOKENS)
+    parser.add_argument("--endless", action="store_true")
     arguments = parser.parse_args()
     model_dir = arguments.out / "model"
     model_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     tokenizer.save(str(model_dir / "tokenizer.json"))
-    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
+    special_tokens = {} if arguments.endless else {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(special_tokens))
     (model_dir / "config.json").write_text(json.dumps(model_config(arguments.vocab_size), indent=2))
     stream = random.Random(1)
     with (arguments.out / "prompts.jsonl").open("w", encoding="utf-8") as file:

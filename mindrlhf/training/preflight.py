@@ -75,13 +75,11 @@ def _check_layout(parallel: ParallelSection) -> None:
     for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
         if getattr(parallel, name) > 1:
             raise UserError(
-                f"'parallel_config.{name}' is {getattr(parallel, name)}, but this release trains in data parallel only: "
-                "set it to 1"
+                f"'parallel_config.{name}' is {getattr(parallel, name)}, but this release trains in data parallel "
+                "only: set it to 1"
             )
     if parallel.enable_parallel_optimizer:
-        raise UserError(
-            "'parallel_config.enable_parallel_optimizer' is not carried out yet: set it to false"
-        )
+        raise UserError("'parallel_config.enable_parallel_optimizer' is not carried out yet: set it to false")
 
 
 def _longest_record(header: PromptFileHeader) -> int:

@@ -1,0 +1,140 @@
+"""One step of GRPO side by side: MindRLHF against Hugging Face TRL, same sizes, one thread each, in one run.
+
+    bash scripts/setup.sh && bash scripts/setup_benchmark.sh
+    .venv/bin/python scripts/benchmark.py [--case small|large ...] [--repeats 3] [--out benchmark.json]
+
+Both train a random Qwen2 (4 layers, hidden 128) on 4 prompts x 8 samples x 64 tokens, no KL, one update a step.
+"small" has 512 vocabulary entries and one micro-batch of 32; "large" has 151,936 and micro-batches of 8. The two
+sides take turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one
+measurement, so what else the machine is doing falls on both sides.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pair of sizes."""
+
+    vocab_size: int
+    micro_batch: int
+    num_steps: int
+    num_warmup_steps: int
+
+
+CASES = {"small": Case(512, 32, 20, 5), "large": Case(151_936, 8, 3, 2)}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One side's measurement: median seconds of a step and of its generation, and peak memory in GB."""
+
+    step_s: float
+    generation_s: float
+    peak_gb: float
+
+
+def environment() -> dict[str, str]:
+    """Return the environment that holds both sides to one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": "1"}
+
+
+def run(command: list[str]) -> str:
+    """Run a command in the repository and return its output; its errors are shown when it fails."""
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"benchmark: {' '.join(command[:4])} ... failed\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
+    return result.stdout
+
+
+def prepare(case: Case, directory: Path) -> None:
+    """Make model, tokenizer and prompts of a case."""
+    run([sys.executable, "examples/sanity/prepare.py", "--out", str(directory), "--endless"]
+        + ["--vocab-size", str(case.vocab_size)])  # fmt: skip
+    run([sys.executable, "-m", "mindrlhf.cli", "data", "build", "--input", f"{directory}/prompts.jsonl"]
+        + ["--output", f"{directory}/prompts.mindrecord", "--tokenizer", f"{directory}/model"]
+        + ["--handler", "map_keys", "--map", "question=prompt,answer=answer", "--template", "plain"]
+        + ["--max-prompt-length", "16"])  # fmt: skip
+
+
+def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
+    """Run `mindrlhf train` and read its own timings."""
+    output = directory / f"run_{turn}"
+    settings = {
+        "run.output_dir": output,
+        "run.max_steps": case.num_steps + case.num_warmup_steps,
+        "model.path": directory / "model",
+        "data.train_file": directory / "prompts.mindrecord",
+        "data.tokenizer_dir": directory / "model",
+        "training.batch_size": case.micro_batch,
+        "rollout.num_threads": 1,
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    run([sys.executable, "-m", "mindrlhf.cli", "train", "examples/sanity/config.yaml", *overrides])
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][case.num_warmup_steps :]
+    assert all(step["response_length/min"] == 64 for step in steps), "a response ended early"
+    return Turn(
+        statistics.median(step["timing/all"] for step in steps),
+        statistics.median(step["timing/rollout"] for step in steps),
+        steps[-1]["memory/peak_rss_gb"],
+    )
+
+
+def measure_trl(case: Case) -> Turn:
+    """Run scripts/benchmark_trl.py in its own environment."""
+    command = [str(BENCH_PYTHON), "scripts/benchmark_trl.py", "--vocab-size", str(case.vocab_size)]
+    command += ["--micro-batch", str(case.micro_batch), "--steps", str(case.num_steps)]
+    result = json.loads(run([*command, "--warmup-steps", str(case.num_warmup_steps)]).splitlines()[-1])
+    generation_s = result["median_generation_wall_s"]
+    return Turn(result["median_step_wall_s"], generation_s, result["peak_rss_bytes"] / 1e9)
+
+
+def compare(name: str, repeats: int) -> dict:
+    """Measure a case and print its table."""
+    case = CASES[name]
+    print(
+        f"\n{name}: vocabulary {case.vocab_size:,}, micro-batch {case.micro_batch}, medians of {case.num_steps} steps"
+    )
+    print("  turn     MindRLHF  (rollout)  memory        TRL  (rollout)  memory   ratio")
+    pairs = []
+    with tempfile.TemporaryDirectory() as directory:
+        prepare(case, Path(directory))
+        for turn in range(repeats):
+            ours, theirs = measure_mindrlhf(case, Path(directory), turn), measure_trl(case)
+            pairs.append((ours, theirs))
+            cells = [
+                f"{side.step_s:8.3f} s {side.generation_s:8.3f} s {side.peak_gb:5.2f} GB" for side in (ours, theirs)
+            ]
+            print(f"  {turn + 1:4d} {cells[0]} {cells[1]} {ours.step_s / theirs.step_s:7.2f}", flush=True)
+    ratios = sorted(ours.step_s / theirs.step_s for ours, theirs in pairs)
+    print(f"  step time, MindRLHF / TRL: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    return {"case": name, "ratios": ratios, "turns": [[vars(ours), vars(theirs)] for ours, theirs in pairs]}
+
+
+def main() -> None:
+    """Run the chosen cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=sorted(CASES), action="append", help="default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    arguments = parser.parse_args()
+    if not BENCH_PYTHON.exists():
+        sys.exit("benchmark: there is no .venv-bench; make it with: bash scripts/setup_benchmark.sh")
+    results = [compare(name, arguments.repeats) for name in arguments.case or CASES]
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
