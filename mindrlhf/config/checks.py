@@ -28,8 +28,9 @@ def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> No
     """Check a `mindrlhf sft` config."""
     _check_device(config.run, config.model, config.parallel_config)
     _check_schedule(config.optimizer, given)
-    if "model.reference_path" in given:
-        raise UserError("'model.reference_path' is set, but supervised fine-tuning has no reference model: remove it")
+    for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
+        if name in given:
+            raise UserError(f"'{name}' is set, but supervised fine-tuning has no {what}: remove it")
     data_parallel = resolve_data_parallel(config.parallel_config, world_size)
     unit = config.supervised.batch_size * data_parallel
     if config.supervised.rows_per_step % unit:

@@ -39,7 +39,6 @@ class SftConfig:
     supervised: sections.SupervisedSection = section(sections.SupervisedSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 

@@ -81,13 +81,15 @@ def run_supervised(config: SftConfig, inputs: RunInputs, team: Team, sinks: Sink
     per_step = config.supervised.rows_per_step
     num_steps = config.supervised.epochs * -(-len(rows) // per_step)
     num_steps = min(num_steps, config.run.max_steps or num_steps)
-    for step, part in enumerate(_steps(rows, per_step, num_steps, config.run.seed)):
+    for step, part in enumerate(_steps(rows, per_step, num_steps, config)):
         start = time.perf_counter()
         batch = batch_of_rows(sequences, part, options)
         lr = learning_rate(config.optimizer, step, num_steps)
         shares = [batch.share(rank, team.world_size) for rank in range(team.world_size)]
         results = team.call("update", per_rank=shares, lr=lr)
-        metrics = _metrics(results, batch, lr, time.perf_counter() - start)
+        metrics = _metrics(results, batch, lr)
+        if config.observe.performance_stats:
+            metrics |= _performance(batch, time.perf_counter() - start, team.world_size)
         if held_out and step + 1 == num_steps:
             metrics["eval/loss"] = _held_out_loss(team, held_out)
         sinks.write(step + 1, metrics)
@@ -102,11 +104,13 @@ def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:
     return sequences
 
 
-def _steps(rows: Sequence[Row], per_step: int, num_steps: int, seed: int) -> Iterator[list[Row]]:
-    """Yield the rows of each step, epoch after epoch, each in an order of its own."""
+def _steps(rows: Sequence[Row], per_step: int, num_steps: int, config: SftConfig) -> Iterator[list[Row]]:
+    """Yield the rows of each step, epoch after epoch, each in an order of its own if ``data.shuffle`` says so."""
     done, epoch = 0, 0
     while done < num_steps:
-        order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+        order = np.arange(len(rows))
+        if config.data.shuffle:
+            np.random.default_rng([config.run.seed, epoch]).shuffle(order)
         for start in range(0, len(rows), per_step):
             if done == num_steps:
                 return
@@ -115,9 +119,8 @@ def _steps(rows: Sequence[Row], per_step: int, num_steps: int, seed: int) -> Ite
         epoch += 1
 
 
-def _metrics(results: Sequence[dict[str, Any]], batch: Batch, lr: float, elapsed_s: float) -> dict[str, float]:
+def _metrics(results: Sequence[dict[str, Any]], batch: Batch, lr: float) -> dict[str, float]:
     loss, entropy = np.sum([result["statistics"] for result in results], axis=0)
-    num_positions = sum(int((rows.segment_ids > 0).sum()) for rows in batch.micro_batches)
     return {
         "loss": float(loss),
         "entropy": float(entropy) / batch.num_tokens,
@@ -125,9 +128,12 @@ def _metrics(results: Sequence[dict[str, Any]], batch: Batch, lr: float, elapsed
         "lr": lr,
         "recompiles": max(result["recompiles"] for result in results),
         "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in results),
-        "timing/all": elapsed_s,
-        "e2e_tps": num_positions / len(results) / elapsed_s,
     }
+
+
+def _performance(batch: Batch, elapsed_s: float, world_size: int) -> dict[str, float]:
+    num_tokens = sum(int((rows.segment_ids > 0).sum()) for rows in batch.micro_batches)
+    return {"timing/all": elapsed_s, "e2e_tps": num_tokens / world_size / elapsed_s}
 
 
 def _held_out_loss(team: Team, batch: Batch) -> float:
