@@ -9,7 +9,6 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mindrlhf" / "__init__.py").read_text()).group(1)
 
 CORE = [
-    "jsonlines>=4",
     "jinja2>=3.1",
     "math-verify[antlr4_13_2]>=0.8",
     "numpy>=1.26",

@@ -253,7 +253,7 @@ def _check_shared_memory(path: Path) -> Check:
         return Check("machine", str(path), "error", _one_line(failure), f"mount -t tmpfs tmpfs {path}")
     if free_bytes >= MIN_SHM_BYTES:
         return Check("machine", str(path), "ok", f"{_gib(free_bytes)} free")
-    finding = f"{_gib(free_bytes)} free; the weights pass through it, in the generator's dtype"
+    finding = f"{_gib(free_bytes)} free; vLLM's tensor-parallel workers talk through it"
     return Check("machine", str(path), "warning", finding, f"mount -o remount,size=8G {path} (docker: --shm-size=8g)")
 
 

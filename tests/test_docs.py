@@ -1,5 +1,6 @@
 """The pages tell the truth where a machine can check it: links, commands, keys, metrics, arithmetic."""
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindrlhf.cli import COMMANDS, _parse
+from mindrlhf.cli import _parse, build_parser
 from mindrlhf.config.loader import dotted_keys
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.data.packing import TokenSequence
@@ -74,8 +75,9 @@ def test_commands_parse(page, capsys):
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_named_in_prose_exist(page):
+    (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for command in re.findall(r"`mindrlhf ([a-z]+)", _prose(page)):
-        assert command in COMMANDS, f"there is no command mindrlhf {command}"
+        assert command in subparsers.choices, f"there is no command mindrlhf {command}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
