@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, write_manifest
+from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -116,7 +117,7 @@ class CheckpointStore:
         if os.path.lexists(final):
             os.rename(final, replaced)
         os.rename(temporary, final)
-        _sync(self.save_dir)
+        sync(self.save_dir)
         if os.path.lexists(replaced):
             _remove_any(replaced)
 
@@ -178,17 +179,9 @@ def _sync_tree(directory: Path) -> None:
     """Force every file and directory below, and ``directory`` itself, to the disk."""
     files = list_files(directory).values()
     for path in files:
-        _sync(path)
+        sync(path)
     for root, _, _ in os.walk(directory):
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(Path(root))
 
 
 def _gib(size_bytes: int) -> str:

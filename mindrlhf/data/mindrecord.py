@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 
 FORMAT = "mindrlhf-prompts"
@@ -136,24 +137,16 @@ def _publish(temporary: Path, path: Path) -> None:
     readable.touch()
     for file in (temporary, temporary_index):
         shutil.copymode(readable, file)
-        _sync(file)
+        sync(file)
     index.unlink(missing_ok=True)
     os.replace(temporary, path)
     os.replace(temporary_index, index)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def index_path(path: Path) -> Path:
     """Return the path of MindRecord's index of ``path``."""
     return path.with_name(path.name + ".db")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class PromptFile:

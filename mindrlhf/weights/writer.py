@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 from mindrlhf.weights.hf import FILE_CODES, INDEX_NAME, SINGLE_NAME, STORAGE_DTYPES
 
@@ -79,9 +80,9 @@ def write_model_directory(
             for name in TOKENIZER_FILES:
                 if (Path(tokenizer_dir) / name).is_file():
                     shutil.copyfile(Path(tokenizer_dir) / name, temporary / name)
-        _sync_directory(temporary)
+        sync(temporary)
         os.replace(temporary, out_dir)
-        _sync_directory(out_dir.parent)
+        sync(out_dir.parent)
     except OSError as error:
         raise UserError(f"{out_dir} cannot be written: {error.strerror}") from error
     finally:
@@ -115,7 +116,7 @@ def _write_tensors(
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     assert not places, f"{len(places)} planned tensors were not given, {next(iter(places))!r} first"
     for file_name in file_names:
-        _sync(directory / file_name)
+        sync(directory / file_name)
     if len(shards) > 1:
         total = sum(tensor.size_bytes for tensor in plan.values())
         weight_map = {name: file_name for file_name, names in zip(file_names, shards) for name in names}
@@ -155,17 +156,4 @@ def _header(names: list[str], plan: dict[str, TensorPlan], file_format: str) -> 
 
 def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
