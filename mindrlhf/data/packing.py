@@ -114,15 +114,7 @@ def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], num_rows:
     length = rows[0].length
     assert all(row.length == length for row in rows), "rows of one bucket have one length"
     assert num_rows >= len(rows), "there are more rows than room"
-    names = sequences[rows[0].items[0]].values
-    shape = (num_rows, length)
-    packed = PackedRows(
-        input_ids=np.zeros(shape, np.int32),
-        segment_ids=np.zeros(shape, np.int32),
-        labels=np.zeros(shape, np.int32),
-        mask=np.zeros(shape, np.float32),
-        tokens={name: np.zeros(shape, np.float32) for name in names},
-    )
+    packed = padding_rows((num_rows, length), tuple(sequences[rows[0].items[0]].values))
     for row_index, row in enumerate(rows):
         start = 0
         for segment, item in enumerate(row.items, start=1):
@@ -144,7 +136,12 @@ def _place(packed: PackedRows, sequence: TokenSequence, row: int, start: int, se
     return stop
 
 
-def packing_efficiency(batches: Sequence[PackedRows]) -> float:
-    """Return the share of positions that hold a token, padding rows included."""
-    filled = sum(int((batch.segment_ids > 0).sum()) for batch in batches)
-    return filled / max(1, sum(batch.segment_ids.size for batch in batches))
+def padding_rows(shape: tuple[int, int], names: Sequence[str] = ()) -> PackedRows:
+    """Return rows that hold nothing: segment 0 and weight 0 everywhere."""
+    return PackedRows(
+        input_ids=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+        labels=np.zeros(shape, np.int32),
+        mask=np.zeros(shape, np.float32),
+        tokens={name: np.zeros(shape, np.float32) for name in names},
+    )

@@ -11,13 +11,15 @@ from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
 from mindrlhf.config.sections import OptimizerSection
-from mindrlhf.data.packing import PackedRows
+from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.training.batch import unpack_share
 from mindrlhf.training.learner import Learner, row_tensors
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
+
+_LOSS_INPUTS = ("advantages", "old_logprobs", "reference_logprobs")
 
 
 class Actor(Learner):
@@ -51,6 +53,16 @@ class Actor(Learner):
         if is_first:
             self._batches = []
         self._batches.append(unpack_share(share))
+
+    def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
+        """Compile the graphs for every row length on rows of weight 0, while the generator is still starting."""
+        for length in row_lengths:
+            rows = padding_rows((rows_per_micro_batch, length))
+            self._batches = [([rows], 1)]
+            for name in graphs:
+                self.compute_logprobs(name, 0)
+            self.accumulate(rows, [rows.mask] * len(_LOSS_INPUTS), 1)
+        self._batches = []
 
     def compute_logprobs(self, name: str, batch: int) -> dict[str, np.ndarray]:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``.

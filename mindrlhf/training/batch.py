@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, plan_rows
+from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, padding_rows, plan_rows
 
 _FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -85,7 +85,7 @@ def batch_of_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], optio
                 _note_places(placed, sequences, row.items, len(micro_batches), row_index)
             micro_batches.append(fill_rows(sequences, part, size))
     while len(micro_batches) % options.num_ranks:
-        micro_batches.append(_padding_like(micro_batches[-1]))
+        micro_batches.append(padding_rows(micro_batches[-1].mask.shape, tuple(micro_batches[-1].tokens)))
     num_tokens = sum(len(sequences[item].response_ids) for item in placed)
     return Batch(tuple(micro_batches), num_tokens, tuple(placed[item] for item in sorted(placed)))
 
@@ -98,8 +98,3 @@ def _note_places(
         first = start + len(sequences[item].prompt_ids) - 1
         placed[item] = (micro_batch, row, first, first + len(sequences[item].response_ids))
         start += sequences[item].num_tokens
-
-
-def _padding_like(rows: PackedRows) -> PackedRows:
-    fields = {field: np.zeros_like(getattr(rows, field)) for field in _FIELDS}
-    return PackedRows(**fields, tokens={name: np.zeros_like(array) for name, array in rows.tokens.items()})

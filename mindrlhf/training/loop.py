@@ -25,6 +25,8 @@ from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 
+MAX_RECORDS_IN_MEMORY = 10_000
+
 Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
 
 
@@ -55,6 +57,7 @@ class Trainer:
         self.progress = progress
         self.num_steps = num_steps
         self.timer = StageTimer()
+        self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
         self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
             temperature=config.rollout.temperature,
@@ -67,6 +70,20 @@ class Trainer:
     def updates_per_step(self) -> int:
         """Optimiser updates that one step makes."""
         return self.config.training.num_minibatches * self.config.training.num_iterations
+
+    def warm_up(self) -> None:
+        """Compile all graphs and read small prompt files whole; none of it needs the generator."""
+        graphs = ["old_logprobs"] if self.updates_per_step > 1 else []
+        graphs += ["reference_logprobs"] if self.config.algorithm.beta > 0 else []
+        rows = self.parts.rows
+        self.parts.team.call(
+            "warm_up",
+            row_lengths=list(rows.row_lengths),
+            rows_per_micro_batch=rows.rows_per_micro_batch,
+            graphs=graphs,
+        )
+        if len(self.parts.prompts) <= MAX_RECORDS_IN_MEMORY:
+            self._records = self.parts.prompts.read(range(len(self.parts.prompts)))
 
     def run(self) -> None:
         """Train to the last step, evaluating and reporting on the way."""
@@ -122,7 +139,10 @@ class Trainer:
 
     def _next_records(self) -> list[PromptRecord]:
         training = self.config.training
-        return self.parts.prompts.read(self.parts.stream.next(training.chunk_size * training.num_rollouts))
+        indices = self.parts.stream.next(training.chunk_size * training.num_rollouts)
+        if self._records:
+            return [self._records[index] for index in indices]
+        return self.parts.prompts.read(indices)
 
     def _sample(self, records: Sequence[PromptRecord], index: int) -> list[Sample]:
         return self.parts.sampler.draw(

@@ -127,6 +127,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     stack.callback(parts.sample_writer.close)
     write_config(config, output_dir)
     trainer = Trainer(config, parts, progress, inputs.num_steps)
+    trainer.warm_up()
     generator.wait_ready()
     trainer.run()
     _finish(config, actor, progress, parts)
