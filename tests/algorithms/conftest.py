@@ -9,3 +9,4 @@ def graph_mode():
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
+    ms.set_context(runtime_num_threads=1)

@@ -1,0 +1,140 @@
+"""The two forms of the log-probability cell against each other and against full float64 logits."""
+
+import types
+
+import numpy as np
+import pytest
+import vocabulary_reference as reference
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 5, 40
+DEVICES = ("cpu", "ascend")  # tiled kernels; plain operators, which run on the CPU as well
+
+
+def make_policy(device: str, temperature: float, tied: bool = False):
+    """A policy whose hidden states are rows of an embedding, so that their gradients can be read off it."""
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+
+    stream = np.random.default_rng(7)
+
+    class Embedding(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            shape = (VOCABULARY, WIDTH)
+            self.table = ms.Parameter(stream.standard_normal(shape).astype(np.float32), name="table")
+            self.head = ms.Parameter(stream.standard_normal(shape).astype(np.float32), name="head")
+            self.head_weight = self.table if tied else self.head
+            self.dims = types.SimpleNamespace(tied=tied)
+
+        def construct(self, input_ids, segment_ids):
+            return ops.gather(self.table, input_ids, 0)
+
+    return PolicyLogProbs(Embedding(), temperature, device)
+
+
+def draw():
+    stream = np.random.default_rng(3)
+    input_ids = stream.integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+    labels = stream.integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+    mask = (stream.random((ROWS, LENGTH)) < 0.6).astype(np.float32)
+    mask[-1] = 0
+    weights = stream.standard_normal((2, ROWS, LENGTH)).astype(np.float32)
+    return input_ids, labels, mask, weights
+
+
+def run(policy, input_ids, labels, mask, weights):
+    """Return log-probs, entropies and the gradients, by parameter name, of their sum weighted by ``weights``."""
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    class WeightedSum(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.policy = policy
+
+        def construct(self, input_ids, segment_ids, labels, mask, first, second):
+            logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
+            return (logprobs * first + entropy * second).sum(), logprobs, entropy
+
+    class Gradients(nn.Cell):
+        """A cell, as in training: the kernels cannot read a parameter while ``ms.value_and_grad`` runs by itself."""
+
+        def __init__(self, parameters):
+            super().__init__(auto_prefix=False)
+            self.function = ops.value_and_grad(WeightedSum(), None, parameters, has_aux=True)
+
+        def construct(self, *inputs):
+            return self.function(*inputs)
+
+    arrays = (input_ids, np.ones_like(input_ids), labels, mask, *weights)
+    parameters = ms.ParameterTuple(policy.graph_parameters())
+    (_, logprobs, entropy), slopes = Gradients(parameters)(*map(ms.Tensor, arrays))
+    gradients = {parameter.name: slope.asnumpy().copy() for parameter, slope in zip(parameters, slopes)}
+    head = policy.model.head_weight.name
+    outside = np.zeros((VOCABULARY, WIDTH), np.float32)
+    policy.collect_weight_gradient(outside)
+    gradients[head] = gradients.get(head, 0.0) + outside
+    return logprobs.asnumpy(), entropy.asnumpy(), gradients
+
+
+def expected(policy, input_ids, labels, mask, weights, temperature):
+    table, head = policy.model.table.asnumpy(), policy.model.head_weight.asnumpy()
+    hidden = table[input_ids.reshape(-1)].astype(np.float64) / temperature
+    flat = (hidden, head, labels.reshape(-1), mask.reshape(-1))
+    logprobs, entropy, _ = reference.forward(*flat)
+    grad_hidden, grad_head = reference.backward(*flat, weights[0].reshape(-1), weights[1].reshape(-1))
+    grad_table = np.zeros(table.shape)
+    np.add.at(grad_table, input_ids.reshape(-1), grad_hidden / temperature)
+    if policy.model.dims.tied:
+        gradients = {"table": grad_table + grad_head}
+    else:
+        gradients = {"table": grad_table, "head": grad_head}
+    return logprobs.reshape(mask.shape), entropy.reshape(mask.shape), gradients
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_both_forms_equal_float64_in_value_and_gradient(temperature, tied):
+    inputs = draw()
+    for device in DEVICES:
+        policy = make_policy(device, temperature, tied)
+        logprobs, entropy, gradients = run(policy, *inputs)
+        expected_logprobs, expected_entropy, expected_gradients = expected(policy, *inputs, temperature)
+        np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5, err_msg=device)
+        np.testing.assert_allclose(entropy, expected_entropy, rtol=1e-5, atol=1e-5, err_msg=device)
+        for name, gradient in expected_gradients.items():
+            np.testing.assert_allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5, err_msg=f"{device} {name}")
+
+
+def test_no_entropy_gradient_takes_the_other_path_of_the_kernel():
+    input_ids, labels, mask, weights = draw()
+    weights[1] = 0
+    results = {device: run(make_policy(device, 1.0), input_ids, labels, mask, weights)[2] for device in DEVICES}
+    for name, gradient in results["ascend"].items():
+        np.testing.assert_allclose(results["cpu"][name], gradient, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_head_gradient_adds_up_and_is_handed_over_once():
+    policy, inputs = make_policy("cpu", 1.0), draw()
+    first = run(policy, *inputs)[2]["head"]
+    second = run(policy, *inputs)[2]["head"]
+    np.testing.assert_allclose(second, first, rtol=1e-6, err_msg="the first run's gradient was handed over twice")
+    rest = np.zeros_like(first)
+    policy.collect_weight_gradient(rest)
+    np.testing.assert_array_equal(rest, 0)
+
+
+def test_changed_weights_are_seen():
+    """The kernels read the head where it lies: an update in place or by assignment must reach them."""
+    import mindspore as ms
+
+    policy, inputs = make_policy("cpu", 1.0), draw()
+    before = run(policy, *inputs)[0]
+    policy.model.head.set_data(ms.Tensor(policy.model.head.asnumpy() * 2))
+    assigned, _, _ = run(policy, *inputs)
+    policy.model.head.asnumpy()[...] /= 2
+    restored, _, _ = run(policy, *inputs)
+    np.testing.assert_allclose(restored, before, rtol=1e-6)
+    assert np.abs(assigned - before).max() > 0.1
