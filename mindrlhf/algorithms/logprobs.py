@@ -31,21 +31,22 @@ class TiledTokenLogProbs(nn.Cell):
 
     The weight, often most of a small model, never enters the graph: the kernels read it where it lies, and add its
     gradient to ``weight_gradient``, a NumPy array of this cell that the optimiser step collects. As a graph
-    input and output it would be copied four times in every micro-batch.
+    input and output it would be copied four times in every micro-batch. So ``bind`` must come before each run.
     """
 
     def __init__(self, weight: ms.Parameter):
         super().__init__(auto_prefix=False)
+        self.weight = weight
         self.weight_gradient = np.zeros(weight.shape, np.float32)
-        gradient = self.weight_gradient
+        # A list, since MindSpore cells do not take plain arrays as attributes that change.
+        self._bound: list[np.ndarray] = []
 
         def forward(hidden, labels, mask):
-            return vocabulary.forward(hidden, weight.asnumpy(), labels, mask)
+            return vocabulary.forward(hidden, self._bound[0], labels, mask)
 
         def backward(hidden, labels, mask, entropy, log_normaliser, grad_logprobs, grad_entropy):
-            return vocabulary.backward(
-                hidden, weight.asnumpy(), labels, mask, entropy, log_normaliser, grad_logprobs, grad_entropy, gradient
-            )
+            results = (entropy, log_normaliser, grad_logprobs, grad_entropy)
+            return vocabulary.backward(hidden, self._bound[0], labels, mask, *results, self.weight_gradient)
 
         self.forward_kernel = ops.Custom(
             forward,
@@ -59,6 +60,11 @@ class TiledTokenLogProbs(nn.Cell):
             out_dtype=lambda hidden, *others: hidden,
             func_type="pyfunc",
         )
+
+    def bind(self) -> None:
+        """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""
+        # The first run may move a parameter; a copy outlives that.
+        self._bound[:] = [self.weight.asnumpy() if self._bound else self.weight.asnumpy().copy()]
 
     def construct(self, hidden, labels, mask):
         """Return what :class:`GraphTokenLogProbs` returns, and the log-normaliser that ``bprop`` needs."""
@@ -90,6 +96,11 @@ class PolicyLogProbs(nn.Cell):
         hidden = ops.reshape(hidden, (-1, hidden.shape[-1])) * self.inverse_temperature
         outputs = self.token_logprobs(hidden, ops.reshape(labels, (-1,)), ops.reshape(mask, (-1,)))
         return ops.reshape(outputs[0], labels.shape), ops.reshape(outputs[1], labels.shape)
+
+    def bind(self) -> None:
+        """To be called before each run of a graph that holds this cell."""
+        if self.is_tiled:
+            self.token_logprobs.bind()
 
     def graph_parameters(self) -> list[ms.Parameter]:
         """Return the trained parameters that the graph differentiates: all, but an untied head that is tiled."""

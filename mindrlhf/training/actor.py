@@ -14,7 +14,7 @@ from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.training.batch import unpack_share
-from mindrlhf.training.learner import Learner, row_tensors
+from mindrlhf.training.learner import Learner
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
@@ -74,7 +74,7 @@ class Actor(Learner):
         results = {}
         for index, rows in enumerate(self._batches[batch][0]):
             self.count_compile(name, rows)
-            rows.tokens[name] = cell(*row_tensors(rows))[0].asnumpy().copy()
+            rows.tokens[name] = self.logprobs(cell, rows)
             results[f"{index}.logprobs"] = rows.tokens[name]
         return results
 

@@ -8,6 +8,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
@@ -81,9 +82,15 @@ class Learner:
             The loss cell's statistics, float64, and log-probabilities, float32 [rows, length].
         """
         self.count_compile("update", rows)
+        self.policy.bind()
         inputs = [ms.Tensor(value) for value in values]
         statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
+
+    def logprobs(self, policy: PolicyLogProbs, rows: PackedRows) -> np.ndarray:
+        """Return the log-probabilities of one micro-batch under ``policy``, float32 [rows, length]."""
+        policy.bind()
+        return policy(*row_tensors(rows))[0].asnumpy().copy()
 
     def apply(self, lr: float) -> float:
         """Update the weights from the accumulated gradients; return their global norm before clipping."""

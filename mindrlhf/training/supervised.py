@@ -14,7 +14,7 @@ from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.observe.sinks import SinkGroup, open_sinks
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, unpack_share
-from mindrlhf.training.learner import Learner, load_model, row_tensors
+from mindrlhf.training.learner import Learner, load_model
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_free, check_sft_inputs
 from mindrlhf.training.runtime import Rank, start_runtime
 from mindrlhf.training.schedule import learning_rate
@@ -36,7 +36,7 @@ class SupervisedLearner(Learner):
     def evaluate(self, **share: Any) -> dict[str, Any]:
         """Return "logprob_sum", the summed log-probability of this rank's response tokens."""
         micro_batches, _ = unpack_share(share)
-        return {"logprob_sum": sum(float(self.policy(*row_tensors(rows))[0].asnumpy().sum()) for rows in micro_batches)}
+        return {"logprob_sum": sum(float(self.logprobs(self.policy, rows).sum()) for rows in micro_batches)}
 
 
 def run_supervised_rank(config: SftConfig) -> None:
