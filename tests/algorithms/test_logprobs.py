@@ -59,8 +59,6 @@ def run(policy, input_ids, labels, mask, weights):
             return (logprobs * first + entropy * second).sum(), logprobs, entropy
 
     class Gradients(nn.Cell):
-        """A cell, as in training: the kernels cannot read a parameter while ``ms.value_and_grad`` runs by itself."""
-
         def __init__(self, parameters):
             super().__init__(auto_prefix=False)
             self.function = ops.value_and_grad(WeightedSum(), None, parameters, has_aux=True)
@@ -70,6 +68,7 @@ def run(policy, input_ids, labels, mask, weights):
 
     arrays = (input_ids, np.ones_like(input_ids), labels, mask, *weights)
     parameters = ms.ParameterTuple(policy.graph_parameters())
+    policy.bind()
     (_, logprobs, entropy), slopes = Gradients(parameters)(*map(ms.Tensor, arrays))
     gradients = {parameter.name: slope.asnumpy().copy() for parameter, slope in zip(parameters, slopes)}
     head = policy.model.head_weight.name
