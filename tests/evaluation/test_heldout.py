@@ -1,0 +1,91 @@
+"""Held-out evaluation: the numbers by hand, and the same random streams every time."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut
+from mindrlhf.rollout.samples import Sample
+from mindrlhf.rollout.types import SamplingParams
+
+
+def make_sample(group: int, correct: float, style: float, length: int) -> Sample:
+    return Sample(
+        group=group,
+        prompt_ids=np.array([1], np.int32),
+        response_ids=np.zeros(length, np.int32),
+        rollout_logprobs=np.zeros(length, np.float32),
+        finish_reason="stop",
+        prompt=f"question {group}",
+        completion=f"answer {group} of {length}",
+        answer="42",
+        rewards={"correct": correct, "style": style},
+        reward=correct + 2 * style,
+        failures={},
+    )
+
+
+CORRECT = np.array([[1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], np.float64)
+SAMPLES = [make_sample(i, CORRECT[i, j], 0.5, 1 + i + j) for i in range(5) for j in range(2)]
+
+
+@pytest.fixture
+def evaluation():
+    return Evaluation.of(3, "correct", SAMPLES, 2)
+
+
+def test_scores_are_those_of_the_verifier_that_counts(evaluation):
+    np.testing.assert_array_equal(evaluation.scores, CORRECT)
+    np.testing.assert_array_equal(evaluation.rewards["style"], np.full((5, 2), 0.5))
+    assert (evaluation.step, evaluation.num_prompts, evaluation.num_samples) == (3, 5, 2)
+
+
+def test_metrics_by_hand(evaluation):
+    metrics = evaluation.metrics()
+    assert metrics["eval/accuracy"] == pytest.approx(0.5)
+    assert metrics["eval/correct/mean"] == pytest.approx(0.5)
+    assert metrics["eval/style/mean"] == pytest.approx(0.5)
+    assert metrics["eval/response_length"] == pytest.approx(np.mean([1, 2, 2, 3, 3, 4, 4, 5, 5, 6]))
+    assert 0.0 <= metrics["eval/accuracy_low"] < 0.5 < metrics["eval/accuracy_high"] <= 1.0
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_the_first_answers_to_the_first_questions_are_shown(evaluation):
+    assert [shown["completion"] for shown in evaluation.shown] == ["answer 0 of 1", "answer 1 of 2", "answer 2 of 3"]
+    assert evaluation.shown[0] == {
+        "prompt": "question 0",
+        "completion": "answer 0 of 1",
+        "answer": "42",
+        "reward": 2.0,
+    }
+
+
+def test_an_evaluation_survives_json(evaluation):
+    back = Evaluation.from_json(json.loads(json.dumps(evaluation.to_json())))
+    assert back.metrics() == evaluation.metrics()
+    np.testing.assert_array_equal(back.scores, evaluation.scores)
+    assert back.shown == evaluation.shown and back.step == 3 and back.verifier == "correct"
+
+
+def test_every_evaluation_draws_from_the_same_streams():
+    calls = []
+
+    class Recorder:
+        def draw(self, *arguments):
+            calls.append(arguments)
+            return SAMPLES
+
+    records = [PromptRecord(np.array([1], np.int32), np.zeros(0, np.int32), "42", f"s:{i}") for i in range(5)]
+    sampling = SamplingParams(max_tokens=8, temperature=0.5)
+    held_out = HeldOut(records, 2, "correct", sampling, seed=9)
+    first, second = held_out.run(Recorder(), step=0), held_out.run(Recorder(), step=50)
+    assert (first.step, second.step) == (0, 50)
+    assert calls[0] == calls[1]
+    assert calls[0][:3] == (records, 2, sampling)
+    HeldOut(records, 2, "correct", sampling, seed=10).run(Recorder(), step=0)
+    seed_paths = [arguments[3] for arguments in calls]
+    assert seed_paths[2] != seed_paths[0]
+    # Training draws step s from (seed, s): no step of a run meets the streams of its evaluations.
+    assert all(path[1] > 1_000_000 for path in seed_paths)

@@ -1,0 +1,216 @@
+"""Replicas over scripted generators: what a death costs, and what a restart brings back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mindrlhf.config.sections import RolloutSection
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.rollout import replicas as replicas_module
+from mindrlhf.rollout.replicas import Replicas, find_rollout_python, start_replicas
+from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+class Server:
+    """A generator whose samples depend on the request's seed and the sample's number, and which can die."""
+
+    def __init__(self, dies_after: int | None = None):
+        self.dies_after = dies_after  # completions
+        self.is_alive = True
+        self.num_starts = 1
+        self.version = 0
+        self.asked: list[list[int]] = []
+        self.log: list[str] = []
+
+    def wait_ready(self):
+        self.log.append("wait_ready")
+
+    def use_board(self, path):
+        self.log.append(f"use_board {path}")
+
+    def generate(self, requests, sampling):
+        self.asked.append([request.request_id for request in requests])
+        return self._completions(requests)
+
+    def _completions(self, requests):
+        # Sample by sample over all requests, so that a death leaves several of them half done.
+        pairs = [(r, i) for i in range(max(r.num_samples for r in requests)) for r in requests if i < r.num_samples]
+        for request, index in pairs:
+            self._check()
+            if self.dies_after is not None:
+                if self.dies_after == 0:
+                    self.is_alive, self.dies_after = False, None
+                    self._check()
+                self.dies_after -= 1
+            tokens = np.array([request.seed, index, self.version], np.int32)
+            yield Completion(request.request_id, index, tokens, np.zeros(3, np.float32), "stop", self.version)
+
+    def update_weights(self, version):
+        self._check()
+        self.version = version
+
+    def sleep(self):
+        self._check()
+
+    def wake(self):
+        self._check()
+
+    def restart(self):
+        self.is_alive = True
+        self.num_starts += 1
+
+    def close(self):
+        self.log.append("close")
+
+    def _check(self):
+        if not self.is_alive:
+            raise RunFailure("the rollout server was killed by signal 9; log x ends: ...")
+
+
+REQUESTS = [GenerationRequest(i, (1, 2), num_samples, seed=100 + i) for i, num_samples in enumerate((3, 1, 4, 2))]
+EXPECTED = {(r.request_id, i): [r.seed, i, 7] for r in REQUESTS for i in range(r.num_samples)}
+
+
+def collect(replicas: Replicas) -> dict[tuple[int, int], list[int]]:
+    completions = list(replicas.generate(REQUESTS, SAMPLING))
+    samples = {(c.request_id, c.sample_index): c.token_ids.tolist() for c in completions}
+    assert len(samples) == len(completions), "a sample came twice"
+    return samples
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 6])
+def test_every_sample_comes_once_from_any_number_of_servers(num_servers):
+    servers = [Server() for _ in range(num_servers)]
+    replicas = Replicas(servers, num_restarts=0)
+    replicas.update_weights(7)
+    assert collect(replicas) == EXPECTED
+    assert sorted(name for server in servers for asked in server.asked for name in asked) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("dies_after", range(6))
+def test_a_death_in_the_middle_is_made_good_by_a_restart(num_servers, dies_after, capsys):
+    servers = [Server(dies_after), *(Server() for _ in range(num_servers - 1))]
+    replicas = Replicas(servers, num_restarts=1)
+    replicas.update_weights(7)
+    if num_servers == 2 and dies_after == 5:
+        servers[0].dies_after = 4  # its share is five samples
+    assert collect(replicas) == EXPECTED
+    assert servers[0].num_starts == 2
+    message = capsys.readouterr().err
+    assert "killed by signal 9" in message and "0 restarts left" in message
+
+
+def test_only_unfinished_requests_are_asked_again():
+    server = Server(dies_after=6)  # 0,1,2,3 and 0,2: only request 1 is complete
+    replicas = Replicas([server], num_restarts=1)
+    replicas.update_weights(7)
+    assert collect(replicas) == EXPECTED
+    assert server.asked == [[0, 1, 2, 3], [0, 2, 3]]
+
+
+def test_without_restarts_a_death_is_raised():
+    replicas = Replicas([Server(dies_after=2)], num_restarts=0)
+    with pytest.raises(RunFailure, match="killed by signal 9"):
+        collect(replicas)
+
+
+def test_a_second_death_is_raised():
+    server = Server(dies_after=2)
+    replicas = Replicas([server], num_restarts=1)
+    replicas.update_weights(7)
+    assert collect(replicas) == EXPECTED
+    server.dies_after = 2
+    with pytest.raises(RunFailure, match="killed by signal 9"):
+        collect(replicas)
+
+
+def test_a_death_between_two_rollouts_is_made_good_too():
+    """The server may die while the trainer updates: the next thing it is asked is to wake and take new weights."""
+    server = Server()
+    replicas = Replicas([server], num_restarts=1)
+    replicas.update_weights(6)
+    server.is_alive = False
+    replicas.wake()
+    replicas.update_weights(7)
+    assert server.num_starts == 2
+    assert collect(replicas) == EXPECTED
+
+
+def test_a_users_mistake_starts_nothing_again():
+    class Refusing(Server):
+        def generate(self, requests, sampling):
+            raise UserError("a prompt is too long")
+
+    server = Refusing()
+    with pytest.raises(UserError, match="too long"):
+        collect(Replicas([server], num_restarts=1))
+    assert server.num_starts == 1
+
+
+def test_all_servers_hear_everything():
+    servers = [Server(), Server()]
+    replicas = Replicas(servers, num_restarts=0)
+    replicas.use_board("/board")
+    replicas.wait_ready()
+    replicas.update_weights(3)
+    replicas.close()
+    for server in servers:
+        assert server.log == ["use_board /board", "wait_ready", "close"]
+        assert server.version == 3
+
+
+def test_the_interpreter_is_looked_for_in_order(monkeypatch, tmp_path):
+    monkeypatch.setenv(replicas_module.PYTHON_VARIABLE, "/from/environment")
+    assert find_rollout_python("/configured") == "/configured"
+    assert find_rollout_python() == "/from/environment"
+    monkeypatch.delenv(replicas_module.PYTHON_VARIABLE)
+    package = tmp_path / "repository" / "mindrlhf"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(replicas_module.mindrlhf, "__file__", str(package / "__init__.py"))
+    assert find_rollout_python() == replicas_module.sys.executable
+    beside = package.parent / ".venv-rollout" / "bin" / "python"
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    assert find_rollout_python() == str(beside)
+
+
+def start(monkeypatch, rollout: RolloutSection, fails_at: int | None = None, **options):
+    started = []
+
+    class Started(Server):
+        @classmethod
+        def start(cls, options):
+            if len(started) == fails_at:
+                raise UserError("no such interpreter")
+            started.append((cls(), options))
+            return started[-1][0]
+
+    monkeypatch.setattr(replicas_module, "VllmGenerator", Started)
+    fixed = {"model_dir": "models/m", "max_model_len": 96, "seed": 5, "device": "cpu", "load_weights": False}
+    try:
+        start_replicas(rollout, **{**fixed, **options})
+    except UserError as error:
+        return started, error
+    return started, None
+
+
+def test_the_config_reaches_every_server(monkeypatch, tmp_path):
+    rollout = RolloutSection(python="/p", num_replicas=2, max_num_seqs=9, num_threads=3, env={"A": "b"})
+    started, _ = start(monkeypatch, rollout, log_dir=tmp_path)
+    options = [dataclasses.asdict(entry) for _, entry in started]
+    assert [entry.pop("log_path") for entry in options] == [str(tmp_path / f"rollout_{i}.log") for i in (0, 1)]
+    assert options[0] == options[1]
+    wanted = {"python": "/p", "max_model_len": 96, "max_num_seqs": 9, "num_threads": 3, "seed": 5, "env": {"A": "b"}}
+    assert options[0].items() >= {**wanted, "load_format": "dummy", "kv_cache_gib": 1, "enable_sleep": False}.items()
+    ((_, loaded),), _ = start(monkeypatch, RolloutSection(), load_weights=True, device="ascend", log_dir=tmp_path)
+    assert (loaded.load_format, loaded.enable_sleep, loaded.kv_cache_gib) == ("auto", True, None)
+
+
+def test_a_server_that_cannot_start_stops_those_before_it(monkeypatch, tmp_path):
+    started, error = start(monkeypatch, RolloutSection(num_replicas=3), fails_at=2, log_dir=tmp_path)
+    assert "no such interpreter" in str(error)
+    assert [server.log for server, _ in started] == [["close"], ["close"]]

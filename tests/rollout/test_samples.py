@@ -1,0 +1,155 @@
+"""From prompts to scored samples, with a scripted generator and a verifier that runs at once."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.observe.samples import SampleRecord
+from mindrlhf.rewards.types import RewardResult
+from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_record
+from mindrlhf.rollout.types import Completion, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=(0,))
+
+
+class Letters:
+    """Tokens 1.. are letters a..; 0 ends a text and is special."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        assert all(isinstance(token, int) for token in ids)
+        return "".join("" if token == 0 and skip_special_tokens else chr(ord("`") + token) for token in ids)
+
+
+class Script:
+    """Sample i of a request is i + 1 letters long; completions come in a scrambled order."""
+
+    def __init__(self):
+        self.chunks = []
+
+    def generate(self, requests, sampling):
+        self.chunks.append(list(requests))
+        assert sampling == SAMPLING
+        completions = [
+            Completion(
+                request_id=request.request_id,
+                sample_index=index,
+                token_ids=np.array([request.request_id + 1] * (index + 1) + [0] * (index < 2), np.int32),
+                logprobs=np.full(index + 1 + (index < 2), -0.5 - index, np.float32),
+                finish_reason="stop" if index < 2 else "length",
+                weights_version=1,
+            )
+            for request in requests
+            for index in range(request.num_samples)
+        ]
+        order = np.random.default_rng(0).permutation(len(completions))
+        return iter([completions[i] for i in order])
+
+
+class Counter:
+    """A reward pool: two verifiers, the weighted sum of which is length + 10 * correct; results in reverse."""
+
+    def __init__(self):
+        self.inputs = []
+        self.waiting = deque()
+
+    def submit(self, sample):
+        self.inputs.append(sample)
+        parts = {"length": float(len(sample.completion)), "correct": float(sample.answer in sample.completion)}
+        failures = {"correct": "timeout"} if sample.num_tokens == 3 else {}
+        self.waiting.appendleft(RewardResult(sample.index, parts, parts["length"] + 10 * parts["correct"], failures))
+
+    def results(self):
+        while self.waiting:
+            yield self.waiting.popleft()
+
+
+RECORDS = [
+    PromptRecord(np.array([3, 4], np.int32), np.zeros(0, np.int32), "aaa", "s:0"),
+    PromptRecord(np.array([5], np.int32), np.zeros(0, np.int32), "b", "s:1"),
+    PromptRecord(np.array([6, 0, 7], np.int32), np.zeros(0, np.int32), "zz", "s:2"),
+]
+
+
+@pytest.fixture
+def drawn():
+    generator, pool = Script(), Counter()
+    samples = Sampler(generator, pool, Letters()).draw(RECORDS, 3, SAMPLING, (11, 4))
+    return samples, generator, pool
+
+
+def test_samples_come_in_order_with_their_own_rewards(drawn):
+    samples, _, _ = drawn
+    assert [sample.group for sample in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [sample.completion for sample in samples] == ["a", "aa", "aaa", "b", "bb", "bbb", "c", "cc", "ccc"]
+    assert [sample.reward for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
+    assert [sample.rewards["correct"] for sample in samples] == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert [sample.finish_reason for sample in samples] == ["stop", "stop", "length"] * 3
+    for sample in samples:
+        np.testing.assert_array_equal(sample.prompt_ids, RECORDS[sample.group].prompt_ids)
+        assert sample.answer == RECORDS[sample.group].answer
+        assert len(sample.response_ids) == len(sample.rollout_logprobs)
+    assert samples[0].response_ids.tolist() == [1, 0], "the stop token is part of the response"
+    # Special tokens show in a prompt, where they mean something, and not in what verifiers read.
+    assert [sample.prompt for sample in samples[::3]] == ["cd", "e", "f`g"]
+    assert samples[1].failures == {"correct": "timeout"} and not samples[0].failures
+
+
+def test_verifiers_are_told_what_they_may_ask(drawn):
+    _, _, pool = drawn
+    given = {sample.index: sample for sample in pool.inputs}
+    assert sorted(given) == list(range(9))
+    assert (given[5].completion, given[5].answer, given[5].prompt) == ("bbb", "b", "e")
+    assert (given[5].finish_reason, given[5].num_tokens) == ("length", 3)
+    assert (given[0].finish_reason, given[0].num_tokens) == ("stop", 2)
+
+
+def seeds(seed_path, records=RECORDS, chunk_size=0):
+    generator = Script()
+    Sampler(generator, Counter(), Letters()).draw(records, 3, SAMPLING, seed_path, chunk_size)
+    return [request.seed for chunk in generator.chunks for request in chunk]
+
+
+def test_seeds_depend_on_the_path_and_the_place_alone():
+    first = seeds((11, 4))
+    assert first == seeds((11, 4))
+    assert first == seeds((11, 4), chunk_size=1)
+    assert first[:2] == seeds((11, 4), RECORDS[::-1][:2])
+    others = [*seeds((11, 5)), *seeds((12, 4)), *seeds((4, 11))]
+    assert len({*first, *others}) == 12
+    assert all(0 <= seed < 2**63 for seed in others)
+
+
+@pytest.mark.parametrize(("chunk_size", "sizes"), [(0, [3]), (1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (8, [3])])
+def test_prompts_go_out_in_chunks(chunk_size, sizes):
+    generator = Script()
+    samples = Sampler(generator, Counter(), Letters()).draw(RECORDS, 3, SAMPLING, (0,), chunk_size)
+    assert [len(chunk) for chunk in generator.chunks] == sizes
+    assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1, 2]
+    assert [request.prompt_ids for chunk in generator.chunks for request in chunk] == [(3, 4), (5,), (6, 0, 7)]
+    assert [sample.reward for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
+
+
+def test_a_generator_that_loses_a_sample_is_noticed():
+    class Lossy(Script):
+        def generate(self, requests, sampling):
+            return iter(list(super().generate(requests, sampling))[1:])
+
+    with pytest.raises(AssertionError, match="9 samples were asked for, 8 generated"):
+        Sampler(Lossy(), Counter(), Letters()).draw(RECORDS, 3, SAMPLING, (0,))
+
+
+def test_a_matrix_of_rewards_has_a_row_for_each_prompt(drawn):
+    samples, _, _ = drawn
+    total, correct = reward_matrix(samples, 3), reward_matrix(samples, 3, "correct")
+    assert total.dtype == np.float64
+    np.testing.assert_array_equal(total, [[1, 2, 13], [11, 12, 13], [1, 2, 3]])
+    np.testing.assert_array_equal(correct, [[0, 0, 1], [1, 1, 1], [0, 0, 0]])
+
+
+def test_what_a_samples_file_keeps(drawn):
+    samples, _, _ = drawn
+    assert sample_record(samples[2], 17) == SampleRecord(
+        17, "cd", "aaa", "aaa", 13.0, {"length": 3.0, "correct": 1.0}, "length"
+    )
