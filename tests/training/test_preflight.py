@@ -1,0 +1,240 @@
+"""What is checked before a run: each mistake by one line that names it, and nothing computed."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.data.mindrecord import PromptFileHeader, PromptRecord, write_prompt_file
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_sft_inputs
+from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+SANITY = Path(__file__).parents[2] / "examples" / "sanity" / "prepare.py"
+NUM_PROMPTS = 5
+LONGEST = 12
+
+
+def load_prepare():
+    specification = importlib.util.spec_from_file_location("sanity_prepare", SANITY)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def inputs_dir(tmp_path_factory) -> Path:
+    """A tokenizer, a whole model, and prompt files of several kinds."""
+    directory = tmp_path_factory.mktemp("inputs")
+    prepare = load_prepare()
+    tokenizer_dir = directory / "tokenizer"
+    tokenizer_dir.mkdir()
+    prepare.make_tokenizer().save(str(tokenizer_dir / "tokenizer.json"))
+    (tokenizer_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": prepare.END_OF_TEXT}))
+    model = {**prepare.model_config(512), "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    export_hf(random_hf_weights(model, 0), model, directory / "model")
+    wide = {**model, "hidden_size": 32}
+    bare = directory / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(model))
+    export_hf(random_hf_weights(wide, 0), wide, directory / "wide")
+    small = {**model, "vocab_size": 500}
+    export_hf(random_hf_weights(small, 0), small, directory / "small_vocabulary")
+    fingerprint = load_tokenizer(str(tokenizer_dir)).fingerprint
+    write_prompts(directory / "train.mindrecord", fingerprint, [LONGEST] * NUM_PROMPTS)
+    write_prompts(directory / "long.mindrecord", fingerprint, [LONGEST, 40])
+    write_prompts(directory / "foreign.mindrecord", "0" * 64, [LONGEST])
+    write_prompts(directory / "sft.mindrecord", fingerprint, [LONGEST] * 3, response_lengths=[8, 9, 3])
+    write_prompts(directory / "sft_long.mindrecord", fingerprint, [LONGEST], response_lengths=[50])
+    return directory
+
+
+def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None) -> None:
+    responses = response_lengths or [0] * len(prompt_lengths)
+    records = [
+        PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"s:{i}")
+        for i, (prompt, response) in enumerate(zip(prompt_lengths, responses))
+    ]
+    header = PromptFileHeader(
+        task="sft" if response_lengths else "prompts",
+        tokenizer_fingerprint=fingerprint,
+        template="plain",
+        template_sha256="",
+        handler="map_keys",
+        num_read=len(records),
+        num_kept=len(records),
+        num_bad=0,
+        num_too_long=0,
+        max_prompt_length=64,
+        max_length=None,
+        longest_prompt=max(prompt_lengths, default=0),
+        longest_response=max(responses, default=0),
+    )
+    write_prompt_file(path, header, [records])
+
+
+@pytest.fixture
+def config(inputs_dir) -> GrpoConfig:
+    return GrpoConfig(
+        model=sections.ModelSection(path=str(inputs_dir / "model")),
+        data=sections.DataSection(
+            train_file=str(inputs_dir / "train.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
+        ),
+        reward=sections.RewardSection(verifier_function=("accuracy_reward",)),
+        rollout=sections.RolloutSection(max_response_length=20),
+        training=sections.TrainingSection(chunk_size=2, epochs=3),
+    )
+
+
+@pytest.fixture
+def sft_config(inputs_dir) -> SftConfig:
+    return SftConfig(
+        model=sections.ModelSection(path=str(inputs_dir / "model")),
+        data=sections.DataSection(
+            train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
+        ),
+    )
+
+
+def changed(config, section: str, **values):
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def assert_refused(config, *words: str) -> None:
+    check = check_grpo_inputs if isinstance(config, GrpoConfig) else check_sft_inputs
+    with pytest.raises(UserError) as caught:
+        check(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_good_config_gives_the_inputs(config, inputs_dir):
+    inputs = check_grpo_inputs(config)
+    assert len(inputs.prompts) == NUM_PROMPTS and inputs.held_out is None
+    assert inputs.row_lengths == (32,)  # 12 + 20
+    assert inputs.num_steps == 8  # 15 prompts, two at a time
+    assert inputs.tokenizer.vocab_size == 512
+    with_eval = changed(config, "data", eval_file=str(inputs_dir / "train.mindrecord"))
+    assert len(check_grpo_inputs(with_eval).held_out) == NUM_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("training", "max_steps", "num_steps"),
+    [
+        ({"epochs": 1, "chunk_size": 5}, 0, 1),
+        ({"epochs": 1, "chunk_size": 6}, 0, 1),
+        ({"epochs": 1, "chunk_size": 2, "num_rollouts": 2}, 0, 2),
+        ({"epochs": 3, "chunk_size": 2}, 4, 4),
+        ({"epochs": 3, "chunk_size": 2}, 100, 8),
+    ],
+)
+def test_steps_are_counted(config, training, max_steps, num_steps):
+    config = changed(changed(config, "training", **training), "run", max_steps=max_steps)
+    assert check_grpo_inputs(config).num_steps == num_steps
+
+
+def test_given_row_lengths_are_kept_in_order(config):
+    assert check_grpo_inputs(changed(config, "training", row_lengths=(64, 32))).row_lengths == (32, 64)
+
+
+def test_a_row_too_short_for_prompt_and_response(config):
+    short = changed(config, "training", row_lengths=(24, 31))
+    assert_refused(short, "row_lengths ends at 31", "12 tokens", "max_response_length = 20", "32")
+
+
+def test_held_out_prompts_must_fit_too(config, inputs_dir):
+    """The server is started for the longest row: a longer held-out prompt would end the run at its first evaluation."""
+    config = changed(config, "data", eval_file=str(inputs_dir / "long.mindrecord"))
+    # Without fixed row lengths they can grow; with fixed ones the user must choose.
+    assert check_grpo_inputs(config).row_lengths[-1] >= 40 + 20
+    assert_refused(changed(config, "training", row_lengths=(32,)), "40", "60")
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("data", {"tokenizer_dir": "nowhere"}, ["nowhere"]),
+        ("data", {"train_file": "nowhere.mindrecord"}, ["nowhere.mindrecord", "mindrlhf data build"]),
+        ("data", {"eval_file": "nowhere.mindrecord"}, ["nowhere.mindrecord"]),
+        ("data", {"train_file": "{}/foreign.mindrecord"}, ["foreign.mindrecord", "tokenizer"]),
+        ("data", {"train_file": "{}/sft.mindrecord"}, ["sft.mindrecord", "--task prompts"]),
+        ("data", {"train_file": "{}/model/config.json"}, ["config.json", "not a prompt file"]),
+        ("model", {"path": "nowhere"}, ["nowhere"]),
+        ("model", {"path": "{}/bare"}, ["bare"]),
+        ("model", {"path": "{}/small_vocabulary"}, ["512", "500", "small_vocabulary"]),
+        ("reward", {"verifier_function": ("acuracy_reward",)}, ["acuracy_reward", "accuracy_reward"]),
+        ("reward", {"verifier_function": ("missing.py:reward",)}, ["missing.py"]),
+        ("reward", {"verifier_function": ("format_reward", "format_reward")}, ["format_reward"]),
+        ("reward", {"verifier_weight": (float("nan"),)}, ["nan"]),
+        ("parallel_config", {"model_parallel": 2}, ["model_parallel", "2"]),
+    ],
+)
+def test_mistakes_are_named(config, inputs_dir, section, values, words):
+    values = {name: v.format(inputs_dir) if isinstance(v, str) else v for name, v in values.items()}
+    assert_refused(changed(config, section, **values), *words)
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape(config, inputs_dir, tmp_path):
+    model = json.loads((inputs_dir / "model" / "config.json").read_text())
+    broken = tmp_path / "deeper"
+    broken.mkdir()
+    for file in (inputs_dir / "model").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 2}))
+    assert_refused(changed(config, "model", path=str(broken)), "model.layers.1.")
+    (broken / "config.json").write_text(json.dumps({**model, "intermediate_size": 48}))
+    assert_refused(changed(config, "model", path=str(broken)), "mlp", "48")
+
+
+def test_random_weights_need_no_file(config, inputs_dir):
+    config = changed(config, "model", path=str(inputs_dir / "bare"), random_init=True)
+    assert check_grpo_inputs(config).num_steps == 8
+
+
+def test_the_reference_is_checked_when_it_is_used(config, inputs_dir):
+    config = changed(config, "model", reference_path=str(inputs_dir / "bare"))
+    assert check_grpo_inputs(config).num_steps == 8
+    assert_refused(changed(config, "algorithm", beta=0.1), "bare")
+
+
+def test_a_reference_has_weights_of_its_own_even_if_the_policy_is_random(config, inputs_dir):
+    """random_init is about model.path alone: a named reference whose weights are missing is a mistake."""
+    config = changed(config, "model", random_init=True, reference_path=str(inputs_dir / "bare"))
+    assert_refused(changed(config, "algorithm", beta=0.1), "bare")
+
+
+def test_a_reference_that_follows_the_policy_has_its_shape(config, inputs_dir):
+    config = changed(config, "model", reference_path=str(inputs_dir / "wide"))
+    assert check_grpo_inputs(changed(config, "algorithm", beta=0.1)).num_steps == 8
+    assert_refused(changed(config, "algorithm", beta=0.1, sync_ref_model=True), "sync_ref_model", "wide")
+
+
+def test_supervised_inputs(sft_config, inputs_dir):
+    inputs = check_sft_inputs(sft_config)
+    assert len(inputs.prompts) == 3
+    assert inputs.row_lengths == (32,)  # 12 + 9, rounded up
+    assert_refused(changed(sft_config, "supervised", row_lengths=(16, 20)), "row_lengths ends at 20", "21 tokens")
+    prompts = str(inputs_dir / "train.mindrecord")
+    assert_refused(changed(sft_config, "data", train_file=prompts), "train.mindrecord", "--task sft")
+
+
+def test_held_out_records_must_fit_too(sft_config, inputs_dir):
+    config = changed(sft_config, "data", eval_file=str(inputs_dir / "sft_long.mindrecord"))
+    assert check_sft_inputs(config).row_lengths[-1] >= 62
+    assert_refused(changed(config, "supervised", row_lengths=(32,)), "62 tokens")
+
+
+def test_an_export_directory_must_be_free(tmp_path):
+    check_free(tmp_path / "absent")
+    check_free(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(UserError, match=r"holds the model of an earlier run: move it away"):
+        check_free(tmp_path)
