@@ -1,0 +1,83 @@
+"""Small inputs for whole runs, made as a user makes them: examples/sanity, with an even smaller model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+# Heads of 32 are the smallest that vLLM's attention on a CPU takes.
+SMALLER = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 128,
+    # Far from uniform, so that rewards and log-probs differ from token to token.
+    "initializer_range": 0.1,
+}
+
+
+def environment(mark: str = "") -> dict[str, str]:
+    """Return the environment of a command; ``mark`` tells its processes from all others."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MINDRLHF_TEST_MARK": mark}
+
+
+def command(*arguments: object) -> list[str]:
+    """Return the argv of a `mindrlhf` command."""
+    return [sys.executable, "-m", "mindrlhf.cli", *map(str, arguments)]
+
+
+def run(*arguments: object, timeout_s: float) -> subprocess.CompletedProcess:
+    """Run a `mindrlhf` command to its end in the repository."""
+    return subprocess.run(
+        command(*arguments), cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def make(directory: Path) -> None:
+    """Write ``model`` (with random weights and tokenizer) and ``prompts.mindrecord`` into ``directory``."""
+    prepare = REPOSITORY / "examples" / "sanity" / "prepare.py"
+    subprocess.run([sys.executable, prepare, "--out", directory], check=True, env=environment(), timeout=60)
+    bare = directory / "model"
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, **SMALLER}))
+    bare.rename(directory / "bare")
+    weights = ("--config", directory / "bare" / "config.json", "--tokenizer-dir", directory / "bare")
+    finished = run("weights", "random", *weights, "--out", directory / "model", timeout_s=60)
+    assert finished.returncode == 0, finished.stderr
+    finished = run(
+        *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
+        *("--tokenizer", directory / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
+        *("--template", "plain", "--max-prompt-length", 32, "--workers", 1),
+        timeout_s=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def overrides(directory: Path, output_dir: Path, **more: object) -> list[str]:
+    """Return the arguments that make examples/sanity/config.yaml a short run on these inputs."""
+    values = {
+        "run.output_dir": output_dir,
+        "model.path": directory / "model",
+        "model.random_init": "false",
+        "data.train_file": directory / "prompts.mindrecord",
+        "data.tokenizer_dir": directory / "model",
+        "algorithm.num_generations": 4,
+        "rollout.max_response_length": 16,
+        "training.batch_size": 2,
+        **{name.replace("__", "."): value for name, value in more.items()},
+    }
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def train(directory: Path, output_dir: Path, *options: object, timeout_s: float, **more: object):
+    """Run `mindrlhf train` on the sanity recipe."""
+    arguments = ("train", "examples/sanity/config.yaml", *overrides(directory, output_dir, **more), *options)
+    return run(*arguments, timeout_s=timeout_s)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Return the records of a JSON lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

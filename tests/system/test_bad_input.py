@@ -1,0 +1,117 @@
+"""Mistakes at the command line: one line that names the mistake, exit code 2, and no process started for nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import sanity_inputs
+
+pytestmark = pytest.mark.timeout(200)
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def inputs_dir(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("inputs")
+    sanity_inputs.make(directory)
+    return directory
+
+
+def assert_one_line(finished, *words: str) -> None:
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    (line,) = finished.stderr.splitlines()
+    for word in words:
+        assert word in line
+    assert "Traceback" not in finished.stdout
+
+
+def assert_train_refuses(inputs_dir, tmp_path, words, *options, **overrides) -> None:
+    output_dir = tmp_path / "run"
+    finished = sanity_inputs.train(inputs_dir, output_dir, *options, timeout_s=TIMEOUT_S, **overrides)
+    assert_one_line(finished, "mindrlhf train: error:", *words)
+    assert finished.stdout == ""
+    # Logs are made when ranks are started: none were.
+    assert not (output_dir / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"data__tokenizer_dir": "no/such/tokenizer"}, ["no/such/tokenizer"]),
+        ({"data__train_file": "no/such.mindrecord"}, ["no/such.mindrecord", "mindrlhf data build"]),
+        ({"training__row_lengths": "[16]", "rollout__max_response_length": 12}, ["row_lengths", "16", "8 tokens"]),
+        ({"training__chunksize": 4}, ["training.chunksize", "did you mean 'training.chunk_size'"]),
+        ({"reward__verifier_function": "acuracy_reward"}, ["acuracy_reward", "did you mean accuracy_reward"]),
+        ({"reward__verifier_function": "no/such.py:reward"}, ["no/such.py"]),
+        ({"algorithm__num_generations": 1}, ["algorithm.num_generations", "2 or more"]),
+        ({"optimizer__start_lr": "fast"}, ["optimizer.start_lr", "number", "fast"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_train_refuses(inputs_dir, tmp_path, overrides, words):
+    assert_train_refuses(inputs_dir, tmp_path, words, **overrides)
+
+
+def test_ranks_that_do_not_divide(inputs_dir, tmp_path):
+    words = ["data_parallel", "is 3", "2 were started", "set data_parallel to 2"]
+    assert_train_refuses(inputs_dir, tmp_path, words, "--workers", 2, parallel_config__data_parallel=3)
+
+
+def test_a_missing_tensor(inputs_dir, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(inputs_dir / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert_train_refuses(inputs_dir, tmp_path, [str(model), "model.layers.2."], model__path=model)
+
+
+def test_another_tokenizer_than_the_datas(inputs_dir, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(inputs_dir / "bare", tokenizer)
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["model"]["merges"].pop()
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    assert_train_refuses(inputs_dir, tmp_path, ["prompts.mindrecord", "tokenizer"], data__tokenizer_dir=tokenizer)
+
+
+@pytest.mark.parametrize("text", ["", '{"prompt": "far too long for the limit", "answer": "x"}\n'])
+def test_data_without_a_usable_record(inputs_dir, tmp_path, text):
+    (tmp_path / "raw.jsonl").write_text(text)
+    finished = sanity_inputs.run(
+        *("data", "build", "--input", tmp_path / "raw.jsonl", "--output", tmp_path / "out.mindrecord"),
+        *("--tokenizer", inputs_dir / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
+        *("--template", "plain", "--max-prompt-length", 3, "--workers", 1),
+        timeout_s=TIMEOUT_S,
+    )
+    assert_one_line(finished, "mindrlhf data: error:")
+    assert not list(tmp_path.glob("out.mindrecord*"))
+
+
+def test_a_reward_that_is_not_a_number(inputs_dir, tmp_path, rollout_python):
+    """Only the first rollout can show it; the run ends there, with the verifier and the value in one line."""
+    verifier = tmp_path / "broken.py"
+    verifier.write_text('def reward(completion, answer):\n    return float("nan")\n')
+    output_dir = tmp_path / "run"
+    finished = sanity_inputs.train(
+        inputs_dir, output_dir, timeout_s=120, reward__verifier_function=f"{verifier}:reward"
+    )
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    (line,) = [line for line in finished.stdout.splitlines() if "error:" in line]
+    assert "reward" in line and "nan" in line
+    assert "Traceback" not in finished.stdout + finished.stderr
+    assert "worker_0.log" in finished.stderr
+    assert not (output_dir / "final").exists()
+
+
+def test_a_verifier_file_that_does_not_load_ends_the_run_before_it_trains(inputs_dir, tmp_path, rollout_python):
+    verifier = tmp_path / "broken.py"
+    verifier.write_text("import no_such_module\n")
+    finished = sanity_inputs.train(
+        inputs_dir, tmp_path / "run", timeout_s=120, reward__verifier_function=f"{verifier}:reward"
+    )
+    assert finished.returncode == 2
+    (line,) = [line for line in finished.stdout.splitlines() if "error:" in line]
+    assert "broken.py" in line and "no_such_module" in line
+    assert "Traceback" not in finished.stdout + finished.stderr
