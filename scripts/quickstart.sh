@@ -11,7 +11,7 @@ data=runs/quickstart
 problems="--tokenizer $recipe/checkpoint --handler gsm8k --template qwen --max-prompt-length 96"
 
 rm -rf "$data"
-.venv/bin/python "$recipe/problems.py" --out "$data" --num-train 4000 --num-test 300 --seed 1
+.venv/bin/python "$recipe/problems.py" --out "$data" --num-train 4000 --num-test 300 --seed 1 --levels 1 2
 for split in train test; do
     echo "== $split prompts"
     # shellcheck disable=SC2086  # the options are words

@@ -1,6 +1,6 @@
 """Makes the quickstart's data: grade-school arithmetic word problems in GSM8K's form.
 
-    python problems.py --out DIR --num-train 20000 --num-test 500 --seed 0 [--noise 0.4]
+    python problems.py --out DIR --num-train 20000 --num-test 500 --seed 0 [--noise 0.4] [--levels 1 2]
 
 writes DIR/train.jsonl and DIR/test.jsonl, one {"question": ..., "answer": ...} a line. An answer is one equation
 per step and then a line `#### N`. A third of the problems is of each level: (1) one step, (2) two steps,
@@ -23,7 +23,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -252,7 +252,9 @@ def belongs_to_test(template: Template, numbers: tuple[int, ...]) -> bool:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % TEST_STRIDE == 0
 
 
-def make_problems(split: str, num_problems: int, seed: int, noise: float = 0.0) -> list[Problem]:
+def make_problems(
+    split: str, num_problems: int, seed: int, noise: float = 0.0, levels: Sequence[int] = LEVELS
+) -> list[Problem]:
     """Return distinct problems, their levels equally frequent (to within one) and in random order.
 
     Args:
@@ -260,6 +262,7 @@ def make_problems(split: str, num_problems: int, seed: int, noise: float = 0.0) 
         num_problems: how many.
         seed: the questions depend on it and on the split alone, so noise changes nothing but answers.
         noise: share, in [0, 1], of answers with the template's mistake (rounded to a whole number of problems).
+        levels: the levels to draw from.
 
     Raises:
         UserError: more problems wanted than there are, or a value out of range.
@@ -271,14 +274,14 @@ def make_problems(split: str, num_problems: int, seed: int, noise: float = 0.0) 
     if not 0 <= noise <= 1:
         raise UserError(f"noise {noise} is not a share; choose a value from 0 to 1")
     draw = random.Random(f"{split}/{seed}")
-    levels = [LEVELS[index % len(LEVELS)] for index in range(num_problems)]
-    draw.shuffle(levels)
+    level_of_each = [levels[index % len(levels)] for index in range(num_problems)]
+    draw.shuffle(level_of_each)
     noise_draw = random.Random(f"noise/{split}/{seed}")
     noisy = set(noise_draw.sample(range(num_problems), round(noise * num_problems)))
     numbers = numbers_by_template(split)
     problems: list[Problem] = []
     questions: set[str] = set()
-    for index, level in enumerate(levels):
+    for index, level in enumerate(level_of_each):
         for _ in range(MAX_FAILED_DRAWS):
             template = draw.choice([template for template in TEMPLATES if template.level == level])
             problem = _draw_problem(draw, template, draw.choice(numbers[template.name]), index in noisy)
@@ -346,10 +349,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-test", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", type=float, default=0.0, help="share of wrong train answers, 0 to 1 (default 0)")
+    parser.add_argument("--levels", type=int, nargs="+", choices=LEVELS, default=LEVELS, help="default: all")
     arguments = parser.parse_args(argv)
     try:
-        train = make_problems("train", arguments.num_train, arguments.seed, arguments.noise)
-        test = make_problems("test", arguments.num_test, arguments.seed)
+        train = make_problems("train", arguments.num_train, arguments.seed, arguments.noise, arguments.levels)
+        test = make_problems("test", arguments.num_test, arguments.seed, levels=arguments.levels)
         arguments.out.mkdir(parents=True, exist_ok=True)
         write_jsonl(train, arguments.out / "train.jsonl")
         write_jsonl(test, arguments.out / "test.jsonl")
