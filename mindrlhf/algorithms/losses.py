@@ -11,6 +11,8 @@ from mindspore import nn, ops
 # first are to be divided by the token count.
 POLICY_STATISTICS = ("loss", "clipped_low", "clipped_high", "kl", "entropy")
 
+MAX_LOG_RATIO = 20.0
+
 
 def k3(logprobs, reference_logprobs):
     """Return the k3 estimate of KL(policy || reference) per token: exp(d) - d - 1, d = reference - policy.
@@ -53,17 +55,20 @@ class GrpoLoss(nn.Cell):
         """
         logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
         old_logprobs = ops.stop_gradient(logprobs) if self.on_policy else old_logprobs
-        ratio = ops.exp((logprobs - old_logprobs) * mask)
-        clipped = ops.clip_by_value(ratio, self.lower, self.upper)
-        per_token = -ops.minimum(ratio * advantages, clipped * advantages)
+        # Bounded: far beyond any clip, and exp of more would overflow and turn the vanished gradient into NaN.
+        ratio = ops.exp(ops.clip_by_value((logprobs - old_logprobs) * mask, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        # A clip bites only where it lowers the objective: that is where the gradient vanishes. Written with masks,
+        # since the gradient of a minimum is split where both sides are equal, as they are at ratio 1.
+        low = ops.logical_and(ratio < self.lower, advantages < 0)
+        high = ops.logical_and(ratio > self.upper, advantages > 0)
+        clipped = ops.stop_gradient(ops.clip_by_value(ratio, self.lower, self.upper))
+        per_token = -advantages * ops.select(ops.logical_or(low, high), clipped, ratio)
         kl = ops.zeros_like(mask)
         if self.beta > 0:
             kl = k3(logprobs, reference_logprobs) * mask
             per_token = per_token + self.beta * kl
         loss = (per_token * mask).sum() / num_tokens
-        # A clip bites only where it lowers the objective: that is where the gradient vanishes.
-        low = ops.cast(ops.logical_and(ratio < self.lower, advantages < 0), ms.float32) * mask
-        high = ops.cast(ops.logical_and(ratio > self.upper, advantages > 0), ms.float32) * mask
+        low, high = ops.cast(low, ms.float32) * mask, ops.cast(high, ms.float32) * mask
         statistics = ops.stack((loss, low.sum(), high.sum(), kl.sum(), entropy.sum()))
         return loss, ops.stop_gradient(statistics), ops.stop_gradient(logprobs)
 

@@ -128,7 +128,7 @@ class OptimizerSection:
     start_lr: float = key(1e-6, "learning rate after the warm-up", minimum=0)
     end_lr: float | None = key(None, "learning rate at the last step; null keeps `start_lr`", minimum=0)
     lr_schedule: str = key("constant", "course from start_lr to end_lr", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = key(0, "steps over which the learning rate rises from 0", minimum=0)
+    warmup_steps: int = key(0, "optimiser updates over which the learning rate rises from 0", minimum=0)
     beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.9999)
     beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.99999)
     epsilon: float = key(1e-8, "added to the root of the second moment", minimum=0, exclusive_minimum=True)

@@ -1,6 +1,7 @@
 """Is the later model better? Two evaluations on the same prompts, compared."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,16 +51,22 @@ def summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _interval(interval: Interval, name: str) -> dict[str, float]:
-    return {name: float(interval.mean), "low": float(interval.low), "high": float(interval.high)}
+def _interval(interval: Interval, name: str) -> dict[str, float | None]:
+    values = {name: float(interval.mean), "low": float(interval.low), "high": float(interval.high)}
+    # One prompt has no bounded interval, and JSON has no infinity.
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
-def _percent(value: float, bounds: dict[str, float]) -> str:
+def _percent(value: float, bounds: dict[str, float | None]) -> str:
+    if bounds["low"] is None:
+        return f"{value:6.1%}  (one prompt has no interval)"
     return f"{value:6.1%}  ({bounds['low']:.1%} to {bounds['high']:.1%})"
 
 
-def difference_text(difference: dict[str, float]) -> str:
+def difference_text(difference: dict[str, float | None]) -> str:
     """Return a paired difference of accuracies in points, with its interval and what it means."""
+    if difference["low"] is None:
+        return f"{100 * difference['mean']:+5.1f} points  (one prompt has no interval)"
     mean, low, high = (100 * difference[name] for name in ("mean", "low", "high"))
     verdict = "better" if low > 0 else "worse" if high < 0 else "no clear difference"
     return f"{mean:+5.1f} points  ({low:+.1f} to {high:+.1f}): {verdict}"

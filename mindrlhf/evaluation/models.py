@@ -17,6 +17,7 @@ from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.training.preflight import reward_weights
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     """
     held_out, tokenizer, max_model_len = job.held_out()
     reward = job.config.reward
-    weights = reward.verifier_weight or (1.0,) * len(reward.verifier_function)
+    weights = reward_weights(reward)
     out_dir.mkdir(parents=True, exist_ok=True)
     evaluations = []
     with RewardPool(

@@ -31,7 +31,7 @@ class ForwardLoopGenerator:
         self._board: WeightBoard | None = None
         self._version = 0
 
-    def attach_board(self, path: str) -> None:
+    def use_board(self, path: str) -> None:
         """Map the weight board that ``update_weights`` reads."""
         self._board = WeightBoard.attach(path)
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import mindrlhf
@@ -70,20 +70,28 @@ class Replicas:
 
     def update_weights(self, version: int) -> None:
         """Have every server load ``version`` from the board."""
-        self._all.update_weights(version)
+        self._survive(lambda: self._all.update_weights(version))
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer."""
-        self._all.sleep()
+        self._survive(self._all.sleep)
 
     def wake(self) -> None:
         """Take device memory again."""
-        self._all.wake()
+        self._survive(self._all.wake)
 
     def close(self) -> None:
         """Stop every server."""
         for generator in self._generators:
             generator.close()
+
+    def _survive(self, action: Callable[[], None]) -> None:
+        """Do ``action``; if a server has died, do it again with new ones."""
+        try:
+            action()
+        except RunFailure as failure:
+            self._restart(failure)
+            action()
 
     def _restart(self, failure: RunFailure) -> None:
         if self._num_restarts == 0:

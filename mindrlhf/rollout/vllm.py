@@ -21,6 +21,7 @@ import numpy as np
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.weights.board import WeightBoard
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _FINISH_REASONS = ("stop", "length")
@@ -169,13 +170,18 @@ class VllmGenerator:
     def restart(self) -> None:
         """Replace the server, dead or alive, by a new one with the weights of the last ``update_weights``.
 
-        The board must still hold that version.
+        When the board no longer holds that version, ``update_weights`` must come before the next ``generate``.
         """
         self.close()
         self._launch()
         self.wait_ready()
-        if self._weights_version is not None:
-            self.update_weights(self._weights_version)
+        version, self._weights_version = self._weights_version, None
+        if version is not None and self._board_holds(version):
+            self.update_weights(version)
+
+    def _board_holds(self, version: int) -> bool:
+        with WeightBoard.attach(self._board_path) as board:
+            return board.version == version
 
     def close(self) -> None:
         """Stop the server and everything it started. Safe to call twice, and after a failure."""

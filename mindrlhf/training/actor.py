@@ -137,5 +137,5 @@ class Actor(Learner):
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""
-        for target, source in zip(self._reference.model.get_parameters(), self.network.get_parameters()):
+        for target, source in zip(self._reference.model.get_parameters(), self.network.get_parameters(), strict=True):
             target.set_data(ms.Tensor(source.asnumpy().copy()))

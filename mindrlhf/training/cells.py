@@ -1,11 +1,13 @@
 """The two graphs of an update: gradients of a micro-batch, and the optimiser step."""
 
+import math
 from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.errors import RunFailure
 
 # Elements per all-reduce: small tensors share one collective, whose fixed cost is about a millisecond.
 BUCKET_ELEMENTS = 1 << 23
@@ -89,6 +91,8 @@ class OptimizerStep(nn.Cell):
         if self.max_grad_norm > 0:
             scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
             gradients = self.hyper_map(ops.partial(_scale, scale), gradients)
+        # The caller ends the run on a norm that is not finite. Zeros keep the weights fit for a look until then.
+        gradients = self.hyper_map(ops.partial(_zero_unless, ops.isfinite(norm)), gradients)
         updated = self.optimizer(gradients)
         zeros = self.hyper_map(ops.zeros_like, self.accumulators)
         cleared = self.hyper_map(self.assign, self.accumulators, ops.depend(zeros, updated))
@@ -101,6 +105,23 @@ def _square_sum(gradient):
 
 def _scale(scale, gradient):
     return gradient * scale
+
+
+def _zero_unless(condition, gradient):
+    return ops.select(condition, gradient, ops.zeros_like(gradient))
+
+
+def check_finite(norm: float) -> None:
+    """Refuse a gradient norm that is not finite.
+
+    Raises:
+        RunFailure: it is not.
+    """
+    if not math.isfinite(norm):
+        raise RunFailure(
+            f"the gradient norm is {norm}, not finite: the weights were not updated; lower optimizer.start_lr, or look "
+            "at rollout_diff and reward in metrics.jsonl for the step where it began"
+        )
 
 
 def bucket_ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -13,7 +13,7 @@ from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.observe.timing import peak_rss_gb
-from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, check_finite, make_accumulators, make_optimizer
 from mindrlhf.training.host_optimizer import HostOptimizerStep
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.convert import export_hf, iter_hf_tensors, load_hf_weights, load_random_weights
@@ -21,7 +21,9 @@ from mindrlhf.weights.hf import read_hf_config
 
 
 def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
-    """Build the model of a Hugging Face directory and load its weights, or draw them from ``run.seed``.
+    """Build the model of a Hugging Face directory and load its weights.
+
+    With ``model.random_init`` those of ``model.path`` are drawn from ``run.seed``.
 
     Raises:
         UserError: the directory, its config or its weights do not fit.
@@ -34,7 +36,7 @@ def load_model(model: ModelSection, path: str, run: RunSection, row_length: int)
         device=run.device,
         recompute=model.recompute,
     )
-    if model.random_init:
+    if model.random_init and path == model.path:
         load_random_weights(network, run.seed)
     else:
         load_hf_weights(network, path)
@@ -96,7 +98,9 @@ class Learner:
         """Update the weights from the accumulated gradients; return their global norm before clipping."""
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
         self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
-        return float(self._step())
+        norm = float(self._step())
+        check_finite(norm)
+        return norm
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
         """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""

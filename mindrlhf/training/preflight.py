@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig, SftConfig
-from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
+from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection, RewardSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import find_spec
 from mindrlhf.rewards.registry import check as check_verifier
+from mindrlhf.rewards.registry import check_selection
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 
@@ -35,19 +36,22 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
         UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths.
     """
     _check_layout(config.parallel_config)
+    check_selection(config.reward.verifier_function, reward_weights(config.reward))
     for verifier in config.reward.verifier_function:
         check_verifier(verifier)
     tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
     held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None
-    longest = prompts.header.longest_prompt + config.rollout.max_response_length
+    longer = max((prompts, *([held_out] if held_out else [])), key=lambda file: file.header.longest_prompt)
+    longest = longer.header.longest_prompt + config.rollout.max_response_length
     what = (
-        f"the longest prompt ({prompts.header.longest_prompt} tokens) with rollout.max_response_length = "
-        f"{config.rollout.max_response_length}"
+        f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
+        f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
     row_lengths = choose_row_length(config.training.row_lengths, longest, what)
     _check_model(config.model, config.model.path, tokenizer)
     if config.algorithm.beta > 0 and config.model.reference_path:
         _check_model(config.model, config.model.reference_path, tokenizer)
+        _check_reference(config)
     per_step = config.training.chunk_size * config.training.num_rollouts
     num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)
     return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
@@ -58,8 +62,10 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
     _check_layout(config.parallel_config)
     tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
     held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
-    longest = _longest_record(records.header)
-    row_lengths = choose_row_length(config.supervised.row_lengths, longest, f"the longest record ({longest} tokens)")
+    longer = max((records, *([held_out] if held_out else [])), key=lambda file: _longest_record(file.header))
+    longest = _longest_record(longer.header)
+    what = f"the longest record of {longer.path} ({longest} tokens)"
+    row_lengths = choose_row_length(config.supervised.row_lengths, longest, what)
     _check_model(config.model, config.model.path, tokenizer)
     return RunInputs(tokenizer, records, held_out, row_lengths, 0)
 
@@ -106,8 +112,23 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {path} has room for {dims.vocab_size}: "
             "use the model's own tokenizer"
         )
-    if not model.random_init:
+    if not (model.random_init and path == model.path):
         SafetensorsDirectory(Path(path)).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+
+
+def _check_reference(config: GrpoConfig) -> None:
+    paths = (config.model.path, config.model.reference_path)
+    actor, reference = (find_spec(read_hf_config(path)).dims(read_hf_config(path)) for path in paths)
+    if config.algorithm.sync_ref_model and actor != reference:
+        raise UserError(
+            f"'algorithm.sync_ref_model' copies the actor into the reference model, but {paths[1]} has another shape "
+            f"than {paths[0]}: set it to false, or use a reference of the same shape"
+        )
+
+
+def reward_weights(reward: RewardSection) -> tuple[float, ...]:
+    """Return the weight of each verifier, 1 where none is given."""
+    return reward.verifier_weight or (1.0,) * len(reward.verifier_function)
 
 
 def _num_steps(num_prompts: int, per_step: int, max_steps: int) -> int:

@@ -84,21 +84,25 @@ def serve(worker: Any, connection: socket.socket) -> None:
         RunFailure: the lead died.
     """
     while True:
-        try:
-            header, arguments = _receive(connection)
-        except (ConnectionClosed, ProtocolError, OSError) as error:
-            raise RunFailure(f"the lead rank died ({error}); see worker_0.log in the log directory") from None
+        header, arguments = _with_lead(_receive, connection)
         if header["method"] == "close":
             connection.close()
             return
         try:
             result = getattr(worker, header["method"])(**arguments) or {}
         except Exception as error:
-            _send(
-                connection, {"error": " ".join(str(error).split()), "is_user_error": isinstance(error, UserError)}, {}
-            )
+            message = " ".join(str(error).split()) or type(error).__name__
+            with contextlib.suppress(ConnectionClosed, OSError):  # what went wrong here matters more
+                _send(connection, {"error": message, "is_user_error": isinstance(error, UserError)}, {})
             raise
-        _send(connection, {}, result)
+        _with_lead(_send, connection, {}, result)
+
+
+def _with_lead(function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except (ConnectionClosed, ProtocolError, OSError) as error:
+        raise RunFailure(f"the lead rank died ({error}); see worker_0.log in the log directory") from None
 
 
 def connect(rank: Rank) -> list[socket.socket]:
@@ -125,14 +129,27 @@ def _admit(rank: Rank) -> list[socket.socket]:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
         connections: dict[int, socket.socket] = {}
         while len(connections) < rank.world_size - 1:
-            connection, _ = listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            header, _ = receive_message(connection, timeout_s=_ADMISSION_TIMEOUT_S)
-            if header.get("token") != token:
+            connection = _accept(listener, rank.world_size - 1 - len(connections))
+            try:
+                header, _ = receive_message(connection, timeout_s=_ADMISSION_TIMEOUT_S)
+            except (ConnectionClosed, ProtocolError, TimeoutError):
+                header = {}
+            if header.get("token") != token:  # a stranger
                 connection.close()
                 continue
             connections[header["rank"]] = connection
     return [connections[index] for index in range(1, rank.world_size)]
+
+
+def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError:
+        raise RunFailure(
+            f"{num_missing} ranks did not join within {_ADMISSION_TIMEOUT_S:g} s; see their logs"
+        ) from None
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def _lead_host() -> str:

@@ -183,7 +183,7 @@ def test_weights_come_from_the_board(generator, model):
     before = collect(generator)
     infos = [TensorInfo(*info) for info in hf_tensor_infos(model)]
     with WeightBoard.create(infos) as board:
-        generator.attach_board(board.path)
+        generator.use_board(board.path)
         results = []
         for version, seed in ((5, 4), (6, 3)):
             board.begin(version)

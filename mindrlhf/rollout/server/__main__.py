@@ -137,9 +137,7 @@ class Server:
             "token_ids": np.concatenate([sample.token_ids for sample in samples]),
             "logprobs": np.concatenate([sample.logprobs for sample in samples]),
         }
-        send_message(
-            self._connection, {"kind": "completions", "weights_version": self._weights_version}, completions
-        )
+        send_message(self._connection, {"kind": "completions", "weights_version": self._weights_version}, completions)
 
     def _is_aborted(self) -> bool:
         """Whether the trainer has sent "abort", the only message that may come during ``generate``."""

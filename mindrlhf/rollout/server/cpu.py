@@ -36,9 +36,7 @@ RMS_NORM_PROVIDER = "mindrlhf_cpu"
 def supports(dtype: str, tensor_parallel_size: int) -> bool:
     """Whether the changes of this module may be used."""
     version = vllm.__version__.split("+")[0]
-    return (
-        version in TESTED_VERSIONS and current_platform.is_cpu() and dtype == "float32" and tensor_parallel_size == 1
-    )
+    return version in TESTED_VERSIONS and current_platform.is_cpu() and dtype == "float32" and tensor_parallel_size == 1
 
 
 class PlainLinear:
