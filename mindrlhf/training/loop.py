@@ -262,7 +262,7 @@ class Trainer:
         loss, *per_token = np.mean([_per_token(total, count) for total, count in zip(sums, counts)], axis=0)
         names = dict(zip(POLICY_STATISTICS[1:], per_token))
         everyone = [result for ranks in results for result in ranks]
-        return {
+        metrics = {
             "loss": loss,
             "clip_fraction/low": names["clipped_low"],
             "clip_fraction/high": names["clipped_high"],
@@ -273,6 +273,9 @@ class Trainer:
             "recompiles": max(result["recompiles"] for result in everyone),
             "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
         }
+        if self.config.algorithm.beta == 0:
+            del metrics["kl"]  # without a reference model none is computed, and 0 would claim otherwise
+        return metrics
 
     def _write_samples(self, samples: Sequence[Sample]) -> None:
         chosen = samples[: self.config.observe.samples_per_step]
