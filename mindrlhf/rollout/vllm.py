@@ -21,7 +21,7 @@ import numpy as np
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.board import WeightBoard, WeightBoardError
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _FINISH_REASONS = ("stop", "length")
@@ -176,12 +176,15 @@ class VllmGenerator:
         self._launch()
         self.wait_ready()
         version, self._weights_version = self._weights_version, None
-        if version is not None and self._board_holds(version):
+        if version is not None and not self._board_has_moved_on(version):
             self.update_weights(version)
 
-    def _board_holds(self, version: int) -> bool:
-        with WeightBoard.attach(self._board_path) as board:
-            return board.version == version
+    def _board_has_moved_on(self, version: int) -> bool:
+        try:
+            with WeightBoard.attach(self._board_path) as board:
+                return board.version != version
+        except WeightBoardError:
+            return False  # the server's own attempt will say what is wrong with it
 
     def close(self) -> None:
         """Stop the server and everything it started. Safe to call twice, and after a failure."""
