@@ -1,11 +1,10 @@
-"""Time the weight board against a plain copy of the same bytes: write, verify, and (with a rollout python) reload.
+"""Time the weight board against a plain copy of the same bytes: write, verify, and reload by vLLM.
 
     python scripts/benchmark_weight_transfer.py [--rollout-python PATH] [--num-params 100000000] [--repeats 5]
 """
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
@@ -83,7 +83,7 @@ def report(times: dict[str, np.ndarray], size_bytes: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rollout-python", default=os.environ.get("MINDRLHF_ROLLOUT_PYTHON"))
+    parser.add_argument("--rollout-python", default=find_rollout_python())
     parser.add_argument("--num-params", type=int, default=100_000_000)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
@@ -108,10 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         actions = {"memcpy": memcpy, "write": write, "verify": board.verify}
         num_params = sum(info.num_elements for info in infos)
         print(f"{num_params:,} parameters in {len(infos)} tensors, {options.repeats} repeats")
-        if not options.rollout_python:
-            report(time_interleaved(actions, options.repeats), board.size_bytes)
-            print("no reload: give --rollout-python")
-            return
         (Path(directory) / "config.json").write_text(json.dumps(config))
         server_options = VllmOptions(
             options.rollout_python, directory, f"{directory}/rollout.log", max_model_len=512, kv_cache_gib=0.25
