@@ -229,7 +229,7 @@ class _Run:
             if self._root.pid not in self._names and self._root.poll() is not None:
                 if self._root.returncode != 0:
                     _say(f"msrun {_describe(self._root.returncode)}; see {self._log_dir}/msrun.log")
-                return self._root.returncode
+                return _exit_code(self._root.returncode)
             time.sleep(_POLL_INTERVAL_S)
 
     def stop(self, grace_s: float) -> None:
@@ -325,7 +325,12 @@ class _Run:
             return None
         # A rank that a signal killed is the cause; what fails with an exit code in the same instant is its victim.
         pid = min(failed, key=lambda pid: (failed[pid] > 0, self._names.get(pid) == SCHEDULER))
-        return self._names.get(pid, _UNNAMED), failed[pid]
+        return self._names.get(pid) or self._name_by_elimination(), failed[pid]
+
+    def _name_by_elimination(self) -> str:
+        """Return the name of a worker that died before its environment could be read: the one that no other has."""
+        missing = {SCHEDULER, *map(_rank_name, range(self._num_workers))} - set(self._names.values())
+        return missing.pop() if len(missing) == 1 else _UNNAMED
 
     def _report_failure(self, name: str, returncode: int, elapsed_s: float) -> int:
         # The last lines of a failing rank may still be on their way to its log.
