@@ -29,6 +29,12 @@ PUBLISHED_PARAMETERS = {
     "qwen2_5_32b": 32_763_876_352,
     "qwen3_8b": 8_190_735_360,
 }
+# Their run files are in examples/grpo.
+LARGE_PARAMETERS = {
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module
+}
 DEVICE_BYTES = 64e9
 BFLOAT16_BYTES = 2
 FLOAT32_BYTES = 4
@@ -76,7 +82,7 @@ def test_parameter_count_is_the_published_one(model_dir):
         layer = 2 * (128 * 128 + 64 * 128) + (128 + 2 * 64) + 3 * 128 * 512 + 2 * 128
         expected = 151_936 * 128 + 4 * layer + 128
     else:
-        expected = PUBLISHED_PARAMETERS[model_dir.name]
+        expected = (PUBLISHED_PARAMETERS | LARGE_PARAMETERS)[model_dir.name]
     assert _num_parameters(model_dir) == expected
 
 

@@ -1,0 +1,29 @@
+"""Sizes as users write and read them."""
+
+import re
+
+from mindrlhf.errors import UserError
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the bytes that a text such as "64GB", "61.5 GiB" or "64e9" means; GB is 10^9 bytes, GiB 2^30.
+
+    Raises:
+        UserError: it is no positive size; ``option`` names where it was given.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?(?:e[0-9]{1,2})?)\s*([kmgt]i?b|)\s*", text.lower())
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size_bytes <= 0:
+        raise UserError(f"{option} {text!r} is not a size: write a number and a unit, such as 64GB or 60GiB")
+    return size_bytes
+
+
+def format_size(size_bytes: float) -> str:
+    """Return bytes in the largest decimal unit that leaves a number of at least 1, with three digits or more."""
+    for unit, divisor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size_bytes) >= divisor:
+            return f"{size_bytes / divisor:,.2f} {unit}"
+    return f"{size_bytes:,.0f} B"
