@@ -5,7 +5,7 @@ planning and the weight board can read it anywhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindrlhf.errors import UserError
 
@@ -57,6 +57,7 @@ class ParameterRule:
         shape: Hugging Face shapes, in the order of `hf_names`.
         shard_axis: the axis that tensor parallelism splits, the same in both layouts; None when replicated.
         present: whether a model of these dimensions has the parameter.
+        expert_axis: the axis of the MindFormers parameter that expert parallelism splits; None when it does not.
     """
 
     hf_names: tuple[str, ...]
@@ -65,16 +66,14 @@ class ParameterRule:
     shape: Callable[[ModelDims], tuple[tuple[int, ...], ...]]
     shard_axis: int | None
     present: Callable[[ModelDims], bool] = lambda dims: True
+    expert_axis: int | None = None
 
     def for_layer(self, layer: int) -> "ParameterRule":
         """Return the rule with `{layer}` filled in."""
-        return ParameterRule(
-            tuple(name.format(layer=layer) for name in self.hf_names),
-            self.mf_name.format(layer=layer),
-            self.transform,
-            self.shape,
-            self.shard_axis,
-            self.present,
+        return replace(
+            self,
+            hf_names=tuple(name.format(layer=layer) for name in self.hf_names),
+            mf_name=self.mf_name.format(layer=layer),
         )
 
     def mf_shape(self, dims: ModelDims) -> tuple[int, ...]:
