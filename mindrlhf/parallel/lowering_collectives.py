@@ -108,9 +108,7 @@ def lower_all_to_all(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Gro
     position = ranks.index(groups.rank)
     gathered = _gather_by_sum(emitter, primitive, groups, emitter.reshape(value, (1, *value.shape)))
     own = emitter.slice(gathered, split_axis + 1, position * part, (position + 1) * part)
-    parts = [
-        emitter.reshape(emitter.slice(own, 0, index, index + 1), own.shape[1:]) for index in range(len(ranks))
-    ]
+    parts = [emitter.reshape(emitter.slice(own, 0, index, index + 1), own.shape[1:]) for index in range(len(ranks))]
     emitter.concat(parts, concat_axis, name=output.name)
     return True
 
@@ -124,7 +122,7 @@ def lower_send(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Groups, i
 
 
 def lower_receive(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Groups, inputs: Sequence[Value]) -> bool:
-    """The other end of :func:`lower_send`. Its input carries no data but says when to receive, so it stays a dependency."""
+    """The other end of :func:`lower_send`. Its input has no data but says when to receive: it stays a dependency."""
     output = emitter.output
     sender = _ranks(primitive)[_number(primitive, "src_rank")]
     group = groups.pair(sender, groups.rank, _number(primitive, "sr_tag"))

@@ -97,7 +97,8 @@ def lower_attention(emitter: Emitter, inputs: Sequence[Value]) -> None:
     query, key, value = inputs[:3]
     maxima, sums, reserved, output = emitter.outputs
     _check_attention(emitter, _FORWARD)
-    weights = _attention_weights(emitter, query, key, inputs[_FORWARD["mask"]], emitter.constant_input(_FORWARD["scale"]))
+    scale = emitter.constant_input(_FORWARD["scale"])
+    weights = _attention_weights(emitter, query, key, inputs[_FORWARD["mask"]], scale)
     mixed = _matmul(emitter, weights, value, _grouped_shape(query, key))
     statistics = [emitter.zeros(entry.shape, entry.dtype) for entry in (maxima, sums, reserved)]
     emitter.make_tuple([*statistics, emitter.reshape(mixed, output.shape)], name=maxima.name)

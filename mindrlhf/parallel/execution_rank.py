@@ -1,0 +1,156 @@
+"""Run compiled parallel graphs on CPU ranks: one rank's side, the program that ``msrun`` starts.
+
+    python -m mindrlhf.parallel.execution_rank DIRECTORY
+
+The directory is one that :func:`mindrlhf.parallel.execution.execute` has prepared.
+"""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.communication import create_group, get_rank, init
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from mindrlhf.models.spec import ModelDims, find_spec
+from mindrlhf.parallel.execution import BATCHES_NAME, PUBLICATIONS, RESULT_NAME, SLICES_NAME, SPEC_NAME, WEIGHTS_NAME
+from mindrlhf.parallel.layout import Layout, parameter_layouts
+from mindrlhf.parallel.lowering import LoweredGraph, lower_graph
+from mindrlhf.parallel.lowering_graph import LoweringError
+from mindrlhf.parallel.parameter_layout import ParameterLayout
+from mindrlhf.parallel.publishing import PublishedSlice, plan_publication
+from mindrlhf.training.processes import die_with_launcher
+from mindrlhf.weights.board import WeightBoard
+
+# State that starts at zero: AdamW's moments, gradient accumulators.
+_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.")
+
+
+def main(directory: Path) -> None:
+    spec = json.loads((directory / SPEC_NAME).read_text())
+    # Nobody else would end a rank that waits for a message that never comes.
+    signal.setitimer(signal.ITIMER_REAL, spec["timeout_s"])
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    ms.set_context(runtime_num_threads=1)
+    groups: dict[str, tuple[int, ...]] = {}
+    for job in spec["jobs"]:
+        print(f"executing {job['name']}", flush=True)
+        _Execution(spec, job, directory, get_rank()).run(groups)
+
+
+class _Execution:
+    """One job on one rank."""
+
+    def __init__(self, spec: dict, job: dict, directory: Path, rank: int):
+        self.spec = spec
+        self.job = job
+        self.directory = directory
+        self.rank = rank
+        model = find_spec(spec["hf_config"])
+        self.dims: ModelDims = model.dims(spec["hf_config"])
+        self.rules = {rule.mf_name: rule for rule in model.rules(self.dims)}
+        self.layouts = {layout.name: layout for layout in parameter_layouts(model, self.dims, Layout(**job["layout"]))}
+
+    def run(self, groups: dict[str, tuple[int, ...]]) -> None:
+        """Execute all steps and write the report and the final slices; ``groups`` are those made so far."""
+        own_directory = self.directory / self.job["name"]
+        lowered = lower_graph(self.job["graphs"][self.rank], self.rank, own_directory / f"lowered_{self.rank}.mindir")
+        make_groups(lowered, groups)
+        cell = nn.GraphCell(ms.load(lowered.path))
+        parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
+        self._fill(parameters.values())
+        published = {PUBLICATIONS[0]: self._publish(parameters, PUBLICATIONS[0])}
+        losses = [self._step(cell, step) for step in range(self.spec["num_steps"])]
+        published[PUBLICATIONS[1]] = self._publish(parameters, PUBLICATIONS[1])
+        # Contiguous, or safetensors would write the wrong bytes.
+        slices = {name: np.ascontiguousarray(parameters[name].asnumpy()) for name in self._own_names(parameters)}
+        save_file(slices, own_directory / SLICES_NAME.format(rank=self.rank))
+        report = {"losses": losses, "published": published, "lowered": lowered.replaced}
+        (own_directory / RESULT_NAME.format(rank=self.rank)).write_text(json.dumps(report))
+
+    def _own_names(self, parameters: dict[str, ms.Parameter]) -> list[str]:
+        """Names of the model's parameters that this rank holds."""
+        return [name for name, layout in self.layouts.items() if self.rank in layout.ranks and name in parameters]
+
+    def _fill(self, parameters: Iterable[ms.Parameter]) -> None:
+        """Give every parameter its slice, every state its start.
+
+        Raises:
+            LoweringError: the graph lacks a parameter of this rank, or has one of another shape, or an unknown one.
+        """
+        missing = {name for name, layout in self.layouts.items() if self.rank in layout.ranks}
+        with safe_open(self.directory / WEIGHTS_NAME, framework="np") as weights:
+            for parameter in parameters:
+                if parameter.name in self.layouts:
+                    missing.discard(parameter.name)
+                    value = self._slice(weights.get_tensor(parameter.name), self.layouts[parameter.name])
+                    if value.shape != tuple(parameter.shape):
+                        raise LoweringError(
+                            f"{self.job['name']}: {parameter.name} is {tuple(parameter.shape)} in the graph of rank "
+                            f"{self.rank}, but its layout gives {value.shape}"
+                        )
+                    parameter.set_data(ms.Tensor(value))
+                elif parameter.name.startswith(_ZERO_PREFIXES):
+                    parameter.set_data(ms.Tensor(np.zeros(parameter.shape, np.float32)))
+                elif parameter.size > 1:
+                    raise LoweringError(f"{self.job['name']}: the graph has an unknown parameter {parameter.name}")
+        if missing:
+            raise LoweringError(f"{self.job['name']}: the graph of rank {self.rank} lacks {sorted(missing)[0]}")
+
+    def _slice(self, whole: np.ndarray, layout: ParameterLayout) -> np.ndarray:
+        return np.ascontiguousarray(whole[layout.slice_of(self.rank)])
+
+    def _step(self, cell: nn.Cell, step: int) -> float:
+        """Run one optimiser step; return the first number of its first output, the loss."""
+        with safe_open(self.directory / BATCHES_NAME, framework="np") as batches:
+            inputs = [ms.Tensor(batches.get_tensor(f"{step}.{index}")) for index in range(self.spec["num_inputs"])]
+        outputs = cell(*inputs)
+        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        return float(first.asnumpy().reshape(-1)[0])
+
+    def _publish(self, parameters: dict[str, ms.Parameter], moment: str) -> dict:
+        """Write this rank's share to a board; return what the lead needs to seal it."""
+        publication = plan_publication(list(self.layouts.values()), self.rules, self.dims, self.rank)
+        with WeightBoard.attach(self.job["boards"][moment], writable=True) as board:
+            arrays = {name: parameters[name].asnumpy() for name in publication}
+            board.begin(0)
+            start_s = time.perf_counter()
+            written_bytes = write_slices(board, publication, arrays)
+            seconds = time.perf_counter() - start_s
+            return {"contribution": board.contribution(), "written_bytes": written_bytes, "seconds": seconds}
+
+
+def write_slices(
+    board: WeightBoard, publication: dict[str, Sequence[PublishedSlice]], arrays: dict[str, np.ndarray]
+) -> int:
+    """Write the planned parts of ``arrays`` to the board; return the bytes."""
+    written_bytes = 0
+    for name, parts in publication.items():
+        for part in parts:
+            array = arrays[name][part.rows]
+            board.write(part.hf_name, array, part.region)
+            written_bytes += array.nbytes
+    return written_bytes
+
+
+def make_groups(lowered: LoweredGraph, made: dict[str, tuple[int, ...]]) -> None:
+    """Create the groups of a graph that have not been made yet, in an order that all ranks share."""
+    for name, ranks in sorted(lowered.groups.items()):
+        assert made.get(name, ranks) == ranks, f"group {name} is both {made[name]} and {ranks}"
+        if name not in made:
+            create_group(name, list(ranks))
+            made[name] = ranks
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    main(Path(sys.argv[1]))
