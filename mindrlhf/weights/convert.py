@@ -12,8 +12,10 @@ from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
 from mindrlhf.weights.hf import (
     STORAGE_DTYPES,
     SafetensorsDirectory,
+    TensorDirectory,
     convert_dtype,
     dtype_name,
+    open_tensors,
     read_hf_config,
 )
 from mindrlhf.weights.writer import TensorPlan, write_model_directory
@@ -35,12 +37,12 @@ def ignored_names(dims: ModelDims) -> frozenset[str]:
 
 
 def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
-    """Load a Hugging Face directory into a `CausalLM`, converting to its parameter dtype, one tensor at a time.
+    """Load a Hugging Face directory, or one that was cut by `mindrlhf weights shard`, into a `CausalLM`, converting to its parameter dtype, one tensor at a time.
 
     Raises:
         UserError: names or shapes do not fit the model, or a file is damaged; nothing has been loaded then.
     """
-    checkpoint = SafetensorsDirectory(model_dir)
+    checkpoint = open_tensors(model_dir)
     checkpoint.check_coverage(hf_shapes(model.spec, model.dims), ignored_names(model.dims))
     load_tensors(model, lambda name, dtype: convert_dtype(checkpoint.read(name), checkpoint.info(name)[0], dtype))
 
@@ -145,7 +147,7 @@ def export_hf(
     write_model_directory(
         converted,
         plan,
-        _with_dtype(hf_config, dtype),
+        with_dtype(hf_config, dtype),
         out_dir,
         file_format="pt",
         max_shard_bytes=max_shard_bytes,
@@ -165,7 +167,7 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
     source = SafetensorsDirectory(hf_dir)
     source.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
     rules = spec.rules(dims)
-    dtypes = {rule.mf_name: dtype or _common_dtype(source, rule.hf_names) for rule in rules}
+    dtypes = {rule.mf_name: dtype or common_dtype(source, rule.hf_names) for rule in rules}
 
     def fused():
         for rule in rules:
@@ -175,7 +177,7 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
             yield rule.mf_name, fuse(rule, dims, parts)
 
     plan = {rule.mf_name: TensorPlan(dtypes[rule.mf_name], rule.mf_shape(dims)) for rule in rules}
-    config = _with_dtype(hf_config, dtype) if dtype else hf_config
+    config = with_dtype(hf_config, dtype) if dtype else hf_config
     write_model_directory(
         fused(),
         plan,
@@ -211,19 +213,19 @@ def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
             for name, part in zip(rule.hf_names, split(rule, dims, source.read(rule.mf_name))):
                 yield name, convert_dtype(part, source_dtype, plan[name].dtype)
 
-    config = _with_dtype(hf_config, dtype) if dtype else hf_config
+    config = with_dtype(hf_config, dtype) if dtype else hf_config
     write_model_directory(
         parts(), plan, config, out_dir, file_format="pt", max_shard_bytes=MAX_SHARD_BYTES, tokenizer_dir=mf_dir
     )
 
 
-def _common_dtype(source: SafetensorsDirectory, names: tuple[str, ...]) -> str:
+def common_dtype(source: TensorDirectory, names: tuple[str, ...]) -> str:
     """The dtype of tensors that are fused into one: float32 holds every value when they differ."""
     dtypes = {source.info(name)[0] for name in names}
     return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
-def _with_dtype(hf_config: dict, dtype: str) -> dict:
+def with_dtype(hf_config: dict, dtype: str) -> dict:
     """config.json that states the dtype of its files; transformers 4 and 5 and vLLM all read `torch_dtype`."""
     return {**{key: value for key, value in hf_config.items() if key != "dtype"}, "torch_dtype": dtype}
 
@@ -237,7 +239,7 @@ def describe_directory(model_dir: str | os.PathLike) -> str:
     hf_config = read_hf_config(model_dir)
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    source = SafetensorsDirectory(model_dir)
+    source = open_tensors(model_dir)
     mf_shapes = {rule.mf_name: rule.mf_shape(dims) for rule in spec.rules(dims)}
     is_mindformers = set(source.names()) == set(mf_shapes)
     shapes = mf_shapes if is_mindformers else hf_shapes(spec, dims)
