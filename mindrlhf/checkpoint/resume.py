@@ -11,6 +11,7 @@ FREE_KEYS = frozenset(
     {
         "run.output_dir",
         "run.max_steps",
+        "run.hang_timeout_s",
         "data.eval_file",
         "training.epochs",
         "rollout.python",
@@ -21,6 +22,7 @@ FREE_KEYS = frozenset(
         "rollout.kv_cache_gib",
         "rollout.start_timeout_s",
         "rollout.restarts",
+        "rollout.stall_timeout_s",
         "reward.num_workers",
         "reward.timeout_s",
         "parallel_config",

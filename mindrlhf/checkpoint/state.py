@@ -3,6 +3,7 @@
     model/                  Hugging Face directory of the policy
     optimizer.safetensors   moments by parameter name, and the global step
     reference/              Hugging Face directory of the reference model, when it follows the policy
+    carried.safetensors     arrays of the samples that the last step handed on, when there are any
     state.json              everything small; see RunState
     manifest.json           sizes and checksums, written last
 
@@ -23,7 +24,7 @@ MODEL_NAME = "model"
 REFERENCE_NAME = "reference"
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "state.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class RunState:
     prompt_stream: dict  # PromptStream.state()
     config: dict  # the run's config as nested dicts
     evaluations: list  # what the final summary needs of each evaluation so far
-    extra: dict = field(default_factory=dict)  # what else the caller needs to continue
+    algorithm_state: dict = field(default_factory=dict)  # what the algorithm adapts, such as the weight of the KL term
+    carried: list = field(default_factory=list)  # carried_records() of the samples handed on
 
 
 def write_state(directory: Path, state: RunState) -> None:

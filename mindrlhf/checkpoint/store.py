@@ -65,7 +65,7 @@ class CheckpointStore:
         return None
 
     @contextlib.contextmanager
-    def writing(self, step: int, size_bytes: int) -> Iterator[Path]:
+    def writing(self, step: int, size_bytes: int, best_step: int | None = None) -> Iterator[Path]:
         """Give a temporary directory that becomes the checkpoint of ``step`` when the block ends without an error.
 
         A checkpoint that the step already has (a damaged one, when a run resumed from an older) is replaced.
@@ -74,6 +74,7 @@ class CheckpointStore:
         Args:
             step: optimiser steps done.
             size_bytes: about how much the caller will write; see :meth:`check_space`.
+            best_step: its checkpoint is kept however old it is.
 
         Raises:
             UserError: the disk has too little room or refuses to write; earlier checkpoints are untouched.
@@ -89,7 +90,7 @@ class CheckpointStore:
                     self._put_in_place(temporary, step)
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)
-            self._prune(step)
+            self._prune(step, best_step)
         except OSError as error:
             raise UserError(
                 f"checkpoint {self.path(step)} cannot be written ({error.strerror or error}): make room, or set "
@@ -121,10 +122,11 @@ class CheckpointStore:
         if os.path.lexists(replaced):
             _remove_any(replaced)
 
-    def _prune(self, step: int) -> None:
+    def _prune(self, step: int, best_step: int | None) -> None:
         older = [other for other in self.steps() if other < step]
         for other in older[: max(0, len(older) + 1 - self.keep_last)]:
-            self._remove(self.path(other), other)
+            if other != best_step:
+                self._remove(self.path(other), other)
 
     def _remove(self, path: Path, step: int) -> None:
         """Remove a checkpoint so that a kill in the middle leaves no half of it under its name."""

@@ -13,6 +13,9 @@ class RunSection:
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
     device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
     max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
+    hang_timeout_s: float = key(
+        1800.0, "a run that makes no progress at all for this long, in seconds, is stopped; 0 means never", minimum=0
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,12 @@ class RolloutSection:
     )
     kv_cache_gib: int = key(1, "key-value cache of a server on CPU, in GiB", minimum=1)
     start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
-    restarts: int = key(0, "how often a dead server is started again before the run fails", minimum=0, maximum=1)
+    restarts: int = key(
+        2, "how often dead or stuck servers are started again before the run fails", minimum=0, maximum=1000
+    )
+    stall_timeout_s: float = key(
+        10.0, "a server that uses no processor time for this long while it owes an answer is stuck", minimum=2
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,12 @@ class CheckpointSection:
 
     every_steps: int = key(100, "steps between checkpoints; 0 means only the final export", minimum=0)
     keep_last: int = key(2, "newest checkpoints kept", minimum=1)
+    keep_best: bool = key(
+        False, "save a checkpoint at each evaluation whose accuracy is the best so far, and keep the best one"
+    )
+    asynchronous: bool = key(
+        True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
+    )
     save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`")
 
 

@@ -1,7 +1,7 @@
 """Where the time and the memory of a step went."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +12,13 @@ class StageTimer:
     The step begins when the timer is made or when ``finish_step`` returns. A stage may be entered several
     times (its times add up) but not inside another one, so that the stages of a step never count a second twice
     and what they leave of ``timing/all`` is time that no stage owns.
+
+    Args:
+        on_stage: told the name of each stage as it begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_stage: Callable[[str], None] = lambda name: None) -> None:
+        self._on_stage = on_stage
         self._running: str | None = None
         self._elapsed_s: dict[str, float] = {}
         self._step_start = time.perf_counter()
@@ -25,6 +29,7 @@ class StageTimer:
         assert self._running is None, f"stage {name!r} starts inside stage {self._running!r}"
         assert name != "all", "'all' is the whole step, not a stage"
         self._running = name
+        self._on_stage(name)
         start = time.perf_counter()
         try:
             yield

@@ -1,5 +1,6 @@
 """What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
+from mindrlhf.checkpoint.background import CopyBuffers
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
 from mindrlhf.config.sections import OptimizerSection
@@ -45,6 +47,7 @@ class Actor(Learner):
         super().__init__(network, loss, optimizer, rank, device)
         self._reference = reference
         self._saves_reference = saves_reference
+        self._copies = CopyBuffers()
         self._board: WeightBoard | None = None
         self._batches: list[tuple[list[PackedRows], int]] = []
 
@@ -120,13 +123,29 @@ class Actor(Learner):
 
     def save(self, directory: Path) -> None:
         """Write weights and optimiser state; the lead rank's part, since all ranks hold the same."""
-        self.export(directory / MODEL_NAME, None)
+        self._state_writer(lambda _, arrays: arrays)(directory)
+
+    def capture(self) -> Callable[[Path], None]:
+        """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
+
+        The copy is valid until the next one.
+        """
+        return self._state_writer(self._copies.copy)
+
+    def _state_writer(self, hold: Callable) -> Callable[[Path], None]:
+        models = {MODEL_NAME: self.network}
         if self._saves_reference:
-            reference = self._reference.model
-            export_hf(
-                iter_hf_tensors(reference), reference.hf_config, directory / REFERENCE_NAME, dtype=self.param_dtype
-            )
-        save_arrays(directory / OPTIMIZER_NAME, optimizer_arrays(self.optimizer), optimizer_infos(self.optimizer))
+            models[REFERENCE_NAME] = self._reference.model
+        dtype, infos = self.param_dtype, optimizer_infos(self.optimizer)
+        weights = {name: (hold(name, iter_hf_tensors(model)), model.hf_config) for name, model in models.items()}
+        moments = hold(OPTIMIZER_NAME, optimizer_arrays(self.optimizer))
+
+        def write(directory: Path) -> None:
+            for name, (tensors, hf_config) in weights.items():
+                export_hf(tensors, hf_config, directory / name, dtype=dtype)
+            save_arrays(directory / OPTIMIZER_NAME, moments, infos)
+
+        return write
 
     def restore(self, directory: str) -> None:
         """Load what ``save`` wrote."""

@@ -1,17 +1,26 @@
 """When a run's state is saved, and how a run picks it up again; the lead rank's part."""
 
+import contextlib
+import copy
 import dataclasses
 import json
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from mindrlhf.checkpoint.background import BackgroundWriter
+from mindrlhf.checkpoint.carried import CarriedSample, carried_records, load_carried, save_carried
 from mindrlhf.checkpoint.resume import check_resumable
 from mindrlhf.checkpoint.state import RunState, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.errors import UserError
+from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.training.preflight import FINAL_NAME, check_free
+from mindrlhf.training.save_requests import SaveRequests
 from mindrlhf.training.team import Team
 
 
@@ -22,6 +31,10 @@ class Progress:
     step: int = 0  # steps done
     weights_version: int = 0  # versions published to the generator
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+    # JSON values that the algorithm adapts from step to step, such as the weight of the KL term.
+    algorithm_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Samples drawn but not yet trained on; a step replaces the list and does not change what is in it.
+    carried: list[CarriedSample] = dataclasses.field(default_factory=list)
 
 
 def save_dir(config: GrpoConfig) -> Path:
@@ -30,44 +43,108 @@ def save_dir(config: GrpoConfig) -> Path:
 
 
 def check_output(config: GrpoConfig, *, resume: bool) -> None:
-    """Refuse to write over an earlier run, before the time is spent.
+    """Refuse to write over an earlier run, before the time is spent; remove an export that a killed run left half done.
 
     Raises:
-        UserError: the run's directories hold a trained model, or checkpoints that ``resume`` does not continue.
+        UserError: the run's directories hold a trained model, checkpoints that ``resume`` does not continue, or none
+            that it could continue.
     """
-    check_free(Path(config.run.output_dir) / FINAL_NAME)
+    output_dir = Path(config.run.output_dir)
+    check_free(output_dir / FINAL_NAME)
+    for unfinished in output_dir.glob(f".{FINAL_NAME}.partial-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     if store.steps() and not resume:
         raise UserError(
             f"{store.path(store.steps()[-1])} is a checkpoint of an earlier run: continue it with --resume, or set "
             "another run.output_dir or checkpoint.save_dir"
         )
+    if resume and not store.steps():
+        raise _nothing_to_resume(store)
 
 
 class RunCheckpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run: written when they are due, in the background, and read when it resumes.
 
-    def __init__(self, config: GrpoConfig, team: Team, stream: PromptStream):
+    Args:
+        requests: what signals ask for.
+    """
+
+    def __init__(self, config: GrpoConfig, team: Team, stream: PromptStream, requests: SaveRequests):
+        self._section = config.checkpoint
         self._config = json.loads(json.dumps(dataclasses.asdict(config)))
         self._seed = config.run.seed
         self._team = team
         self._stream = stream
+        self._requests = requests
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
+        self._writer = BackgroundWriter()
+        self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
+        self._begun: tuple[RunState, list[CarriedSample]] | None = None
+        self._saved_step: int | None = None
+
+    def begin_step(self, progress: Progress) -> None:
+        """Remember where the run is, for a step that is broken off.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
+        self._writer.check()
+        self._begun = self._state(progress), list(progress.carried)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run was asked to end."""
+        return self._requests.stop
+
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that a request to end breaks off; see :meth:`SaveRequests.interruptible`."""
+        return self._requests.interruptible()
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether a checkpoint is to be saved after the step just done: by plan, for its accuracy, or on request."""
+        every_steps = self._section.every_steps
+        is_planned = every_steps > 0 and progress.step % every_steps == 0
+        is_best = self._section.keep_best and _best_step(progress.evaluations) == progress.step
+        return is_planned or is_best or self._requests.save or self._requests.stop
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint of the whole run; it appears whole or not at all."""
-        state = RunState(
-            step=progress.step,
-            weights_version=progress.weights_version,
-            seed=self._seed,
-            prompt_stream=self._stream.state(),
-            config=self._config,
-            evaluations=[evaluation.to_json() for evaluation in progress.evaluations],
-        )
-        size_bytes = self._team.lead.state_size_bytes()
-        with self._store.writing(progress.step, size_bytes) as directory:
-            self._team.lead.save(directory)
-            write_state(directory, state)
+        """Write a checkpoint of the whole run; it appears whole or not at all.
+
+        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended.
+
+        Raises:
+            UserError: the disk has too little room, or an earlier checkpoint could not be written.
+        """
+        self._write(self._state(progress), list(progress.carried), _best_step(progress.evaluations))
+        if self._requests.save:
+            self._requests.save = False
+            print(f"mindrlhf: SIGUSR1: saving step {progress.step} in {self._store.path(progress.step)}", flush=True)
+        if self._requests.stop:
+            self._say_goodbye(progress.step)
+
+    def save_broken_off(self, progress: Progress) -> None:
+        """Write a checkpoint as of the beginning of a step that was broken off before it changed the weights."""
+        assert self._begun is not None and self._begun[0].step == progress.step, "no step was begun"
+        state, carried = self._begun
+        if self._saved_step != state.step:
+            self._write(state, carried, _best_step(progress.evaluations))
+        self._say_goodbye(state.step)
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait as well, while a run ends that may have failed for another reason: an error becomes a warning."""
+        try:
+            self._writer.wait()
+        except (UserError, RunFailure) as error:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
 
     def resume(self) -> Progress:
         """Load the newest whole checkpoint into every rank.
@@ -77,12 +154,67 @@ class RunCheckpoints:
         """
         directory = self._store.latest()
         if directory is None:
-            raise UserError(
-                f"there is no whole checkpoint to resume from in {self._store.path(0).parent}: leave out --resume"
-            )
+            raise _nothing_to_resume(self._store)
         state = read_state(directory)
         check_resumable(state.config, self._config)
+        carried = load_carried(directory, state.carried)
         self._team.call("restore", directory=str(directory))
         self._stream.restore(state.prompt_stream)
-        evaluations = [Evaluation.from_json(values) for values in state.evaluations]
-        return Progress(state.step, state.weights_version, evaluations)
+        self._saved_step = state.step
+        return Progress(
+            step=state.step,
+            # The loop publishes first, under the next number: that of the checkpoint.
+            weights_version=max(0, state.weights_version - 1),
+            evaluations=[Evaluation.from_json(values) for values in state.evaluations],
+            algorithm_state=state.algorithm_state,
+            carried=carried,
+        )
+
+    def _state(self, progress: Progress) -> RunState:
+        new = progress.evaluations[len(self._evaluations) :]
+        self._evaluations = self._evaluations + [evaluation.to_json() for evaluation in new]
+        return RunState(
+            step=progress.step,
+            weights_version=progress.weights_version,
+            seed=self._seed,
+            prompt_stream=self._stream.state(),
+            config=self._config,
+            evaluations=self._evaluations,
+            algorithm_state=copy.deepcopy(progress.algorithm_state),
+            carried=carried_records(progress.carried),
+        )
+
+    def _write(self, state: RunState, carried: list[CarriedSample], best_step: int | None) -> None:
+        size_bytes = self._team.lead.state_size_bytes()
+        size_bytes += sum(array.nbytes for sample in carried for array in sample.arrays.values())
+        self._store.check_space(size_bytes)
+        best_step = best_step if self._section.keep_best else None
+
+        def write(write_model: Callable[[Path], None]) -> None:
+            with self._store.writing(state.step, size_bytes, best_step) as directory:
+                write_model(directory)
+                save_carried(directory, carried)
+                write_state(directory, state)
+
+        self._writer.wait()  # the copy that it still reads is about to be overwritten
+        self._saved_step = state.step
+        if self._section.asynchronous:
+            write_copy = self._team.lead.capture()
+            self._writer.start(lambda: write(write_copy))
+        else:
+            write(self._team.lead.save)
+
+    def _say_goodbye(self, step: int) -> None:
+        self._writer.wait()
+        where = self._store.path(step)
+        print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)
+
+
+def _best_step(evaluations: list[Evaluation]) -> int | None:
+    """Return the step of the best held-out accuracy after training began, the earliest of equals."""
+    scores = {evaluation.step: float(evaluation.scores.mean()) for evaluation in evaluations if evaluation.step > 0}
+    return max(scores, key=scores.__getitem__) if scores else None
+
+
+def _nothing_to_resume(store: CheckpointStore) -> UserError:
+    return UserError(f"there is no whole checkpoint to resume from in {store.save_dir}: leave out --resume")

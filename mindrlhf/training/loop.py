@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf import heartbeat
 from mindrlhf.algorithms.advantages import group_normalised
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
 from mindrlhf.config.schema import GrpoConfig
@@ -21,6 +22,7 @@ from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_reco
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.save_requests import StopRequested
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
@@ -56,7 +58,7 @@ class Trainer:
         self.parts = parts
         self.progress = progress
         self.num_steps = num_steps
-        self.timer = StageTimer()
+        self.timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
         self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
@@ -85,23 +87,36 @@ class Trainer:
         if len(self.parts.prompts) <= MAX_RECORDS_IN_MEMORY:
             self._records = self.parts.prompts.read(range(len(self.parts.prompts)))
 
-    def run(self) -> None:
-        """Train to the last step, evaluating and reporting on the way."""
+    def run(self) -> bool:
+        """Train to the last step, evaluating, reporting and saving on the way.
+
+        Returns:
+            Whether the last step was reached: a request to end may come before it.
+        """
+        checkpoints = self.parts.checkpoints
         self.publish()
         self.timer.finish_step()
         every_eval = self.config.evaluation.every_steps
-        if self.parts.held_out and self.config.evaluation.before_training and self.progress.step == 0:
+        is_new = self.progress.step == 0 and not self.progress.evaluations
+        if self.parts.held_out and self.config.evaluation.before_training and is_new:
             self.parts.sinks.write(0, self.evaluate())
         while self.progress.step < self.num_steps:
-            metrics = self.step()
+            checkpoints.begin_step(self.progress)
+            try:
+                metrics = self.step()
+            except StopRequested:
+                checkpoints.save_broken_off(self.progress)
+                return False
             is_last = self.progress.step == self.num_steps
             if self.parts.held_out and (is_last or (every_eval and self.progress.step % every_eval == 0)):
                 metrics |= self.evaluate()
             self.parts.sinks.write(self.progress.step, metrics)
-            every_save = self.config.checkpoint.every_steps
-            if every_save and self.progress.step % every_save == 0:
-                self.parts.checkpoints.save(self.progress)
-                self.timer.finish_step()
+            if checkpoints.is_due(self.progress):
+                with self.timer.stage("checkpoint"):
+                    checkpoints.save(self.progress)
+            if checkpoints.must_stop:
+                return False
+        return True
 
     def publish(self) -> None:
         """Put the current weights on the board and have the generator load them."""
@@ -125,7 +140,7 @@ class Trainer:
         index = self.progress.step
         with self.timer.stage("data"):
             records = self._next_records()
-        with self.timer.stage("rollout"):
+        with self.timer.stage("rollout"), self.parts.checkpoints.interruptible():
             samples = self._sample(records, index)
         self.parts.generator.sleep()
         with self.timer.stage("pack"):

@@ -84,6 +84,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.rollout.samples import Sampler
     from mindrlhf.training.batch import RowOptions
     from mindrlhf.training.loop import Parts, Trainer
+    from mindrlhf.training.save_requests import SaveRequests
     from mindrlhf.training.team import Team
 
     output_dir = Path(config.run.output_dir)
@@ -98,7 +99,9 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     team.call("attach_board", path=board.path)
     generator.use_board(board.path)
     stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, training.epochs)
-    checkpoints = RunCheckpoints(config, team, stream)
+    requests = SaveRequests()
+    checkpoints = RunCheckpoints(config, team, stream, requests)
+    stack.callback(checkpoints.close)
     progress = Progress()
     if resume:
         progress = checkpoints.resume()
@@ -129,23 +132,28 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     trainer = Trainer(config, parts, progress, inputs.num_steps)
     trainer.warm_up()
     generator.wait_ready()
-    trainer.run()
-    _finish(config, actor, progress, parts)
+    requests.listen()
+    is_complete = trainer.run()
+    checkpoints.wait()
+    if is_complete:
+        _finish(config, actor, progress, parts)
 
 
 def _finish(config: GrpoConfig, actor, progress, parts) -> None:
-    """Export the model, compare it with the starting one, and write the report."""
+    """Compare the model with the starting one, write the report, and export it."""
     from mindrlhf.evaluation.comparison import summary_text, write_summary
     from mindrlhf.observe.report import write_report
 
     output_dir = Path(config.run.output_dir)
     parts.sinks.close()
     parts.sample_writer.close()
-    actor.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
     summary = write_summary(output_dir, progress.evaluations)
+    report = write_report(output_dir)
+    # Last, because it marks the run as complete: one that was killed before can be resumed.
+    actor.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
     if summary:
         print(f"\n{summary_text(summary)}")
-    print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {write_report(output_dir)}", flush=True)
+    print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {report}", flush=True)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf import heartbeat
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.training.runtime import Rank
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
@@ -60,6 +61,7 @@ class Team:
                 error = UserError if header["is_user_error"] else RunFailure
                 raise error(f"rank {rank}: {header['error']}")
             results.append(values)
+        heartbeat.tick()
         return results
 
     def close(self) -> None:
@@ -84,7 +86,9 @@ def serve(worker: Any, connection: socket.socket) -> None:
         RunFailure: the lead died.
     """
     while True:
+        heartbeat.enter("waiting for rank 0")
         header, arguments = _with_lead(_receive, connection)
+        heartbeat.enter(header["method"])
         if header["method"] == "close":
             connection.close()
             return

@@ -20,13 +20,15 @@ json_values = st.recursive(
 json_objects = st.dictionaries(st.text(), json_values, max_size=3)
 counts = st.integers(0, 2**40)
 states = st.builds(
-    RunState, counts, counts, counts, json_objects, json_objects, st.lists(json_values, max_size=3), json_objects
+    RunState,
+    *(counts, counts, counts, json_objects, json_objects, st.lists(json_values, max_size=3), json_objects),
+    st.lists(json_values, max_size=3),
 )
 
 
 def make_state(**changes):
     state = RunState(
-        step=7, weights_version=8, seed=3, prompt_stream={}, config={"run": {"seed": 3}}, evaluations=[], extra={}
+        step=7, weights_version=8, seed=3, prompt_stream={}, config={"run": {"seed": 3}}, evaluations=[]
     )
     return dataclasses.replace(state, **changes)
 
@@ -48,30 +50,30 @@ def test_a_prompt_stream_continues_from_the_state(tmp_path):
 
 
 def test_tuples_become_lists_and_the_values_of_a_run_in_trouble_survive(tmp_path):
-    write_state(tmp_path, make_state(config={"lengths": (8, 16)}, extra={"loss": math.nan, "best": -math.inf}))
+    write_state(tmp_path, make_state(config={"lengths": (8, 16)}, algorithm_state={"loss": math.nan, "best": -math.inf}))
     state = read_state(tmp_path)
     assert state.config == {"lengths": [8, 16]}
-    assert math.isnan(state.extra["loss"]) and state.extra["best"] == -math.inf
+    assert math.isnan(state.algorithm_state["loss"]) and state.algorithm_state["best"] == -math.inf
 
 
 @pytest.mark.parametrize(
     "extra, message",
     [
-        ({"a": {"b": [1, {2}]}}, r"extra\.a\.b\[1\] is \{2\}: a set is no JSON value"),
-        ({"a": {1: 2}}, r"extra\.a has the key 1"),
+        ({"a": {"b": [1, {2}]}}, r"algorithm_state\.a\.b\[1\] is \{2\}: a set is no JSON value"),
+        ({"a": {1: 2}}, r"algorithm_state\.a has the key 1"),
         ({"a": b"raw"}, "a bytes is no JSON value"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_with_its_place(tmp_path, extra, message):
     with pytest.raises(TypeError, match=message):
-        write_state(tmp_path, make_state(extra=extra))
+        write_state(tmp_path, make_state(algorithm_state=extra))
     assert not (tmp_path / STATE_NAME).exists()
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format_version": 2}, "format version 2, this release reads 1"),
+        ({"format_version": 1}, "format version 1, this release reads 2"),
         ({"format_version": None}, "format version None"),
         ({"step": -1}, "step is -1"),
         ({"step": True}, "step is True"),

@@ -1,5 +1,6 @@
 """The loop over scripted samples: what it asks of the ranks, in what order, and the numbers it reports."""
 
+import contextlib
 from collections import deque
 
 import numpy as np
@@ -16,6 +17,7 @@ from mindrlhf.rollout.types import Completion, SamplingParams
 from mindrlhf.training.batch import RowOptions, unpack_share
 from mindrlhf.training.checkpoints import Progress
 from mindrlhf.training.loop import Parts, Trainer
+from mindrlhf.training.save_requests import StopRequested
 
 END = 0
 NUM_GENERATIONS = 3
@@ -159,8 +161,12 @@ class Board:
 class Memory:
     """Sinks, sample writer and checkpoints in one."""
 
-    def __init__(self):
+    def __init__(self, every_steps):
         self.metrics, self.samples, self.saved = [], [], []
+        self.every_steps = every_steps
+        self.must_stop = False
+        self.stops_at = None  # the step whose rollout a request to end breaks off
+        self.begun = 0
 
     def write(self, step, metrics=None):
         if metrics is None:
@@ -171,13 +177,28 @@ class Memory:
     def save(self, progress):
         self.saved.append(progress.step)
 
+    def begin_step(self, progress):
+        self.begun = progress.step + 1
+
+    @contextlib.contextmanager
+    def interruptible(self):
+        yield
+        if self.begun == self.stops_at:
+            raise StopRequested
+
+    def save_broken_off(self, progress):
+        self.saved.append(f"broken off after {progress.step}")
+
+    def is_due(self, progress):
+        return self.must_stop or (self.every_steps and progress.step % self.every_steps == 0)
+
 
 class Run:
     """A trainer with all its parts."""
 
     def __init__(self, num_prompts=5, world_size=1, held_out=False, steps=0, **options):
         self.config = make_config(**options)
-        self.journal, self.memory = [], Memory()
+        self.journal, self.memory = [], Memory(self.config.checkpoint.every_steps)
         self.ranks = [Rank(self.journal if rank == 0 else []) for rank in range(world_size)]
         self.generator = Script(self.journal)
         self.prompts = Prompts(num_prompts)
@@ -416,3 +437,21 @@ def test_a_resumed_run_goes_on_with_the_next_step():
     assert resumed.journal[:4] == ["publish 5", "seal 1", "wake", "update_weights 5"]
     seeds = [[request.seed for request in requests] for requests, _ in whole.generator.requests]
     assert [[request.seed for request in requests] for requests, _ in resumed.generator.requests] == seeds[3:]
+
+
+def test_a_request_to_end_is_granted_after_the_step_or_breaks_off_its_rollout():
+    run = Run(num_prompts=10)
+    run.memory.must_stop = True
+    run.trainer.run()
+    assert run.memory.saved == [1] and run.progress.step == 1
+    run = Run(num_prompts=10)
+    run.memory.stops_at = 3
+    assert run.trainer.run() is False
+    assert run.memory.saved == ["broken off after 2"]
+    assert [step for step, _ in run.memory.metrics] == [1, 2]
+    assert run.journal.count("update 0") == 2 and run.journal[-1] == "generate 2"
+
+
+def test_the_time_a_checkpoint_takes_is_reported_with_the_next_step():
+    metrics = Run(num_prompts=6, checkpoint={"every_steps": 1})()
+    assert ["timing/checkpoint" in metrics[step] for step in (1, 2, 3)] == [False, True, True]

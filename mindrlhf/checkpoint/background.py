@@ -1,0 +1,68 @@
+"""Writing a checkpoint while training goes on: the copy of the state, and the thread that writes the copy."""
+
+import threading
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+
+class CopyBuffers:
+    """Memory that arrays are copied into, kept from one copy to the next.
+
+    Fresh memory would cost more than the copy itself: the kernel clears every page of it first.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], np.ndarray] = {}
+
+    def copy(self, group: str, arrays: Iterable[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
+        """Copy named arrays; the copies of a group are valid until the group is copied again."""
+        return [(name, self._copy((group, name), array)) for name, array in arrays]
+
+    def _copy(self, key: tuple[str, str], array: np.ndarray) -> np.ndarray:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != array.shape or buffer.dtype != array.dtype:
+            buffer = self._buffers[key] = np.empty_like(array, order="C")
+        np.copyto(buffer, array)
+        return buffer
+
+
+class BackgroundWriter:
+    """Runs writes in a thread, at most one at a time; a failed one is raised by the next call, once.
+
+    The thread is no daemon: the interpreter does not end before a write has.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Wait for the write under way, if there is one, then begin another.
+
+        Raises:
+            what an earlier write raised; ``write`` is not begun then.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint-writer")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what an earlier write raised, without waiting for one under way."""
+        if self._thread is None or not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raise what the last write raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
