@@ -8,22 +8,101 @@ from mindrlhf.algorithms import vocabulary
 
 
 class GraphTokenLogProbs(nn.Cell):
-    """Plain MindSpore operators: the form that Ascend compiles, one micro-batch of logits at a time."""
+    """Plain MindSpore operators: the form that Ascend compiles, one micro-batch of logits at a time.
 
-    def __init__(self, weight: ms.Parameter):
+    Under semi-auto parallel the vocabulary stays split over the model-parallel ranks: what they exchange is, per token,
+    the largest logit and sums over the vocabulary, never logits or weights (Shoeybi et al. 2019, arXiv:1909.08053,
+    section 3).
+
+    Args:
+        weight: output projection [vocabulary, width].
+        splits: ranks that share the rows, each row, and the vocabulary.
+    """
+
+    def __init__(self, weight: ms.Parameter, splits: tuple[int, int, int] = (1, 1, 1)):
         super().__init__(auto_prefix=False)
         self.weight = weight
+        logits, token = (splits,), ((*splits[:2], 1),)
+        tokens = (splits[:2],)
+        self.cast = ops.Cast()
+        part = weight.shape[0] // splits[2]
+        self.first_rows = ms.Tensor(np.arange(splits[2], dtype=np.int32) * part)
+        self.project, self.pick = _project, _pick
+        if max(splits) > 1:
+            self.project, self.pick = _split_project(), _split_pick(splits[2])
+        self.max = ops.ReduceMax(keep_dims=True).shard(logits)
+        self.subtract = ops.Sub().shard(logits + token)
+        self.exp = ops.Exp().shard(logits)
+        self.sum = ops.ReduceSum(keep_dims=True).shard(logits)
+        self.log = ops.Log().shard(token)
+        self.multiply = ops.Mul().shard(logits + logits)
+        self.divide = ops.RealDiv().shard(token + token)
+        self.subtract_tokens = ops.Sub().shard(token + token)
+        self.squeeze = ops.Squeeze(-1).shard(token)
+        self.mask = ops.Mul().shard(tokens + tokens)
 
     def construct(self, hidden, labels, mask):
-        """Return log-probabilities and entropies, float32 [tokens] each, 0 where ``mask`` is 0.
+        """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [tokens, width]; ``labels`` int32 and ``mask`` float32 [tokens].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length].
         """
-        weight = ops.cast(self.weight, hidden.dtype).transpose(1, 0)
-        logprobs = ops.log_softmax(ops.cast(ops.matmul(hidden, weight), ms.float32), -1)
-        chosen = ops.gather_elements(logprobs, 1, ops.reshape(labels, (-1, 1)))
-        entropy = -ops.reduce_sum(ops.exp(logprobs) * logprobs, -1)
-        return ops.reshape(chosen, (-1,)) * mask, entropy * mask
+        logits = self.cast(self.project(hidden, self.cast(self.weight, hidden.dtype)), ms.float32)
+        logits = self.subtract(logits, ops.stop_gradient(self.max(logits, -1)))
+        weights = self.exp(logits)
+        total = self.sum(weights, -1)
+        log_total = self.log(total)
+        chosen = self.sum(self.pick(logits, labels, self.first_rows), -1)
+        mean = self.divide(self.sum(self.multiply(weights, logits), -1), total)
+        logprobs = self.squeeze(self.subtract_tokens(chosen, log_total))
+        entropy = self.squeeze(self.subtract_tokens(log_total, mean))
+        return self.mask(logprobs, mask), self.mask(entropy, mask)
+
+
+# What ranks do on tensors of their own, where the vocabulary is split: MindSpore's Morph runs a function on local slices.
+
+
+def _project(hidden, weight):
+    """Logits [rows, length, vocabulary]; a plain reshape of rows split along two axes would gather them first."""
+    rows = ops.reshape(hidden, (-1, hidden.shape[-1]))
+    logits = ops.MatMul(transpose_b=True)(rows, weight)
+    return ops.reshape(logits, (hidden.shape[0], hidden.shape[1], weight.shape[0]))
+
+
+def _pick(logits, labels, first_row):
+    """Logits of the labels that are among a rank's rows of the vocabulary, else 0: [rows, length, 1]."""
+    index = ops.expand_dims(labels - first_row, -1)
+    inside = ops.logical_and(index >= 0, index < logits.shape[-1])
+    chosen = ops.gather_elements(logits, 2, ops.select(inside, index, ops.zeros_like(index)))
+    return chosen * ops.cast(inside, ms.float32)
+
+
+def _first_dtype(dtype, *others):
+    return dtype
+
+
+def _split_project():
+    from mindformers.parallel_core.training_graph.device_matrix import layout
+
+    def infer_shape(hidden_shape, weight_shape):
+        return [hidden_shape[0], hidden_shape[1], weight_shape[0]]
+
+    morph = ops.operations.Morph(_project, infer_shape, _first_dtype)
+    return morph.add_prim_attr("self_define_shard", True).shard(
+        in_strategy=(layout("dp", "cp", "None"), layout("tp", "None")), out_strategy=(layout("dp", "cp", "tp"),)
+    )
+
+
+def _split_pick(num_parts: int):
+    from mindformers.parallel_core.training_graph.device_matrix import layout
+
+    def infer_shape(logits_shape, labels_shape, starts_shape):
+        return [*labels_shape, num_parts]
+
+    morph = ops.operations.Morph(_pick, infer_shape, _first_dtype)
+    return morph.add_prim_attr("self_define_shard", True).shard(
+        in_strategy=(layout("dp", "cp", "tp"), layout("dp", "cp"), layout("tp")),
+        out_strategy=(layout("dp", "cp", "tp"),),
+    )
 
 
 class TiledTokenLogProbs(nn.Cell):
@@ -83,7 +162,11 @@ class PolicyLogProbs(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
         self.is_tiled = device == "cpu"
-        self.token_logprobs = (TiledTokenLogProbs if self.is_tiled else GraphTokenLogProbs)(model.head_weight)
+        if self.is_tiled:
+            self.token_logprobs = TiledTokenLogProbs(model.head_weight)
+        else:
+            self.token_logprobs = GraphTokenLogProbs(model.head_weight, model.splits)
+            self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))
         self.inverse_temperature = 1.0 / temperature
 
     def construct(self, input_ids, segment_ids, labels, mask):
@@ -93,6 +176,8 @@ class PolicyLogProbs(nn.Cell):
         """
         hidden = self.model(input_ids, segment_ids)
         # Scaling the hidden states scales the logits, at the width of the model instead of the vocabulary.
+        if not self.is_tiled:
+            return self.token_logprobs(self.scale(hidden, self.inverse_temperature), labels, mask)
         hidden = ops.reshape(hidden, (-1, hidden.shape[-1])) * self.inverse_temperature
         outputs = self.token_logprobs(hidden, ops.reshape(labels, (-1,)), ops.reshape(mask, (-1,)))
         return ops.reshape(outputs[0], labels.shape), ops.reshape(outputs[1], labels.shape)

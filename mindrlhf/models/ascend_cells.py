@@ -1,8 +1,14 @@
-"""What surrounds MindFormers' own decoder on Ascend: mask and layout, with sharding for semi-auto parallel."""
+"""What surrounds MindFormers' own decoder on Ascend: mask, layout and head, with sharding for semi-auto parallel.
+
+Axes of strategies: data-parallel ranks share the rows, context-parallel ranks each row, model-parallel (tensor-parallel)
+ranks heads, channels and vocabulary; with sequence parallelism, they share each row between the layers' matrix products too.
+"""
 
 import numpy as np
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import Tensor, nn, ops
+from mindspore.ops.operations import Morph
 
 
 def decoder_spec(config):
@@ -19,18 +25,20 @@ class DecoderInputs(nn.Cell):
         self.embedding = model.embedding
         self.rotary = model.rotary_pos_emb
         self.causal = Tensor(np.triu(np.ones((1, max_length, max_length), np.uint8), k=1))
-        ranks = config.data_parallel_size
-        self.as_column = ops.ExpandDims().shard(((ranks, 1),))
-        self.as_row = ops.ExpandDims().shard(((ranks, 1),))
-        self.not_equal = ops.NotEqual().shard(((ranks, 1, 1), (ranks, 1, 1)))
-        self.cast = ops.Cast().shard(((ranks, 1, 1),))
-        self.maximum = ops.Maximum().shard(((ranks, 1, 1), (1, 1, 1)))
-        self.add_head_axis = ops.ExpandDims().shard(((ranks, 1, 1),))
+        dp, cp = config.data_parallel_size, config.context_parallel_size
+        self.as_column = ops.ExpandDims().shard(((dp, cp),))
+        self.as_row = ops.ExpandDims().shard(((dp, 1),))
+        self.not_equal = ops.NotEqual().shard(((dp, cp, 1), (dp, 1, 1)))
+        self.cast = ops.Cast().shard(((dp, cp, 1),))
+        self.maximum = ops.Maximum().shard(((dp, cp, 1), (1, cp, 1)))
+        self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
+        self.slice = ops.StridedSlice().shard(((1, 1, 1),))
 
     def construct(self, input_ids, segment_ids):
         length = input_ids.shape[1]
         other_segment = self.not_equal(self.as_column(segment_ids, 2), self.as_row(segment_ids, 1))
-        hidden = self.maximum(self.cast(other_segment, self.causal.dtype), self.causal[:, :length, :length])
+        causal = self.slice(self.causal, (0, 0, 0), (1, length, length), (1, 1, 1))
+        hidden = self.maximum(self.cast(other_segment, causal.dtype), causal)
         return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), self.rotary(length)
 
 
@@ -39,7 +47,32 @@ class DecoderOutputs(nn.Cell):
 
     def __init__(self, config):
         super().__init__()
-        self.transpose = ops.Transpose().shard(((1, config.data_parallel_size, 1),))
+        splits = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        self.transpose = ops.Transpose().shard(((splits, config.data_parallel_size, 1),))
 
     def construct(self, hidden_states, input_ids):
         return self.transpose(hidden_states, (1, 0, 2))
+
+
+def keep_embedding_whole(model, config) -> None:
+    """Let every model-parallel rank hold the embedding whole and look tokens up without communication."""
+    embedding = model.embedding.word_embeddings
+    # With sequence parallelism each rank looks up only the tokens it goes on with.
+    length_axis = "cp_tp" if config.sequence_parallel else "cp"
+    embedding.embedding_morph = Morph(_lookup, _lookup_shape, _lookup_dtype).add_prim_attr("self_define_shard", True)
+    embedding.embedding_morph.shard(
+        in_strategy=(layout("dp", length_axis), layout("None", "None")),
+        out_strategy=(layout("dp", length_axis, "None"),),
+    )
+
+
+def _lookup(input_ids, weight):
+    return ops.gather(weight, input_ids, 0)
+
+
+def _lookup_shape(ids_shape, weight_shape):
+    return [*ids_shape, weight_shape[1]]
+
+
+def _lookup_dtype(ids_dtype, weight_dtype):
+    return weight_dtype

@@ -27,10 +27,18 @@ class CausalLM(nn.Cell):
         spec: the architecture.
         dims: its sizes.
         hf_config: the config.json it was built from.
+        splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
     """
 
     def __init__(
-        self, model: nn.Cell, inputs: nn.Cell, outputs: nn.Cell, spec: ModelSpec, dims: ModelDims, hf_config: dict
+        self,
+        model: nn.Cell,
+        inputs: nn.Cell,
+        outputs: nn.Cell,
+        spec: ModelSpec,
+        dims: ModelDims,
+        hf_config: dict,
+        splits: tuple[int, int, int] = (1, 1, 1),
     ):
         super().__init__(auto_prefix=False)
         self.model = model
@@ -39,6 +47,7 @@ class CausalLM(nn.Cell):
         self.spec = spec
         self.dims = dims
         self.hf_config = hf_config
+        self.splits = splits
 
     @property
     def head_weight(self) -> ms.Parameter:
@@ -132,8 +141,11 @@ def build_model(
         rotary_base=dims.rope_theta,
         share_embeddings_and_output_weights=dims.tied,
     )
+    if parallel_config.get("vocab_emb_dp") and parallel_config.get("model_parallel", 1) > 1:
+        cells.keep_embedding_whole(model, config)
     inputs = cells.DecoderInputs(model, config, seq_length, dims.rope_theta)
-    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config)
+    splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
+    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
 
 
 def _check_cpu(compute_dtype: str, param_dtype: str, parallel_config: dict) -> None:

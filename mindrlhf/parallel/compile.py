@@ -4,7 +4,17 @@ MindSpore is only imported in a child process (:mod:`mindrlhf.parallel.compile_c
 with CANN where it is installed, else in simulation (:mod:`mindrlhf.parallel.simulation`).
 """
 
-from dataclasses import dataclass, field
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mindrlhf.errors import RunFailure, UserError
 
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AllToAllv", "Send", "Receive", "Broadcast")
@@ -115,16 +125,93 @@ class CompileReport:
     simulated: bool = True
 
 
-def compile_ranks(requests: list[CompileRequest], *, timeout_s: float = 1800.0) -> list[CompileReport]:
+# Exit codes of the child: it says in one line on stderr what the user can mend, or leaves its log.
+EXIT_USER_ERROR = 2
+_LOG_LINES = 4
+
+
+def compile_ranks(requests: Sequence[CompileRequest], *, timeout_s: float = 1800.0) -> list[CompileReport]:
     """Compile each request in a process of its own, one after the other; MindSpore is imported once for all.
 
+    Args:
+        requests: what to compile; all with the same `plan_memory`.
+        timeout_s: time limit for all of them, in seconds.
+
     Raises:
-        UserError: this machine can neither compile nor simulate.
-        RunFailure: a compilation failed; the message ends with the log's path.
+        UserError: this machine can neither compile nor simulate, or MindFormers refuses the layout.
+        RunFailure: a compilation failed; the message has the end of its log.
     """
-    raise NotImplementedError
+    assert len({request.plan_memory for request in requests}) == 1, "plan_memory must be the same for all requests"
+    with tempfile.TemporaryDirectory(prefix="mindrlhf-compile-") as name:
+        directory = Path(name)
+        (directory / "requests.json").write_text(json.dumps([asdict(request) for request in requests]))
+        _run_child(directory, timeout_s)
+        return [_read_report(directory, index, request) for index, request in enumerate(requests)]
 
 
 def compile_rank(request: CompileRequest, *, timeout_s: float = 1800.0) -> CompileReport:
     """Compile one request; see :func:`compile_ranks`."""
     return compile_ranks([request], timeout_s=timeout_s)[0]
+
+
+def _run_child(directory: Path, timeout_s: float) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MS_", "RANK_"))}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # Parameters are only placeholders; nothing of this process reaches a device.
+    environment.update(GLOG_v="3", LOG_MF_PATH=str(directory / "mindformers"), PYTHONUNBUFFERED="1")
+    with open(directory / "log", "wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mindrlhf.parallel.compile_child", str(directory)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=directory,
+            # A group of its own: the processes that it forks end with it.
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RunFailure(f"compiling took longer than {timeout_s:.0f} s; compile fewer layers") from None
+        finally:
+            _end_group(child)
+    if code == EXIT_USER_ERROR:
+        raise UserError((directory / "user_error").read_text())
+    if code:
+        raise RunFailure(f"compiling failed with exit code {code}: {_log_tail(directory / 'log')}")
+
+
+def _end_group(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _read_report(directory: Path, index: int, request: CompileRequest) -> CompileReport:
+    path = directory / f"report_{index}.json"
+    if not path.exists():
+        log = directory / f"log_{index}"
+        raise RunFailure(f"compiling rank {request.rank} of {_describe(request)} failed: {_log_tail(log)}")
+    values = json.loads(path.read_text())
+    values["parameters"] = tuple(
+        CompiledParameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
+        for item in values["parameters"]
+    )
+    values["collectives"] = tuple(
+        Collective(**{**item, "group_ranks": tuple(item["group_ranks"])}) for item in values["collectives"]
+    )
+    return CompileReport(**values)
+
+
+def _describe(request: CompileRequest) -> str:
+    return ", ".join(f"{key}={value}" for key, value in request.parallel.items() if value not in (1, False, -1))
+
+
+def _log_tail(path: Path) -> str:
+    """The last lines that say something, as one line."""
+    if not path.exists():
+        return "it left no log"
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if line.startswith(("RuntimeError", "ValueError", "TypeError", "Exception"))]
+    return " | ".join((errors or [line for line in lines if line])[-_LOG_LINES:])

@@ -1,0 +1,40 @@
+"""Compile a cell, and read MindSpore's answers: the sliced graph and the planned memory (MindSpore is set up already)."""
+
+import os
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.common.api import _cell_graph_executor
+from mindspore.train.mind_ir_pb2 import ModelProto
+
+
+def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> ModelProto:
+    """Compile up to the sliced graph with its collectives, and return it, without the parameters' data.
+
+    This is what `mindspore.export` does first; the rest of it would write every parameter.
+    """
+    graph_id, _ = _cell_graph_executor.compile(step, *inputs, phase="export.mindir", do_convert=False)
+    model = ModelProto()
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir"))
+    return model
+
+
+def write_graph(graph: ModelProto, path: str | os.PathLike) -> None:
+    """Write a graph as `.mindir`; its parameters have names, shapes and dtypes but no data."""
+    temporary = f"{os.fspath(path)}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(graph.SerializeToString())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def plan_memory(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> int:
+    """Return the device memory that MindSpore plans for one update, in bytes (simulation level 1).
+
+    The first call compiles and plans; nothing is computed.
+    """
+    step(*inputs)
+    ms.runtime.synchronize()
+    return ms.runtime.max_memory_allocated()

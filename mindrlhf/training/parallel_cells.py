@@ -1,0 +1,195 @@
+"""The update of the actor as one semi-auto-parallel graph: loss, gradients of all micro-batches, clip, AdamW.
+
+MindSpore slices what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
+collectives. Micro-batches are cut inside the graph, as its pipeline scheduler demands.
+"""
+
+from collections.abc import Callable
+
+import mindspore as ms
+from mindformers.parallel_core.training_graph.device_matrix import layout
+from mindspore import lazy_inline, nn, ops
+from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
+from mindspore.ops.operations import Morph
+from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
+from mindrlhf.config.sections import ParallelSection
+
+NUM_STATISTICS = len(POLICY_STATISTICS)
+
+
+class GivenLogProbs(nn.Cell):
+    """A policy whose outputs are there already: log-probabilities come in place of tokens, entropies of labels."""
+
+    def construct(self, logprobs, segment_ids, entropy, mask):
+        """Return ``logprobs`` and ``entropy`` as they are."""
+        return logprobs, entropy
+
+
+class ShardedPolicyLoss(nn.Cell):
+    """A policy loss of rows that are split over data- and context-parallel ranks.
+
+    Losses are sums over tokens divided by a global count, so each rank applies the plain loss cell to its tokens (inside
+    a Morph, where tensors are local), and the results are added.
+
+    Args:
+        policy: log-probabilities, its operators sharded.
+        make_loss: builds a :class:`mindrlhf.algorithms.losses.PolicyLoss` over a policy.
+        data_parallel, context_parallel: ranks that share the rows, and each row.
+        last_stage: pipeline stage that the loss belongs to.
+    """
+
+    @lazy_inline
+    def __init__(
+        self,
+        policy: PolicyLogProbs,
+        make_loss: Callable[[nn.Cell], nn.Cell],
+        data_parallel: int,
+        context_parallel: int,
+        last_stage: int,
+    ):
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+        if last_stage:
+            self.policy.token_logprobs.pipeline_stage = last_stage
+        self.local_loss = make_loss(GivenLogProbs())
+        self.num_shares = (data_parallel, context_parallel)
+        per_token = layout("dp", "cp")
+        self.on_each_rank = Morph(self._local, self._infer_shape, self._infer_dtype)
+        self.on_each_rank.add_prim_attr("self_define_shard", True).shard(
+            in_strategy=(*((per_token,) * (4 + len(POLICY_INPUTS))), layout("dp", "None")),
+            out_strategy=(layout("dp", "cp", "None"),),
+        )
+        self.sum = ops.ReduceSum().shard(((data_parallel, context_parallel, 1),))
+
+    def _local(
+        self, logprobs, segment_ids, entropy, mask, advantages, weights, old, reference, rollout, scalars
+    ):  # a Morph takes no *args
+        loss, statistics, _ = self.local_loss(
+            logprobs,
+            segment_ids,
+            entropy,
+            mask,
+            advantages,
+            weights,
+            old,
+            reference,
+            rollout,
+            scalars[0, 0],
+            scalars[0, 1],
+        )
+        vector = ops.concat((ops.reshape(loss, (1,)), ops.stop_gradient(statistics)[1:]))
+        return ops.reshape(vector, (1, 1, NUM_STATISTICS))
+
+    def _infer_shape(self, *shapes):
+        return [*self.num_shares, NUM_STATISTICS]
+
+    def _infer_dtype(self, *dtypes):
+        return dtypes[0]
+
+    def construct(
+        self,
+        input_ids,
+        segment_ids,
+        labels,
+        mask,
+        advantages,
+        weights,
+        old_logprobs,
+        reference_logprobs,
+        rollout_logprobs,
+        scalars,
+    ):
+        """Return the statistics [7]; the gradient of their sum is that of the loss.
+
+        Arrays are [rows, length] as in :class:`mindrlhf.algorithms.losses.PolicyLoss`. ``scalars`` is float32 [rows, 2]:
+        kl_coefficient and num_tokens, the same on every row, so that it can be cut into micro-batches.
+        """
+        logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
+        shares = self.on_each_rank(
+            logprobs,
+            segment_ids,
+            entropy,
+            mask,
+            advantages,
+            weights,
+            old_logprobs,
+            reference_logprobs,
+            rollout_logprobs,
+            scalars,
+        )
+        return self.sum(shares, (0, 1))
+
+
+class ParallelUpdate(nn.Cell):
+    """One optimiser update from one call: all micro-batches of all ranks in, statistics and gradient norm out.
+
+    Args:
+        loss: the sharded loss.
+        optimizer: MindFormers AdamW over the trained parameters.
+        max_grad_norm: 0 leaves the gradients as they are.
+        parallel: the layout, with `data_parallel` filled in.
+    """
+
+    def __init__(
+        self, loss: ShardedPolicyLoss, optimizer: nn.Cell, max_grad_norm: float, parallel: ParallelSection
+    ):
+        super().__init__(auto_prefix=False)
+        self.network = _VirtualDatasetCell(split_into_micro_batches(loss, parallel))
+        self.network.set_train(True)
+        self.network.set_grad()
+        self.optimizer = optimizer
+        self.weights = optimizer.parameters
+        self.max_grad_norm = max_grad_norm
+        self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
+        self.keeps_shards = parallel.enable_parallel_optimizer
+        # The compiler recognises accumulators by this prefix.
+        self.accumulators = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.sens = ms.Tensor([1.0] * NUM_STATISTICS, ms.float32)
+        self.hyper_map = ops.HyperMap()
+
+    def construct(self, *inputs):
+        """Return the statistics, summed over micro-batches (zeros before the last stage), and the gradient norm."""
+        statistics = self.network(*inputs)
+        gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
+        accumulated = gradients
+        if self.accumulates and not self.keeps_shards:
+            accumulated = ops.depend(self.accumulators, gradients)
+        norm = ops.sqrt(ops.addn(self.hyper_map(_square_sum, accumulated)))
+        scaled = accumulated
+        if self.max_grad_norm > 0:
+            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
+            scaled = self.hyper_map(ops.partial(_scale, scale), accumulated)
+        statistics = ops.depend(statistics, self.optimizer(scaled))
+        if self.accumulates:
+            cleared = self.hyper_map(_clear, ops.depend(self.accumulators, statistics))
+            statistics = ops.depend(statistics, cleared)
+        return statistics, norm
+
+
+# The compiler adds the squares of a sharded gradient over its ranks where it finds this attribute.
+_mark_as_norm = ops.ExpandDims().add_prim_attr("grad_scale", True)
+
+
+def _square_sum(gradient):
+    return _mark_as_norm(ops.ReduceSum(False)(ops.square(ops.cast(gradient, ms.float32)), ()), 0)
+
+
+def _scale(scale, gradient):
+    return gradient * ops.cast(scale, gradient.dtype)
+
+
+def _clear(accumulator):
+    return ops.assign(accumulator, ops.zeros_like(accumulator))
+
+
+def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
+    """Wrap ``network``, whose outputs are added up, so that its inputs are cut along their rows."""
+    if parallel.micro_batch_interleave_num > 1:
+        network = MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
+    if parallel.pipeline_stage > 1:
+        return Pipeline(network, parallel.micro_batch_num)
+    return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network
