@@ -1,0 +1,35 @@
+"""`mindrlhf plan`: what a run computes, holds and sends on every rank, without a device."""
+
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser("plan", help="batches, groups and memory of a run on a cluster, worked out here")
+    parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="devices of the cluster")
+    parser.add_argument("--device-memory", default="64GB", metavar="SIZE", help="of one device (default: 64GB)")
+    parser.add_argument("--node-size", type=int, default=8, metavar="N", help="devices of a node (default: 8)")
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers")
+    parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
+    parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from mindrlhf.parallel.plan_report import PlanOptions, report_plan
+
+    options = PlanOptions(
+        world_size=arguments.world_size,
+        device_memory=arguments.device_memory,
+        node_size=arguments.node_size,
+        json_path=arguments.json,
+        picture_path=arguments.picture,
+        compiles=arguments.compile,
+        searches=arguments.search,
+    )
+    text, fits = report_plan(arguments.config, arguments.overrides, options)
+    print(text)
+    return 0 if fits else 1

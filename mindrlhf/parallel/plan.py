@@ -1,0 +1,179 @@
+"""The plan of a run: what every rank computes, holds and sends, worked out from the config and the model's config.json.
+
+Parameters and optimiser state are sums over the parameter layouts, exact to the byte; activations, logits, the
+generator's share and the runtime are estimates, and marked so. Nothing here imports MindSpore.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
+from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.parallel.layout import Layout, parameter_layouts
+from mindrlhf.parallel.parameter_layout import ParameterLayout
+from mindrlhf.parallel.plan_activations import LayerWidths, model_widths
+from mindrlhf.parallel.plan_batch import BatchPlan, plan_batch
+from mindrlhf.parallel.plan_groups import GroupKind, num_communicators, plan_groups
+from mindrlhf.parallel.plan_memory import MemoryInputs, PhaseMemory, plan_memory
+from mindrlhf.parallel.plan_parameters import (
+    ELEMENT_BYTES,
+    ParameterRow,
+    StageState,
+    count_parameters,
+    parameter_rows,
+    stage_states,
+)
+from mindrlhf.parallel.plan_rollout import RolloutPlan, check_rollout, plan_rollout
+from mindrlhf.parallel.plan_transfer import TransferPlan, plan_transfer
+from mindrlhf.weights.hf import read_hf_config
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node."""
+
+    world_size: int
+    device_bytes: int
+    node_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The model a plan is for."""
+
+    name: str
+    spec: ModelSpec
+    dims: ModelDims
+    hf_config: dict
+
+    @cached_property
+    def widths(self) -> list[LayerWidths]:
+        """Widths of every decoder layer."""
+        return model_widths(self.spec, self.dims)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        return max(widths.num_experts for widths in self.widths)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `mindrlhf plan` reports.
+
+    Attributes:
+        num_parameters: elements of the whole model.
+        layouts: of every parameter.
+        layer_stages: pipeline stage of every decoder layer.
+        states: exact parameter and optimiser state of a rank, by pipeline stage.
+        memory: every phase of the loop for every pipeline stage.
+    """
+
+    config: GrpoConfig
+    machine: Machine
+    model: Model
+    layout: Layout
+    num_parameters: int
+    layouts: tuple[ParameterLayout, ...]
+    layer_stages: tuple[int, ...]
+    batch: BatchPlan
+    groups: tuple[GroupKind, ...]
+    states: tuple[StageState, ...]
+    rows: tuple[ParameterRow, ...]
+    rollout: RolloutPlan
+    memory: tuple[PhaseMemory, ...]
+    transfer: TransferPlan
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase and pipeline stage that need most memory."""
+        return max(self.memory, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits the device, with room for one sequence per generator."""
+        return self.peak.total <= self.machine.device_bytes and self.rollout.num_full_sequences >= 1
+
+
+def read_model(path: str) -> Model:
+    """Read the config.json that a plan is made from; weights are not needed.
+
+    Raises:
+        UserError: the directory or file is missing, or the model is not supported.
+    """
+    hf_config = read_hf_config(path)
+    spec = find_spec(hf_config)
+    return Model(path.rstrip("/").rpartition("/")[2], spec, spec.dims(hf_config), hf_config)
+
+
+def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryInputs, list[ParameterLayout]]:
+    """Lay a run out: what its memory follows from. Checks the model against the layout on the way.
+
+    Raises:
+        UserError: the model cannot be cut this way, or the numbers do not fit together; names the fix.
+    """
+    layout = Layout.from_config(config.parallel_config, machine.world_size)
+    batch = plan_batch(config, layout.data_parallel)
+    check_rows(layout, batch)
+    check_rollout(config.rollout, model.dims, machine.world_size)
+    layouts, states = _state(model, layout, config.model.param_dtype)
+    inputs = MemoryInputs(
+        config=config,
+        layout=layout,
+        dims=model.dims,
+        widths=model.widths,
+        layer_stages=layout.layer_stages(model.dims.num_layers),
+        states=states,
+        batch=batch,
+        rollout=plan_rollout(
+            config.rollout, model.spec, model.dims, device_bytes=machine.device_bytes, row_length=batch.row_length
+        ),
+        num_communicators=num_communicators(layout, layouts),
+    )
+    return inputs, layouts
+
+
+@lru_cache(maxsize=4)
+def _state(model: Model, layout: Layout, param_dtype: str) -> tuple[list[ParameterLayout], list[StageState]]:
+    """Cached, since the search varies what it does not depend on."""
+    layouts = parameter_layouts(model.spec, model.dims, layout, ELEMENT_BYTES[param_dtype])
+    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype)
+
+
+def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
+    """Plan a run; raises UserError as :func:`prepare` does."""
+    inputs, layouts = prepare(config, model, machine)
+    return Plan(
+        config=config,
+        machine=machine,
+        model=model,
+        layout=inputs.layout,
+        num_parameters=count_parameters(layouts),
+        layouts=tuple(layouts),
+        layer_stages=tuple(inputs.layer_stages),
+        batch=inputs.batch,
+        groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
+        states=tuple(inputs.states),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype)),
+        rollout=inputs.rollout,
+        memory=tuple(plan_memory(inputs)),
+        transfer=plan_transfer(
+            config, inputs.layout, layouts, rollout_rank_bytes=inputs.rollout.weights, node_size=machine.node_size
+        ),
+    )
+
+
+def check_rows(layout: Layout, batch: BatchPlan) -> None:
+    """Check that rows divide over the ranks that share a sequence.
+
+    Raises:
+        UserError: they do not.
+    """
+    parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
+    if batch.row_length % parts:
+        raise UserError(
+            f"'training.row_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share a "
+            f"sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
+            f"{-(-batch.row_length // parts) * parts}"
+        )

@@ -1,0 +1,133 @@
+"""How long one optimiser update would take under a layout: the model by which the search ranks layouts.
+
+It ranks, it does not predict: the rates below are round numbers for an Ascend 910B, and only their ratios matter.
+"""
+
+import math
+from dataclasses import dataclass
+
+from mindrlhf.parallel.plan_groups import num_nodes
+from mindrlhf.parallel.plan_memory import MemoryInputs
+
+# Matrix products of a device in bfloat16 at the utilisation that large models reach, floating-point operations/s.
+DEVICE_FLOPS = 300e12 * 0.45
+# What a device sends and receives in a collective, bytes/s: over the links inside a node, and over the network.
+NODE_BYTES_PER_S = 150e9
+NETWORK_BYTES_PER_S = 20e9
+# A device that fills up to the last byte fails at the first uneven batch: less free memory than this costs score.
+WANTED_SLACK = 0.1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one update by cause, on the slowest rank.
+
+    Attributes:
+        compute: matrix products, recomputation included.
+        imbalance: waiting for the pipeline stage with most layers.
+        bubble: waiting for the pipeline to fill and drain.
+        tensor: collectives of tensor and context parallelism.
+        expert: exchange of tokens between experts.
+        data: gradients, and weights that the optimiser shard gathers.
+        slack: share of the device that stays free.
+    """
+
+    compute: float
+    imbalance: float
+    bubble: float
+    tensor: float
+    expert: float
+    data: float
+    slack: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the update."""
+        return self.compute + self.imbalance + self.bubble + self.tensor + self.expert + self.data
+
+    @property
+    def score(self) -> float:
+        """Seconds, raised by the share of the wanted slack that is missing; lower is better."""
+        return self.seconds * (1 + max(0.0, WANTED_SLACK - self.slack))
+
+
+def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, node_size: int) -> Cost:
+    """Estimate one update.
+
+    The work of a training token is 6 operations per active parameter, and 6 * layers * width * length for causal
+    attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, halved for the mask); recomputation adds a forward
+    pass, a third. A pipeline of p stages that runs m pieces idles for (p - 1) / (m + p - 1) of the time
+    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    Args:
+        num_active: parameters that a token meets.
+        slack: share of the device that stays free.
+    """
+    layout, batch = inputs.layout, inputs.batch
+    num_layers = len(inputs.widths)
+    operations = 6 * num_active + 6 * num_layers * inputs.widths[0].context * batch.row_length
+    repeat = 4 / 3 if inputs.config.model.recompute else 1.0
+    compute = operations * repeat * batch.num_tokens_per_update / layout.world_size / DEVICE_FLOPS
+    most_layers = max(len(inputs.stage_widths(stage)) for stage in range(layout.pipeline_stage))
+    uneven = most_layers * layout.pipeline_stage / num_layers
+    stages, pieces = layout.pipeline_stage, batch.num_pipeline_pieces
+    tensor, expert = _layer_exchange(inputs, most_layers, node_size)
+    busy = compute * uneven + tensor + expert
+    return Cost(
+        compute=compute,
+        imbalance=compute * (uneven - 1),
+        bubble=busy * (stages - 1) / pieces,
+        tensor=tensor,
+        expert=expert,
+        data=_gradient_exchange(inputs, node_size),
+        slack=slack,
+    )
+
+
+def bubble_share(num_stages: int, num_pieces: int) -> float:
+    """Return the share of the time that a pipeline idles: (p - 1) / (m + p - 1)."""
+    return (num_stages - 1) / (num_pieces + num_stages - 1)
+
+
+def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tuple[float, float]:
+    """Seconds that the layers of a stage communicate: tensor and context parallelism, and experts."""
+    layout, batch, widths = inputs.layout, inputs.batch, inputs.widths[-1]
+    num_runs = batch.num_micro_batches_per_rank * batch.num_pipeline_pieces
+    # Attention and MLP gather and reduce once each in the forward pass, once in the backward, once when recomputed.
+    passes = 3 if inputs.config.model.recompute else 2
+    hidden_bytes = inputs.num_tokens * widths.hidden * inputs.element_bytes
+    model, context, expert = layout.model_parallel, layout.context_parallel, layout.expert_parallel
+    per_layer = 2 * 2 * hidden_bytes * (model - 1) / model / _rate(range(model), node_size)
+    key_bytes = inputs.num_tokens * (widths.key + widths.value) * inputs.element_bytes / model
+    context_ranks = range(0, model * context, model)
+    per_layer += key_bytes * (context - 1) / _rate(context_ranks, node_size)
+    to_experts = 0.0
+    if widths.num_experts and expert > 1:
+        sent = hidden_bytes * widths.experts_per_token / (model if layout.use_seq_parallel else 1)
+        to_experts = 2 * sent * (expert - 1) / expert / _rate(range(expert), node_size)
+    return num_layers * num_runs * passes * per_layer, num_layers * num_runs * passes * to_experts
+
+
+def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
+    """Seconds of the gradients' sum, once an update, and of gathering sharded weights, once a micro-batch."""
+    layout = inputs.layout
+    copies = layout.data_parallel * layout.context_parallel
+    if copies == 1:
+        return 0.0
+    rate = _rate(range(0, layout.stage_size, layout.model_parallel), node_size)
+    elements = max(state.num_gathered_elements for state in inputs.states)
+    seconds = 2 * 4 * elements * (copies - 1) / copies / rate
+    if layout.optimizer_shard != 1:
+        gathered = elements * inputs.element_bytes * inputs.batch.num_micro_batches_per_rank
+        seconds += gathered * (copies - 1) / copies / rate
+    return seconds
+
+
+def _rate(ranks: range, node_size: int) -> float:
+    return NODE_BYTES_PER_S if num_nodes(ranks, node_size) == 1 else NETWORK_BYTES_PER_S
+
+
+def divisors(value: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    small = [size for size in range(1, math.isqrt(value) + 1) if value % size == 0]
+    return sorted({*small, *(value // size for size in small)})

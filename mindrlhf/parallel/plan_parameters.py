@@ -1,0 +1,134 @@
+"""Parameters and optimiser state of every rank, exact to the byte: sums over the parameter layouts."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindrlhf.models.spec import ModelDims, ModelSpec
+from mindrlhf.parallel.parameter_layout import ParameterLayout
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our accumulators.
+MOMENT_BYTES = 4
+ACCUMULATOR_BYTES = 4
+NUM_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What each rank of one pipeline stage keeps between steps, in bytes unless named otherwise.
+
+    Attributes:
+        num_elements: elements of its parameter slices, optimiser sharding included.
+        num_gathered_elements: elements of the same slices before optimiser sharding, as the layers use them.
+        largest_gathered_elements: those of the largest parameter.
+        parameters: slices in the parameters' dtype.
+        moments: AdamW's two moments of those slices, float32.
+        accumulators: summed gradients, float32. They have the shape of the slices before optimiser sharding.
+    """
+
+    num_elements: int
+    num_gathered_elements: int
+    largest_gathered_elements: int
+    parameters: int
+    moments: int
+    accumulators: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.moments + self.accumulators
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """Parameters that are alike but for their layer, as one line of the table.
+
+    Attributes:
+        name: MindFormers name, `*` for the layer.
+        num_tensors: how many there are in the model.
+        shape: of the whole parameter.
+        slice_shape: of one rank's slice.
+        stages: pipeline stages that hold them, first and last.
+        split: in words, what cuts it.
+        state_bytes: parameter and moments of one slice.
+    """
+
+    name: str
+    num_tensors: int
+    shape: tuple[int, ...]
+    slice_shape: tuple[int, ...]
+    stages: tuple[int, int]
+    split: str
+    state_bytes: int
+
+
+def count_parameters(layouts: Sequence[ParameterLayout]) -> int:
+    """Return the number of elements of the whole model; a tied embedding counts once."""
+    return sum(math.prod(layout.shape) for layout in layouts)
+
+
+def active_parameters(spec: ModelSpec, dims: ModelDims) -> int:
+    """Return the parameters that one token meets: of the routed experts, those it is sent to."""
+    total = 0
+    for rule in spec.rules(dims):
+        elements = math.prod(rule.mf_shape(dims))
+        total += elements if rule.expert_axis is None else elements * dims.experts_per_token // dims.num_experts
+    return total
+
+
+def stage_states(layouts: Sequence[ParameterLayout], num_stages: int, param_dtype: str) -> list[StageState]:
+    """Return the state of a rank, by pipeline stage; all ranks of a stage hold slices of the same shapes."""
+    param_bytes = ELEMENT_BYTES[param_dtype]
+    states = []
+    for stage in range(num_stages):
+        held = [layout for layout in layouts if stage in layout.stages]
+        elements = sum(math.prod(layout.slice_shape) for layout in held)
+        gathered = [gathered_elements(layout) for layout in held]
+        states.append(
+            StageState(
+                num_elements=elements,
+                num_gathered_elements=sum(gathered),
+                largest_gathered_elements=max(gathered),
+                parameters=elements * param_bytes,
+                moments=elements * NUM_MOMENTS * MOMENT_BYTES,
+                accumulators=sum(gathered) * ACCUMULATOR_BYTES,
+            )
+        )
+    return states
+
+
+def gathered_elements(layout: ParameterLayout) -> int:
+    """Return the elements of a rank's slice before optimiser sharding."""
+    return math.prod(layout.slice_shape) * layout.optimizer_shard_size
+
+
+def parameter_rows(layouts: Sequence[ParameterLayout], param_dtype: str) -> list[ParameterRow]:
+    """Return the table of parameters, in the order of the forward pass."""
+    element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES
+    alike: dict[tuple, list[ParameterLayout]] = {}
+    for layout in layouts:
+        name = re.sub(r"\.layers\.\d+\.", ".layers.*.", layout.name)
+        alike.setdefault((name, layout.shape, layout.slice_shape), []).append(layout)
+    return [
+        ParameterRow(
+            name=name,
+            num_tensors=len(members),
+            shape=shape,
+            slice_shape=slice_shape,
+            stages=(min(stage for one in members for stage in one.stages), max(one.stages[-1] for one in members)),
+            split=split_words(members[0]),
+            state_bytes=math.prod(slice_shape) * element_bytes,
+        )
+        for (name, shape, slice_shape), members in alike.items()
+    ]
+
+
+def split_words(layout: ParameterLayout) -> str:
+    """Return how a parameter is cut: "axis 0 / 4", "whole", with "/ 2 opt" for the optimiser shard."""
+    cuts = [f"axis {axis} / {parts}" for axis, parts in enumerate(layout.splits) if parts > 1]
+    words = ", ".join(cuts) or "whole"
+    if layout.optimizer_shard_size > 1:
+        words += f"; opt / {layout.optimizer_shard_size}"
+    return words

@@ -1,0 +1,104 @@
+"""Estimated memory of one rollout server's share of a device: weights, KV cache, workspace."""
+
+import math
+from dataclasses import dataclass
+
+from mindrlhf.config.sections import RolloutSection
+from mindrlhf.errors import UserError
+from mindrlhf.models.spec import ModelDims, ModelSpec
+from mindrlhf.parallel.plan_parameters import ELEMENT_BYTES
+
+# Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
+_FIXED_WORKSPACE_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """One device's share of a rollout server, in bytes unless named otherwise.
+
+    Attributes:
+        share: what the server may take: gpu_memory_utilization of the device.
+        weights: its slices of the weights.
+        workspace: logits, graphs, activations.
+        kv_cache: the rest of the share; below 0 when nothing is left.
+        kv_token: keys and values of one token in all layers.
+        num_cached_tokens: tokens that the cache holds.
+        num_full_sequences: sequences of the longest row that it holds at once.
+        max_num_seqs: sequences that the server decodes at once at most.
+    """
+
+    share: int
+    weights: int
+    workspace: int
+    kv_cache: int
+    kv_token: int
+    num_cached_tokens: int
+    num_full_sequences: int
+    max_num_seqs: int
+
+
+def plan_rollout(
+    rollout: RolloutSection, spec: ModelSpec, dims: ModelDims, *, device_bytes: int, row_length: int
+) -> RolloutPlan:
+    """Estimate a device's share of a rollout server."""
+    share = int(rollout.gpu_memory_utilization * device_bytes)
+    weights = rollout_weight_bytes(rollout, spec, dims)
+    workspace = _FIXED_WORKSPACE_BYTES + rollout.max_num_seqs * dims.vocab_size * 4
+    kv_cache = share - weights - workspace
+    kv_token = kv_token_bytes(rollout, dims)
+    num_tokens = max(0, kv_cache) // kv_token
+    return RolloutPlan(
+        share=share,
+        weights=weights,
+        workspace=workspace,
+        kv_cache=kv_cache,
+        kv_token=kv_token,
+        num_cached_tokens=num_tokens,
+        num_full_sequences=num_tokens // row_length,
+        max_num_seqs=rollout.max_num_seqs,
+    )
+
+
+def rollout_weight_bytes(rollout: RolloutSection, spec: ModelSpec, dims: ModelDims) -> int:
+    """Return the bytes of one rank's weights: what tensor parallelism cuts is cut, key and value heads down to one."""
+    total = 0
+    for rule in spec.rules(dims):
+        parts = rollout.tensor_parallel if is_cut(rule) else 1
+        total += -(-sum(math.prod(shape) for shape in rule.shape(dims)) // parts)
+    return total * ELEMENT_BYTES[rollout.dtype]
+
+
+def is_cut(rule) -> bool:
+    """Whether tensor parallelism cuts a parameter in the rollout server."""
+    return rule.shard_axis is not None
+
+
+def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:
+    """Return the bytes that one token takes in a device's KV cache, over all layers."""
+    heads = -(-dims.num_kv_heads // rollout.tensor_parallel)
+    return 2 * heads * dims.head_dim * dims.num_layers * ELEMENT_BYTES[rollout.dtype]
+
+
+def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:
+    """Check that the servers use exactly the devices that there are.
+
+    Raises:
+        UserError: they do not, or the heads do not divide.
+    """
+    devices = rollout.num_replicas * rollout.tensor_parallel
+    if devices != world_size:
+        fix = (
+            f"set num_replicas to {world_size // rollout.tensor_parallel}"
+            if world_size % rollout.tensor_parallel == 0
+            else f"set tensor_parallel to a divisor of {world_size}"
+        )
+        raise UserError(
+            f"'rollout.num_replicas' {rollout.num_replicas} x 'rollout.tensor_parallel' {rollout.tensor_parallel} "
+            f"uses {devices} devices of {world_size}: {fix}"
+        )
+    if dims.num_heads % rollout.tensor_parallel:
+        choices = [size for size in range(1, dims.num_heads + 1) if dims.num_heads % size == world_size % size == 0]
+        raise UserError(
+            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, which does not divide the model's "
+            f"{dims.num_heads} query heads: set it to one of {', '.join(map(str, choices))}"
+        )
