@@ -1,0 +1,182 @@
+"""The sizes of a model, read from its Hugging Face config.json."""
+
+from dataclasses import dataclass
+
+from mindrlhf.errors import UserError
+
+
+@dataclass(frozen=True)
+class ExpertDims:
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+        num_experts: routed experts of a layer.
+        num_active: routed experts that see one token.
+        intermediate_size: width of one routed expert.
+        shared_size: width of the expert that sees every token; 0 when there is none.
+        layers: for each decoder layer, whether it has experts; the others have a dense MLP.
+        score_function: `softmax` or `sigmoid` of the router's logits.
+        normalized: the weights of a token's experts are divided by their sum.
+        scale: factor of the routed experts' sum.
+        num_groups: groups of experts, of which only `num_active_groups` are open to a token; 1 for no such limit.
+        num_active_groups: see above.
+        selection_bias: a bias for each expert, not trained by gradients, is added to the scores to choose experts.
+    """
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    shared_size: int
+    layers: tuple[bool, ...]
+    score_function: str
+    normalized: bool
+    scale: float = 1.0
+    num_groups: int = 1
+    num_active_groups: int = 1
+    selection_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """Multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    Attributes:
+        query_rank: width of the compressed query; None when queries are projected directly.
+        kv_rank: width of the latent that keys and values are made of.
+        nope_dim: channels per head of queries and keys without position.
+        rope_dim: channels per head of queries, and of the one key that heads share, with rotary position.
+        value_dim: channels per head of values.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class YarnDims:
+    """YaRN context extension of rotary embeddings: Peng et al. 2023, arXiv:2309.00071.
+
+    Attributes:
+        factor: how many times longer the context is.
+        original_length: context length before the extension.
+        beta_fast: rotations over the original length above which a frequency is kept.
+        beta_slow: rotations below which it is divided by `factor`.
+        mscale: attention scores are multiplied by (0.1 * mscale * ln(factor) + 1)^2.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes and switches of one model, read from its Hugging Face config.json.
+
+    Attributes:
+        num_layers: decoder layers.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated MLP in layers without experts.
+        num_heads: query heads.
+        num_kv_heads: key/value heads (groups); divides `num_heads`.
+        head_dim: channels per head of queries and keys.
+        vocab_size: rows of the embedding.
+        rms_norm_eps: epsilon of every RMSNorm.
+        rope_theta: base of the rotary position embedding.
+        initializer_range: standard deviation of random weights.
+        tied: the output projection is the embedding itself.
+        experts: the mixture of experts; None in a dense model.
+        latent: latent attention; None when queries, keys and values are projected directly.
+        yarn: context extension; None for plain rotary embeddings.
+        num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    initializer_range: float
+    tied: bool
+    experts: ExpertDims | None = None
+    latent: LatentDims | None = None
+    yarn: YarnDims | None = None
+    num_draft_layers: int = 0
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        return self.experts.num_experts if self.experts else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a decoder layer has experts instead of a dense MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
+
+def positive_int(hf_config: dict, key: str) -> int:
+    """Read a positive integer.
+
+    Raises:
+        UserError: it is missing or something else.
+    """
+    value = hf_config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise UserError(f"config.json has {key}={value!r}: give a positive integer")
+    return value
+
+
+def rope_theta(hf_config: dict) -> float:
+    """The rotary base, from either place where transformers writes it (4.x: rope_theta, 5.x: rope_parameters)."""
+    return float(_rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
+
+
+def yarn_dims(hf_config: dict, *, supported: bool) -> YarnDims | None:
+    """The context extension that config.json asks for.
+
+    Raises:
+        UserError: another kind than YaRN, YaRN when it is not ``supported``, or variants of it that MindFormers lacks.
+    """
+    options = _rope_options(hf_config)
+    kind = options.get("rope_type", options.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn" or not supported:
+        choices = "'default' and 'yarn' are" if supported else "only the default rotary embedding is"
+        raise UserError(f"config.json asks for rope_type={kind!r}: {choices} supported")
+    mscale = float(options.get("mscale") or 1.0)
+    if float(options.get("mscale_all_dim") or 0.0) != mscale:
+        raise UserError(
+            f"config.json has mscale={options.get('mscale')!r} and mscale_all_dim={options.get('mscale_all_dim')!r}: "
+            "only equal ones are supported"
+        )
+    if options.get("truncate", True) is not True or options.get("attention_factor") is not None:
+        raise UserError("config.json has truncate or attention_factor for YaRN: only their defaults are supported")
+    return YarnDims(
+        factor=float(options["factor"]) if "factor" in options else _missing("factor"),
+        original_length=positive_int({**hf_config, **options}, "original_max_position_embeddings"),
+        beta_fast=float(options.get("beta_fast") or 32),
+        beta_slow=float(options.get("beta_slow") or 1),
+        mscale=mscale,
+    )
+
+
+def _rope_options(hf_config: dict) -> dict:
+    return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+
+
+def _missing(key: str):
+    raise UserError(f"config.json asks for YaRN without {key!r}: add it to rope_scaling")
