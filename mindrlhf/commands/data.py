@@ -26,18 +26,32 @@ def _register_build(actions) -> None:
     build.add_argument("--output", required=True, metavar="FILE", help="the MindRecord file to write")
     build.add_argument("--tokenizer", required=True, metavar="DIR", help="Hugging Face directory, or .model file")
     build.add_argument(
-        "--handler", default="gsm8k", metavar="NAME", help="gsm8k (default), deepscaler, dapo_math_17k or map_keys"
+        "--handler",
+        default="gsm8k",
+        metavar="NAME",
+        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback or map_keys",
     )
     build.add_argument(
-        "--map", type=parse_key_map, default={}, metavar="question=KEY,...", help="for map_keys; also answer, response"
+        "--map",
+        type=parse_key_map,
+        default={},
+        metavar="question=KEY,...",
+        help="for map_keys; also answer, response, rejected",
     )
     build.add_argument(
         "--template", default="qwen", metavar="NAME", help="qwen (default: the tokenizer's own), plain, r1, Jinja file"
     )
     build.add_argument("--system", metavar="TEXT", help="system prompt in place of the template's own")
-    build.add_argument("--task", choices=("prompts", "sft"), default="prompts", help="sft stores responses too")
+    build.add_argument(
+        "--task",
+        choices=("prompts", "sft", "preference"),
+        default="prompts",
+        help="sft stores a response too, preference two",
+    )
     build.add_argument("--max-prompt-length", type=int, required=True, metavar="N", help="tokens; longer are dropped")
-    build.add_argument("--max-length", type=int, metavar="N", help="for sft: tokens of prompt + response")
+    build.add_argument(
+        "--max-length", type=int, metavar="N", help="for sft and preference: tokens of prompt + response"
+    )
     build.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
     build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
     build.set_defaults(run=run_build)
@@ -107,6 +121,8 @@ def run_show(arguments) -> int:
         _print_ids("prompt", record.prompt_ids, tokenizer)
         if len(record.response_ids):
             _print_ids("response", record.response_ids, tokenizer)
+        if len(record.rejected_ids):
+            _print_ids("rejected", record.rejected_ids, tokenizer)
     return 0
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
 from mindrlhf.data.mindrecord import (
+    RESPONSES,
     TASKS,
     PromptFileHeader,
     PromptRecord,
@@ -38,6 +39,7 @@ SPOOL_SCHEMA = pyarrow.schema(
         "response_ids": pyarrow.list_(pyarrow.int32()),
         "answer": pyarrow.string(),
         "source_id": pyarrow.string(),
+        "rejected_ids": pyarrow.list_(pyarrow.int32()),
     }
 )
 
@@ -61,7 +63,7 @@ class BuildReport:
     path: Path
     header: PromptFileHeader
     prompt_lengths: LengthSummary
-    response_lengths: LengthSummary | None  # None unless the task is sft
+    response_lengths: LengthSummary | None  # of pairs, the longer one; None for task prompts
     bad_examples: tuple[str, ...]
     elapsed_s: float
 
@@ -120,10 +122,10 @@ def build_prompts(
         tokenizer_path, merges_path: see ``load_tokenizer``.
         handler, key_map: see ``load_handler``.
         template, system: see ``load_template``.
-        task: "prompts", or "sft" to store responses too, end token appended.
+        task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
         max_prompt_length: in tokens; longer prompts are dropped and counted.
-        max_length: for task "sft", in tokens of prompt + response, end token included; longer ones are
-            dropped and counted.
+        max_length: for tasks with responses, in tokens of prompt + (longer) response, end token included;
+            longer ones are dropped and counted.
         num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
         skip_bad: count records that cannot be used, instead of ending at the first.
         show_progress: draw a progress bar on stderr when it is a terminal.
@@ -167,7 +169,7 @@ def build_prompts(
         path=output,
         header=header,
         prompt_lengths=tally.summary(0),
-        response_lengths=tally.summary(1) if task == "sft" else None,
+        response_lengths=tally.summary(1) if RESPONSES[task] else None,
         bad_examples=tuple(tally.bad_examples),
         elapsed_s=time.monotonic() - started_s,
     )
@@ -195,9 +197,9 @@ def _check_numbers(task: str, max_prompt_length: int, max_length: int | None, nu
     if num_workers is not None and num_workers < 1:
         raise UserError(f"the number of workers must be 1 or more, got {num_workers}")
     if task == "prompts" and max_length is not None:
-        raise UserError("max_length bounds prompt + response, so it goes with task sft; use max_prompt_length")
-    if task == "sft" and max_length is None:
-        raise UserError("task sft needs max_length: the most tokens of prompt + response")
+        raise UserError("max_length bounds prompt + response, which task prompts lacks: use max_prompt_length")
+    if task != "prompts" and max_length is None:
+        raise UserError(f"task {task} needs max_length: the most tokens of prompt + response")
     if max_length is not None and max_length < 2:
         raise UserError(f"max_length must be 2 or more, got {max_length}")
 
@@ -275,9 +277,12 @@ def _spool(chunks: Iterable[EncodedChunk], sink: pyarrow.NativeFile) -> None:
 def _read_spool(spool: Path) -> Iterator[list[PromptRecord]]:
     with pyarrow.memory_map(str(spool)) as source, pyarrow.ipc.open_stream(source) as reader:
         for batch in reader:
-            columns = [_id_arrays(batch["prompt_ids"]), _id_arrays(batch["response_ids"])]
+            prompt_ids, response_ids, rejected_ids = (
+                _id_arrays(batch[f"{name}_ids"]) for name in ("prompt", "response", "rejected")
+            )
             texts = [batch["answer"].to_pylist(), batch["source_id"].to_pylist()]
-            yield [PromptRecord(*values) for values in zip(*columns, *texts, strict=True)]
+            columns = zip(prompt_ids, response_ids, *texts, rejected_ids, strict=True)
+            yield [PromptRecord(*values) for values in columns]
 
 
 def _id_arrays(column: pyarrow.ListArray) -> Iterator[np.ndarray]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mindrlhf.data.handlers import Example, RecordError, load_handler, with_source
+from mindrlhf.data.mindrecord import RESPONSES
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -18,7 +19,7 @@ from mindrlhf.data.tokenizers import load_tokenizer
 class EncoderSettings:
     """All that decides how a record becomes ids; plain values, so that it can be sent to a worker.
 
-    ``max_length`` bounds prompt + response for task "sft" and is None for task "prompts".
+    ``max_length`` bounds prompt + response for the tasks that have responses and is None for task "prompts".
     ``source_names`` gives the name of each input file (key: its path as text) in source ids.
     """
 
@@ -42,6 +43,7 @@ class EncodedRecord:
     response_ids: list[int]
     answer: str
     source_id: str
+    rejected_ids: list[int]
 
 
 @dataclass
@@ -54,8 +56,10 @@ class EncodedChunk:
     num_too_long: int = 0
 
     def lengths(self) -> np.ndarray:
-        """Return int64 ``[records, 2]``: prompt and response lengths in tokens."""
-        pairs = [(len(record.prompt_ids), len(record.response_ids)) for record in self.records]
+        """Return int64 ``[records, 2]``: lengths of the prompt and of the longer response, in tokens."""
+        pairs = [
+            (len(record.prompt_ids), max(len(record.response_ids), len(record.rejected_ids))) for record in self.records
+        ]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
@@ -71,7 +75,8 @@ class RecordEncoder:
         self._handler = load_handler(settings.handler, settings.key_map)
         self.tokenizer = load_tokenizer(settings.tokenizer_path, settings.merges_path)
         self.template = load_template(settings.template, self.tokenizer, settings.system)
-        self._end_id = response_end_id(self.template, self.tokenizer) if settings.task == "sft" else None
+        self._response_fields = RESPONSES[settings.task]
+        self._end_id = response_end_id(self.template, self.tokenizer) if self._response_fields else None
 
     def encode(self, raw_records: Sequence[RawRecord | BadRecord]) -> EncodedChunk:
         """Return the chunk of ``raw_records``."""
@@ -86,26 +91,34 @@ class RecordEncoder:
             else:
                 examples.append(example)
                 prompts.append(prompt)
-        responses = [example.response for example in examples] if self._settings.task == "sft" else [""] * len(examples)
-        all_ids = self.tokenizer.encode_batch([*prompts, *responses])
-        for example, prompt_ids, response_ids in zip(examples, all_ids, all_ids[len(examples) :]):
-            if self._end_id is not None:
-                response_ids = [*response_ids, self._end_id]
-            if self._fits(len(prompt_ids), len(response_ids)):
-                chunk.records.append(EncodedRecord(prompt_ids, response_ids, example.answer, example.source_id))
+        all_prompt_ids = self.tokenizer.encode_batch(prompts)
+        response_ids, rejected_ids = (self._encode_responses(examples, name) for name in ("response", "rejected"))
+        for example, *ids in zip(examples, all_prompt_ids, response_ids, rejected_ids):
+            if self._fits(len(ids[0]), max(len(ids[1]), len(ids[2]))):
+                chunk.records.append(EncodedRecord(ids[0], ids[1], example.answer, example.source_id, ids[2]))
             else:
                 chunk.num_too_long += 1
         return chunk
+
+    def _encode_responses(self, examples: Sequence[Example], name: str) -> list[list[int]]:
+        """Return the ids of one field of every example, end token appended; empty lists when the task has no such."""
+        if name not in self._response_fields:
+            return [[] for _ in examples]
+        texts = [getattr(example, name) for example in examples]
+        return [[*ids, self._end_id] for ids in self.tokenizer.encode_batch(texts)]
 
     def _prepare(self, raw: RawRecord | BadRecord) -> tuple[Example, str]:
         if isinstance(raw, BadRecord):
             raise RecordError(raw.reason)
         source = self._settings.source_names[str(raw.path)]
         example = with_source(self._handler(raw.fields), f"{source}:{raw.number}")
-        if self._settings.task == "sft" and example.response is None:
-            raise RecordError("no response to train on; handler map_keys takes one: response=KEY")
+        for name in self._response_fields:
+            if getattr(example, name) is None:
+                raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
+        if "rejected" in self._response_fields and example.response == example.rejected:
+            raise RecordError("the preferred and the rejected response are the same text")
         prompt = self.template.render(example)
-        for text in (prompt, example.answer, example.response or ""):
+        for text in (prompt, example.answer, example.response or "", example.rejected or ""):
             _check_storable(text)
         return example, prompt
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mindrlhf.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
-MAPPED_FIELDS = ("question", "answer", "response")
+MAPPED_FIELDS = ("question", "answer", "response", "rejected")
 
 
 class RecordError(ValueError):
@@ -31,13 +31,15 @@ class Example:
     """One problem, ready for a template.
 
     ``messages`` ends with the user's turn. ``answer`` is what verifiers compare with ("" when the data has
-    none); ``response`` is a worked solution for supervised training, None when the data has none.
+    none); ``response`` is a worked solution for supervised training, or the preferred one of a pair, and
+    ``rejected`` the other of the pair: None when the data has none.
     """
 
     messages: tuple[Message, ...]
     answer: str
     response: str | None = None
     source_id: str = ""
+    rejected: str | None = None
 
     @property
     def question(self) -> str:
@@ -54,7 +56,8 @@ def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler
     Args:
         name: a key of ``HANDLERS``, or ``map_keys``.
         key_map: for ``map_keys``: which key of the record holds the question (required), the answer and
-            the response. A dotted key (``reward_model.ground_truth``) reaches into nested records.
+            the response (for pairs: the preferred one, and ``rejected``). A dotted key
+            (``reward_model.ground_truth``) reaches into nested records.
 
     Raises:
         UserError: unknown name, or a key map that is missing, wrong or not wanted.
@@ -104,10 +107,28 @@ def read_dapo_math_17k(fields: Mapping) -> Example:
     return Example(_question_messages(prompt, "prompt"), _answer(fields, "reward_model.ground_truth"))
 
 
+def read_orca_pairs(fields: Mapping) -> Example:
+    """Orca DPO pairs: texts in ``system`` (may be empty), ``question``, ``chosen`` and ``rejected``."""
+    messages = _question_messages(_required(fields, "question"), "question")
+    if fields.get("system"):
+        messages = (Message("system", _text(fields, "system")), *messages)
+    return Example(messages, "", response=_text(fields, "chosen"), rejected=_text(fields, "rejected"))
+
+
+def read_ultrafeedback(fields: Mapping) -> Example:
+    """UltraFeedback, binarised: whole chats in ``chosen`` and ``rejected``, alike but for the last message."""
+    chosen, rejected = (_reply(_required(fields, key), key) for key in ("chosen", "rejected"))
+    if chosen[0] != rejected[0]:
+        raise RecordError("'chosen' and 'rejected' answer different conversations")
+    return Example(chosen[0], "", response=chosen[1], rejected=rejected[1])
+
+
 HANDLERS: dict[str, Handler] = {
     "gsm8k": read_gsm8k,
     "deepscaler": read_deepscaler,
     "dapo_math_17k": read_dapo_math_17k,
+    "orca_pairs": read_orca_pairs,
+    "ultrafeedback": read_ultrafeedback,
 }
 
 
@@ -124,6 +145,7 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
             messages=_question_messages(_required(fields, question_key), question_key),
             answer=_answer(fields, key_map["answer"]) if "answer" in key_map else "",
             response=_text(fields, key_map["response"]) if "response" in key_map else None,
+            rejected=_text(fields, key_map["rejected"]) if "rejected" in key_map else None,
         )
 
     return read_mapped
@@ -172,6 +194,16 @@ def _question_messages(value: object, key: str) -> tuple[Message, ...]:
     if messages[-1].role != "user":
         raise RecordError(f"the last message of field {key!r} is from {messages[-1].role!r}, not from 'user'")
     return messages
+
+
+def _reply(value: object, key: str) -> tuple[tuple[Message, ...], str]:
+    """Return the conversation before the assistant's last message, and that message's text."""
+    if not isinstance(value, list) or len(value) < 2:
+        raise RecordError(f"field {key!r} must be a chat of two messages or more")
+    reply = _message(value[-1], key)
+    if reply.role != "assistant":
+        raise RecordError(f"the last message of field {key!r} is from {reply.role!r}, not from 'assistant'")
+    return _question_messages(value[:-1], key), reply.content
 
 
 def _message(item: object, key: str) -> Message:

@@ -13,7 +13,7 @@ import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,9 @@ from mindrlhf.errors import UserError
 
 FORMAT = "mindrlhf-prompts"
 FORMAT_VERSION = 1
-TASKS = ("prompts", "sft")
+# What a record of each task has beside its prompt: a pair's preferred response comes first.
+RESPONSES = {"prompts": (), "sft": ("response",), "preference": ("response", "rejected")}
+TASKS = tuple(RESPONSES)
 
 # MindRecord's defaults (16 MiB and 32 MiB) make small files large: a page table of 1 MiB serves some 5,000 pages.
 HEADER_SIZE_BYTES = 1 << 20
@@ -31,21 +33,29 @@ PAGE_SIZE_BYTES = 8 << 20
 FORBIDDEN_IN_NAMES = set(r'\/:*?"<>|`&;' + "'")
 
 
+def no_ids() -> np.ndarray:
+    """Return an empty int32 array."""
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True)
 class PromptRecord:
     """One prompt."""
 
     prompt_ids: np.ndarray  # int32 [prompt]
-    response_ids: np.ndarray  # int32 [response], end token included; empty unless the task is sft
+    response_ids: np.ndarray  # int32 [response], end token included; empty for task prompts
     answer: str
     source_id: str
+    rejected_ids: np.ndarray = field(
+        default_factory=no_ids
+    )  # int32 [response], likewise; empty unless the task is preference
 
 
 @dataclass(frozen=True)
 class PromptFileHeader:
     """What was built, from what. Lengths are in tokens."""
 
-    task: str  # "prompts" or "sft"
+    task: str  # a key of RESPONSES
     tokenizer_fingerprint: str
     template: str
     template_sha256: str
@@ -55,7 +65,7 @@ class PromptFileHeader:
     num_bad: int
     num_too_long: int
     max_prompt_length: int
-    max_length: int | None  # limit of prompt + response; None unless the task is sft
+    max_length: int | None  # limit of prompt + response; None for task prompts
     longest_prompt: int
     longest_response: int
     format_version: int = FORMAT_VERSION
@@ -123,9 +133,11 @@ def _columns(task: str) -> dict:
         "response_ids": {"type": "int32", "shape": [-1]},
         "answer": {"type": "string"},
         "source_id": {"type": "string"},
+        "rejected_ids": {"type": "int32", "shape": [-1]},
     }
-    if task == "prompts":
-        del columns["response_ids"]
+    for name in ("response", "rejected"):
+        if name not in RESPONSES[task]:
+            del columns[f"{name}_ids"]
     return columns
 
 
@@ -208,9 +220,10 @@ class PromptFile:
         return [
             PromptRecord(
                 prompt_ids=row["prompt_ids"],
-                response_ids=row.get("response_ids", np.zeros(0, np.int32)),
+                response_ids=row.get("response_ids", no_ids()),
                 answer=row["answer"].item(),
                 source_id=row["source_id"].item(),
+                rejected_ids=row.get("rejected_ids", no_ids()),
             )
             for row in rows
         ]
@@ -248,7 +261,7 @@ def read_header(path: Path) -> PromptFileHeader:
         raise UserError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: build it again")
     if size_bytes < end_bytes:
         raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
-    if description.keys() != {field.name for field in fields(PromptFileHeader)}:
+    if description.keys() != {known.name for known in fields(PromptFileHeader)}:
         raise UserError(f"{path} has an incomplete header: build it again")
     return PromptFileHeader(**description)
 

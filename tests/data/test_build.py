@@ -163,7 +163,7 @@ def test_equal_file_names_are_told_apart(tokenizer_directory, tmp_path):
         ({"task": "dpo"}, "unknown task 'dpo'; choose from prompts, sft"),
         ({"task": "sft"}, "task sft needs max_length"),
         ({"task": "sft", "max_length": 1}, "max_length must be 2 or more"),
-        ({"max_length": 9}, "goes with task sft"),
+        ({"max_length": 9}, "which task prompts lacks"),
         ({"handler": "nope"}, "unknown handler 'nope'"),
         ({"template": "nope"}, "no template 'nope'"),
         ({"tokenizer_path": "absent"}, "no tokenizer at absent"),
@@ -187,6 +187,28 @@ def test_input_is_neither_overwritten_nor_read_twice(tokenizer_directory, tmp_pa
         build_prompts([path], path, tokenizer_directory)
     with pytest.raises(UserError, match="named twice"):
         build_prompts([path, tmp_path / "." / "a.jsonl"], tmp_path / "o.mindrecord", tokenizer_directory)
+
+
+def test_preference_pairs_hold_both_responses_and_the_longer_one_counts(tokenizer_directory, tmp_path):
+    pairs = [("good", "bad"), ("y", "much longer"), ("same", "same")]
+    lines = [{"question": "q", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+    path = _write_lines(tmp_path / "pairs.jsonl", lines)
+    report = build_prompts(
+        [path],
+        tmp_path / "pairs.mindrecord",
+        tokenizer_directory,
+        handler="orca_pairs",
+        task="preference",
+        max_prompt_length=20,
+        max_length=8,  # prompt of 3 + "good" + end token
+        skip_bad=True,
+    )
+    (record,) = PromptFile.open(tmp_path / "pairs.mindrecord").read([0])
+    tokenizer = load_tokenizer(tokenizer_directory)
+    assert tokenizer.decode(record.response_ids, False) == "good<|im_end|>"
+    assert tokenizer.decode(record.rejected_ids, False) == "bad<|im_end|>"
+    assert (report.header.num_too_long, report.header.num_bad, report.header.longest_response) == (1, 1, 5)
+    assert "the same text" in report.bad_examples[0]
 
 
 def test_sft_without_responses_says_so(tokenizer_directory, tmp_path):

@@ -95,7 +95,7 @@ def test_unusable_record_names_the_field(name, fields, reason):
 @pytest.mark.parametrize(
     ("name", "key_map", "message"),
     [
-        ("gsm9k", None, "unknown handler 'gsm9k'; choose from gsm8k, deepscaler, dapo_math_17k, map_keys"),
+        ("gsm9k", None, "unknown handler 'gsm9k'; choose from gsm8k, deepscaler, dapo_math_17k, orca_pairs"),
         ("gsm8k", {"question": "q"}, "takes no key map"),
         ("map_keys", None, "needs to know the question's key"),
         ("map_keys", {"question": "q", "anwser": "a"}, "unknown field 'anwser'"),
@@ -104,3 +104,41 @@ def test_unusable_record_names_the_field(name, fields, reason):
 def test_wrong_choice_of_handler(name, key_map, message):
     with pytest.raises(UserError, match=message):
         load_handler(name, key_map)
+
+
+def test_orca_pairs():
+    fields = {"system": "Be brief.", "question": "2 + 2?", "chosen": "4", "rejected": "5"}
+    example = load_handler("orca_pairs")(fields)
+    assert [(message.role, message.content) for message in example.messages] == [
+        ("system", "Be brief."),
+        ("user", "2 + 2?"),
+    ]
+    assert (example.response, example.rejected) == ("4", "5")
+    assert len(load_handler("orca_pairs")({**fields, "system": ""}).messages) == 1
+    with pytest.raises(RecordError, match="no field 'rejected'"):
+        load_handler("orca_pairs")({"question": "q", "chosen": "4"})
+
+
+def _chat(*contents):
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
+
+
+def test_ultrafeedback_takes_the_last_message_of_both_chats():
+    fields = {"prompt": "ignored", "chosen": _chat("a", "b", "c", "good"), "rejected": _chat("a", "b", "c", "bad")}
+    example = load_handler("ultrafeedback")(fields)
+    assert [message.content for message in example.messages] == ["a", "b", "c"]
+    assert (example.response, example.rejected) == ("good", "bad")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (_chat("a"), "two messages or more"),
+        (_chat("a", "b", "c"), "is from 'user', not from 'assistant'"),
+        (_chat("other", "b"), "answer different conversations"),
+        ("text", "must be a chat"),
+    ],
+)
+def test_ultrafeedback_records_that_cannot_be_used(chosen, message):
+    with pytest.raises(RecordError, match=message):
+        load_handler("ultrafeedback")({"chosen": chosen, "rejected": _chat("a", "bad")})
