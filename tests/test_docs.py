@@ -109,6 +109,7 @@ def _reported_metrics() -> set[str]:
         measure.reward_metrics(rewards, np.zeros(2, int), {"<verifier>": rewards}),
         measure.length_metrics(ones, ones, ones > 1),
         measure.rollout_diff_metrics(ones, ones, ones),
+        measure.rollout_ratio_metrics([ones], [ones]),
         measure.packing_metrics([1], [8]),
     )
     loop = (ROOT / "mindrlhf" / "training" / "loop.py").read_text(encoding="utf-8")
@@ -118,6 +119,7 @@ def _reported_metrics() -> set[str]:
     )
     update = re.search(r"def _update_metrics.*?(?=\n    def )", loop, flags=re.DOTALL)[0]
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
+    others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
     others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mindrlhf.config import sections
+from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | None) -> None:
     """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
     _check_device(config.run, config.model, config.parallel_config)
-    _check_group(config.algorithm, given)
+    check_algorithm(config, given)
     _check_batches(config)
     _check_schedule(config.optimizer, given)
     _check_rewards(config.reward, config.evaluation, config.data, given)
@@ -95,21 +96,6 @@ def _check_device(run: sections.RunSection, model: sections.ModelSection, parall
             )
     if parallel.enable_parallel_optimizer:
         raise UserError("'parallel_config.enable_parallel_optimizer' needs run.device=ascend: set it to false")
-
-
-def _check_group(algorithm: sections.AlgorithmSection, given: frozenset[str]) -> None:
-    if algorithm.num_generations < 2:
-        raise UserError(
-            f"'algorithm.num_generations' is {algorithm.num_generations}, but {algorithm.name} compares the samples "
-            "of a "
-            "group with each other: set it to 2 or more (8 is usual)"
-        )
-    if algorithm.sync_ref_model and algorithm.beta == 0:
-        raise UserError(
-            "'algorithm.sync_ref_model' is true, but beta is 0, so there is no reference model: set beta above 0"
-        )
-    if "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model:
-        raise UserError("'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true")
 
 
 def _check_batches(config: "GrpoConfig") -> None:

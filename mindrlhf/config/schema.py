@@ -7,6 +7,7 @@ from pathlib import Path
 from mindrlhf.config import checks, sections
 from mindrlhf.config.keys import section
 from mindrlhf.config.loader import load, root_config
+from mindrlhf.config.presets import apply_preset
 
 
 @root_config
@@ -20,6 +21,7 @@ class GrpoConfig:
     run: sections.RunSection = section(sections.RunSection, "the run")
     rollout: sections.RolloutSection = section(sections.RolloutSection, "the generator")
     algorithm: sections.AlgorithmSection = section(sections.AlgorithmSection, "the objective")
+    correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
@@ -49,6 +51,7 @@ def load_grpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_s
         UserError: any mistake that can be seen before a device is touched.
     """
     config, given = load(GrpoConfig, path, overrides)
+    config = apply_preset(config, given)
     checks.check_grpo(config, given, world_size)
     return config
 

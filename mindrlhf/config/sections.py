@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
+from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.algorithms.aggregation import MODES as AGGREGATIONS
+from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.config.keys import REQUIRED, key
+from mindrlhf.config.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -99,18 +103,76 @@ class RewardSection:
 
 @dataclass(frozen=True)
 class AlgorithmSection:
-    """The objective."""
+    """The objective. `name` sets the keys that are not given as its paper does; see docs/algorithms.md."""
 
-    name: str = key("grpo", "advantage estimator and loss", choices=("grpo",))
-    num_generations: int = key(8, "samples per prompt: the group whose mean is the baseline", minimum=1)
+    name: str = key("grpo", "a whole algorithm; the defaults below are those of grpo", choices=tuple(PRESETS))
+    num_generations: int = key(8, "samples per prompt: the group that advantages compare", minimum=1)
+    advantage: str = key("grpo", "advantage estimator", choices=advantages.names())
     scale_rewards: bool = key(
         True, "divide advantages by the group's standard deviation (GRPO); false leaves the mean-only form (Dr. GRPO)"
     )
+    pass_k: int = key(4, "the k of the estimator pass_at_k", minimum=1)
+    gamma: float = key(1.0, "discount of the estimator gae, per token", minimum=0, maximum=1)
+    gae_lambda: float = key(0.95, "lambda of the estimator gae", minimum=0, maximum=1)
+    whiten_advantages: bool = key(True, "give the advantages of the estimator gae mean 0 and standard deviation 1")
+    loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
+    aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
     clip_high: float = key(0.28, "the probability ratio is clipped above at 1 + clip_high", minimum=0)
+    dual_clip: float = key(3.0, "the loss dual_clip bounds the ratio of bad tokens here", minimum=1)
+    sapo_tau_positive: float = key(
+        1.0, "temperature of the loss sapo where the advantage is positive", minimum=0, exclusive_minimum=True
+    )
+    sapo_tau_negative: float = key(1.05, "temperature of the loss sapo elsewhere", minimum=0, exclusive_minimum=True)
+    mirror_tau: float = key(0.1, "weight of the square that the loss kimi holds a response with", minimum=0)
     beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
+    kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"))
+    kl_estimator: str = key("k3", "estimate of the KL divergence per token", choices=KL_ESTIMATORS)
+    kl_unbiased: bool = key(
+        False, "weigh the KL estimate in the loss by the probability ratio, which makes its gradient unbiased"
+    )
+    kl_target: float | None = key(
+        None,
+        "steer beta so that the KL per token, in nats, comes here; null keeps it",
+        minimum=0,
+        exclusive_minimum=True,
+    )
+    kl_gain: float = key(0.1, "how fast beta follows `kl_target`", minimum=0, maximum=1)
+    entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
+    overlong_buffer: float = key(
+        0.0,
+        "last share of `rollout.max_response_length` in which longer responses lose reward, up to `overlong_penalty`; "
+        "0 leaves it out",
+        minimum=0,
+        maximum=1,
+    )
+    overlong_penalty: float = key(1.0, "what a response at the limit loses", minimum=0)
+    overlong_filter: bool = key(False, "leave responses that the limit cut off out of the loss")
     sync_ref_model: bool = key(False, "copy the actor into the reference model every `ref_model_sync_steps` steps")
     ref_model_sync_steps: int = key(64, "steps between two copies", minimum=1)
+
+
+@dataclass(frozen=True)
+class CorrectionSection:
+    """Off-policy correction: the generator's kernels and types are not the trainer's; docs/algorithms.md."""
+
+    weight: str = key(
+        "auto",
+        "truncated importance weights; auto is none where both compute alike (CPU), else sequence for a loss with a "
+        "ratio of whole responses and token for others",
+        choices=("auto", "none", "token", "sequence"),
+    )
+    max_weight: float = key(2.0, "where the weights are truncated", minimum=0, exclusive_minimum=True)
+    mask: str = key(
+        "none",
+        "what is left out of the loss when its ratio is outside the bounds: tokens (IcePop), or responses by the "
+        "product or the geometric mean of their ratios",
+        choices=("none", "token", "sequence", "geometric"),
+    )
+    mask_low: float = key(0.5, "smallest ratio that the mask keeps", minimum=0)
+    mask_high: float = key(5.0, "largest ratio that the mask keeps", minimum=0)
+    veto: float = key(0.0, "leave out responses with a token whose ratio is smaller; 0 leaves none out", minimum=0)
+    bypass: bool = key(False, "take the generator's log-probabilities for the old ones, instead of computing those")
 
 
 @dataclass(frozen=True)

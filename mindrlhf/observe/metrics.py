@@ -98,6 +98,36 @@ def rollout_diff_metrics(
     return _as_floats(metrics)
 
 
+def rollout_ratio_metrics(
+    rollout_logprobs: Sequence[np.ndarray], train_logprobs: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Return statistics of the importance ratio rho = train / rollout probability, what off-policy correction acts on.
+
+    Args:
+        rollout_logprobs, train_logprobs: float [response] each, as in :func:`rollout_diff_metrics`.
+
+    Returns:
+        ``rollout_ratio/{mean,min,max}`` over tokens; ``rollout_ratio/effective``, (sum rho)^2 / (n sum rho^2), the
+        share of tokens that importance sampling leaves effective (Kish 1965); and ``rollout_ratio/sequence_{min,max}``,
+        the product over a response. Logarithms are bounded to +-50.
+    """
+    differences = [
+        np.asarray(train, np.float64) - np.asarray(rollout, np.float64)
+        for train, rollout in zip(train_logprobs, rollout_logprobs, strict=True)
+    ]
+    ratios = np.exp(np.clip(np.concatenate(differences), -50.0, 50.0))
+    sequences = np.exp(np.clip([difference.sum() for difference in differences], -50.0, 50.0))
+    metrics = {
+        "rollout_ratio/mean": ratios.mean(),
+        "rollout_ratio/min": ratios.min(),
+        "rollout_ratio/max": ratios.max(),
+        "rollout_ratio/effective": ratios.sum() ** 2 / (ratios.size * (ratios**2).sum()),
+        "rollout_ratio/sequence_min": sequences.min(),
+        "rollout_ratio/sequence_max": sequences.max(),
+    }
+    return _as_floats(metrics)
+
+
 def packing_metrics(num_tokens: Sequence[int], row_lengths: Sequence[int]) -> dict[str, float]:
     """Return how well the packed rows are filled.
 

@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
 from mindrlhf.checkpoint.background import CopyBuffers
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
@@ -21,15 +22,13 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
 
-_LOSS_INPUTS = ("advantages", "old_logprobs", "reference_logprobs")
-
 
 class Actor(Learner):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
     Args:
         network: the policy.
-        loss: cell with the signature of :class:`mindrlhf.algorithms.losses.GrpoLoss`.
+        loss: cell with the signature of :class:`mindrlhf.algorithms.losses.PolicyLoss`.
         reference: log-probabilities under the reference model, None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
     """
@@ -57,6 +56,12 @@ class Actor(Learner):
             self._batches = []
         self._batches.append(unpack_share(share))
 
+    def receive_tokens(self, batch: int, **arrays: np.ndarray) -> None:
+        """Take further token arrays of received batch number ``batch``: ``"<index>.<name>"`` for each micro-batch."""
+        for place, array in arrays.items():
+            index, _, name = place.partition(".")
+            self._batches[batch][0][int(index)].tokens[name] = array
+
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Compile the graphs for every row length on rows of weight 0, while the generator is still starting."""
         for length in row_lengths:
@@ -64,7 +69,7 @@ class Actor(Learner):
             self._batches = [([rows], 1)]
             for name in graphs:
                 self.compute_logprobs(name, 0)
-            self.accumulate(rows, [rows.mask] * len(_LOSS_INPUTS), 1)
+            self.accumulate(rows, [*[rows.mask] * len(POLICY_INPUTS), np.float32(0.0)], 1)
         self._batches = []
 
     def compute_logprobs(self, name: str, batch: int) -> dict[str, np.ndarray]:
@@ -81,11 +86,11 @@ class Actor(Learner):
             results[f"{index}.logprobs"] = rows.tokens[name]
         return results
 
-    def update(self, batch: int, lr: float) -> dict[str, Any]:
+    def update(self, batch: int, lr: float, kl_coefficient: float) -> dict[str, Any]:
         """Make one optimiser update from received batch number ``batch``.
 
         Returns:
-            "statistics" float64 [5], sums over this rank's tokens (``POLICY_STATISTICS``); "grad_norm"; and
+            "statistics" float64 [7], sums over this rank's tokens (``POLICY_STATISTICS``); "grad_norm"; and
             "<index>.logprobs" [rows, length] for each micro-batch, under the weights before the update.
         """
         micro_batches, num_tokens = self._batches[batch]
@@ -93,7 +98,8 @@ class Actor(Learner):
         total = 0.0
         for index, rows in enumerate(micro_batches):
             unread = np.zeros_like(rows.mask)
-            values = [rows.tokens.get(name, unread) for name in ("advantages", "old_logprobs", "reference_logprobs")]
+            values = [rows.tokens.get(name, unread) for name in POLICY_INPUTS]
+            values.append(np.float32(kl_coefficient))
             statistics, results[f"{index}.logprobs"] = self.accumulate(rows, values, num_tokens)
             total = total + statistics
         return {"statistics": total, "grad_norm": self.apply(lr), **results, **self.process_statistics()}

@@ -55,6 +55,20 @@ class Batch:
             responses.append(shares[rank][f"{index}.{name}"][row, first:last])
         return responses
 
+    def spread(self, responses: Sequence[np.ndarray], name: str, num_ranks: int) -> list[dict[str, np.ndarray]]:
+        """Lay one array per sequence's response out over the rows: the inverse of ``collect``.
+
+        Returns:
+            By rank, ``"<index>.<name>"`` -> float32 [rows, length] for each of its micro-batches.
+        """
+        arrays = [np.zeros_like(rows.mask) for rows in self.micro_batches]
+        for (micro_batch, row, first, last), values in zip(self.placed, responses, strict=True):
+            arrays[micro_batch][row, first:last] = values
+        return [
+            {f"{index}.{name}": array for index, array in enumerate(arrays[rank::num_ranks])}
+            for rank in range(num_ranks)
+        ]
+
 
 def unpack_share(values: Mapping[str, Any]) -> tuple[list[PackedRows], int]:
     """Return the micro-batches and the token count of a share that another rank cut."""

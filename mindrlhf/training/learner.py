@@ -77,7 +77,7 @@ class Learner:
 
         Args:
             rows: the micro-batch.
-            values: the loss cell's further inputs, float32 [rows, length] each.
+            values: the loss cell's further inputs, float32 [rows, length] or scalars.
             num_tokens: what the loss divides by: the response tokens of the whole update, over all ranks.
 
         Returns:

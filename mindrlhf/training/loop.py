@@ -1,5 +1,6 @@
 """The reinforcement learning loop, as the lead rank runs it: sample, score, update, publish, report."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,21 +8,20 @@ from typing import Any
 import numpy as np
 
 from mindrlhf import heartbeat
-from mindrlhf.algorithms.advantages import group_normalised
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile, PromptRecord
-from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record
+from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.objective import Objective
 from mindrlhf.training.save_requests import StopRequested
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
@@ -59,6 +59,9 @@ class Trainer:
         self.progress = progress
         self.num_steps = num_steps
         self.timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
+        self.objective = Objective(config)
+        if "kl" in progress.algorithm_state:
+            self.objective.kl.restore(progress.algorithm_state["kl"])
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
         self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
@@ -75,8 +78,8 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compile all graphs and read small prompt files whole; none of it needs the generator."""
-        graphs = ["old_logprobs"] if self.updates_per_step > 1 else []
-        graphs += ["reference_logprobs"] if self.config.algorithm.beta > 0 else []
+        graphs = ["old_logprobs"] if self.objective.needs_old_logprobs else []
+        graphs += ["reference_logprobs"] if self.objective.needs_reference else []
         rows = self.parts.rows
         self.parts.team.call(
             "warm_up",
@@ -142,15 +145,26 @@ class Trainer:
             records = self._next_records()
         with self.timer.stage("rollout"), self.parts.checkpoints.interruptible():
             samples = self._sample(records, index)
+            greedy = self._sample_greedy(records, index) if self.objective.needs_greedy else []
         self.parts.generator.sleep()
         with self.timer.stage("pack"):
             batches = self._batches(samples)
-        old, results = self._learn(batches, index)
+        with self.timer.stage("distribute"):
+            self._distribute(batches)
+        old, reference = self._logprobs(batches)
+        with self.timer.stage("pack"):
+            extra = self._send_advantages(samples, greedy, batches, old, reference)
+        results = self._update(batches, index)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
         self.progress.step += 1
         self._write_samples(samples)
-        return self._metrics(records, samples, batches, old, results)
+        # A single update computes the log-probabilities before it changes the weights: they are the old ones.
+        metrics = self._metrics(records, samples, batches, old or results, results) | extra
+        if "kl" in metrics:
+            self.objective.kl.update(metrics["kl"])
+            self.progress.algorithm_state["kl"] = self.objective.kl.state()
+        return metrics
 
     def _next_records(self) -> list[PromptRecord]:
         training = self.config.training
@@ -168,55 +182,84 @@ class Trainer:
             chunk_size=self.config.training.chunk_size,
         )
 
+    def _sample_greedy(self, records: Sequence[PromptRecord], index: int) -> list[Sample]:
+        """Return the likeliest response to each prompt."""
+        sampling = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return self.parts.sampler.draw(
+            records, 1, sampling, (self.config.run.seed, index), chunk_size=self.config.training.chunk_size
+        )
+
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """Cut the samples into one batch per optimiser update of a pass."""
-        algorithm = self.config.algorithm
-        rewards = reward_matrix(samples, algorithm.num_generations)
-        advantages = group_normalised(rewards, scale=algorithm.scale_rewards).reshape(-1)
-        sequences = [
-            TokenSequence(
-                sample.prompt_ids,
-                sample.response_ids,
-                {"advantages": np.full(len(sample.response_ids), advantage, np.float32)},
-            )
-            for sample, advantage in zip(samples, advantages)
-        ]
-        parts = np.array_split(np.arange(len(sequences)), self.config.training.num_minibatches)
-        return [make_batch([sequences[item] for item in part], self.parts.rows) for part in parts if len(part)]
+        batches = []
+        for part in np.array_split(np.arange(len(samples)), self.config.training.num_minibatches):
+            if len(part):
+                sequences = self.objective.sequences([samples[item] for item in part])
+                batches.append(make_batch(sequences, self.parts.rows))
+        return batches
 
-    def _learn(self, batches: Sequence[Batch], index: int) -> tuple[list[Results], list[Results]]:
-        """Make the updates of a step.
+    def _distribute(self, batches: Sequence[Batch]) -> None:
+        team = self.parts.team
+        for position, batch in enumerate(batches):
+            shares = [batch.share(rank, team.world_size) for rank in range(team.world_size)]
+            team.call("receive_batch", per_rank=shares, is_first=position == 0)
 
-        Returns:
-            For each batch, the ranks' log-probabilities under the weights that the samples were drawn from; and
-            the ranks' results of each update, in order.
-        """
-        team, world_size = self.parts.team, self.parts.team.world_size
-        with self.timer.stage("distribute"):
-            for position, batch in enumerate(batches):
-                shares = [batch.share(rank, world_size) for rank in range(world_size)]
-                team.call("receive_batch", per_rank=shares, is_first=position == 0)
-        positions = range(len(batches))
-        old = []
-        if self.updates_per_step > 1:
+    def _logprobs(self, batches: Sequence[Batch]) -> tuple[list[Results], list[Results]]:
+        """Have the ranks compute, for each batch, the old log-probabilities and the reference's, where needed."""
+        team, positions = self.parts.team, range(len(batches))
+        old, reference = [], []
+        if self.objective.needs_old_logprobs:
             with self.timer.stage("old_log_p"):
                 old = [team.call("compute_logprobs", name="old_logprobs", batch=position) for position in positions]
-        if self.config.algorithm.beta > 0:
+        if self.objective.needs_reference:
             with self.timer.stage("reference_model"):
-                for position in positions:
-                    team.call("compute_logprobs", name="reference_logprobs", batch=position)
+                reference = [
+                    team.call("compute_logprobs", name="reference_logprobs", batch=position) for position in positions
+                ]
+        return old, reference
+
+    def _send_advantages(
+        self,
+        samples: Sequence[Sample],
+        greedy: Sequence[Sample],
+        batches: Sequence[Batch],
+        old: Sequence[Results],
+        reference: Sequence[Results],
+    ) -> dict[str, float]:
+        """Compute the advantages of the whole step and send every rank those of its rows; return metrics of them."""
+        metrics: dict[str, float] = {}
+        penalties = baselines = None
+        if self.objective.kl_in_reward:
+            # With correction.bypass the generator's log-probabilities are the old ones.
+            before = _collect(batches, old) if old else [sample.rollout_logprobs for sample in samples]
+            penalties, metrics["kl"] = self.objective.penalties(before, _collect(batches, reference))
+        if self.objective.needs_greedy:
+            baselines = np.array([greedy[sample.group].reward for sample in samples])
+            metrics["reward/greedy"] = float(baselines.mean())
+        advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines)
+        start = 0
+        for position, batch in enumerate(batches):
+            part = advantages[start : start + len(batch.placed)]
+            start += len(part)
+            shares = batch.spread(part, "advantages", self.parts.team.world_size)
+            self.parts.team.call("receive_tokens", per_rank=shares, batch=position)
+        return metrics
+
+    def _update(self, batches: Sequence[Batch], index: int) -> list[Results]:
+        """Make the updates of a step and return the ranks' results of each, in order."""
+        team, coefficient = self.parts.team, self.objective.kl.coefficient
         results = []
         with self.timer.stage("update"):
             for iteration in range(self.config.training.num_iterations):
-                for position in positions:
+                for position in range(len(batches)):
                     update = index * self.updates_per_step + iteration * len(batches) + position
-                    results.append(team.call("update", batch=position, lr=self.learning_rate(update)))
+                    lr = self.learning_rate(update)
+                    results.append(team.call("update", batch=position, lr=lr, kl_coefficient=coefficient))
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (index + 1) % algorithm.ref_model_sync_steps == 0:
             with self.timer.stage("sync_ref_model"):
                 team.call("sync_reference")
-        # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        return old or results, results
+        return results
 
     def learning_rate(self, update: int) -> float:
         """Return the learning rate of an optimiser update, counted from the start of the run."""
@@ -233,9 +276,8 @@ class Trainer:
         verifiers = samples[0].rewards
         lengths = np.array([len(sample.response_ids) for sample in samples])
         prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
-        train_logprobs = [
-            response for batch, shares in zip(batches, old) for response in batch.collect(shares, "logprobs")
-        ]
+        rollout_logprobs = [sample.rollout_logprobs for sample in samples]
+        train_logprobs = _collect(batches, old)
         rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.segment_ids]
         parts = [
             measure.reward_metrics(
@@ -248,10 +290,11 @@ class Trainer:
                 prompt_lengths, lengths, np.array([sample.finish_reason == "length" for sample in samples])
             ),
             measure.rollout_diff_metrics(
-                np.concatenate([sample.rollout_logprobs for sample in samples]),
+                np.concatenate(rollout_logprobs),
                 np.concatenate(train_logprobs),
                 np.ones(lengths.sum()),
             ),
+            measure.rollout_ratio_metrics(rollout_logprobs, train_logprobs),
             measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows]),
             self._update_metrics(batches, results),
         ]
@@ -288,13 +331,23 @@ class Trainer:
             "recompiles": max(result["recompiles"] for result in everyone),
             "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
         }
-        if self.config.algorithm.beta == 0:
-            del metrics["kl"]  # without a reference model none is computed, and 0 would claim otherwise
+        if self.objective.is_corrected:
+            metrics["correction/weight"] = names["correction"]
+            metrics["correction/changed"] = names["corrected"]
+        if not self.objective.needs_reference or self.objective.kl_in_reward:
+            del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
+        if self.config.algorithm.kl_target is not None:
+            metrics["kl_coefficient"] = self.objective.kl.coefficient
         return metrics
 
     def _write_samples(self, samples: Sequence[Sample]) -> None:
         chosen = samples[: self.config.observe.samples_per_step]
         self.parts.sample_writer.write(sample_record(sample, self.progress.step) for sample in chosen)
+
+
+def _collect(batches: Sequence[Batch], passes: Sequence[Results]) -> list[np.ndarray]:
+    """Return the ranks' log-probabilities of all batches, one array per response, in the order of the samples."""
+    return [response for batch, shares in zip(batches, passes) for response in batch.collect(shares, "logprobs")]
 
 
 def _per_token(total: np.ndarray, num_tokens: int) -> np.ndarray:

@@ -55,9 +55,9 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.losses import GrpoLoss
     from mindrlhf.training.actor import Actor
     from mindrlhf.training.learner import load_model
+    from mindrlhf.training.policy_loss import build_policy_loss
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length = inputs.row_lengths[-1]
@@ -66,13 +66,7 @@ def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if algorithm.beta > 0:
         reference_network = load_model(model, model.reference_path or model.path, config.run, length)
         reference = PolicyLogProbs(reference_network, config.rollout.temperature, device)
-    loss = GrpoLoss(
-        PolicyLogProbs(network, config.rollout.temperature, device),
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        beta=algorithm.beta,
-        on_policy=config.training.num_minibatches * config.training.num_iterations == 1,
-    )
+    loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, device))
     return Actor(network, loss, config.optimizer, rank, device, reference, saves_reference=algorithm.sync_ref_model)
 
 

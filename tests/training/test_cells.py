@@ -10,6 +10,7 @@ from mindrlhf.training.batch import Batch, RowOptions, make_batch, unpack_share
 from mindrlhf.training.cells import BUCKET_ELEMENTS, bucket_ranges
 
 VOCABULARY = 96
+KL_COEFFICIENT = 0.1
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -44,8 +45,9 @@ class Gradients:
     def __init__(self, token_logprobs_device: str = "cpu"):
         import mindspore as ms
 
+        from mindrlhf.algorithms import policy_losses
         from mindrlhf.algorithms.logprobs import PolicyLogProbs
-        from mindrlhf.algorithms.losses import GrpoLoss
+        from mindrlhf.algorithms.losses import PolicyLoss
         from mindrlhf.models.causal_lm import build_model
         from mindrlhf.training.cells import AccumulateGradients, make_accumulators
         from mindrlhf.weights.convert import load_random_weights
@@ -56,7 +58,8 @@ class Gradients:
         self.parameters = self.policy.graph_parameters()
         self.head_name = network.head_weight.name
         self.accumulators = make_accumulators(self.parameters)
-        loss = GrpoLoss(self.policy, clip_low=0.2, clip_high=0.28, beta=0.1, on_policy=False)
+        surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
+        loss = PolicyLoss(self.policy, surrogate, on_policy=False, kl_estimator="k3")
         loss.set_train(True)
         self.accumulate = AccumulateGradients(loss, ms.ParameterTuple(self.parameters), self.accumulators)
 
@@ -64,16 +67,19 @@ class Gradients:
         """Return the gradients by name and the statistics, both summed over the ranks by hand, and the log-probs."""
         import mindspore as ms
 
+        from mindrlhf.algorithms.losses import POLICY_INPUTS
+
         totals: dict[str, np.ndarray] = {}
         statistics, shares = 0.0, []
         for rank in range(num_ranks):
             micro_batches, num_tokens = unpack_share(batch.share(rank, num_ranks))
             shares.append({})
             for index, rows in enumerate(micro_batches):
-                names = ("advantages", "old_logprobs", "reference_logprobs")
-                arrays = (rows.input_ids, rows.segment_ids, rows.labels, rows.mask, *(rows.tokens[n] for n in names))
+                further = (rows.tokens.get(name, rows.mask) for name in POLICY_INPUTS)
+                arrays = (rows.input_ids, rows.segment_ids, rows.labels, rows.mask, *further)
                 self.policy.bind()
-                outputs = self.accumulate(*map(ms.Tensor, arrays), ms.Tensor(num_tokens, ms.float32))
+                scalars = (ms.Tensor(KL_COEFFICIENT, ms.float32), ms.Tensor(num_tokens, ms.float32))
+                outputs = self.accumulate(*map(ms.Tensor, arrays), *scalars)
                 statistics = statistics + outputs[0].asnumpy().astype(np.float64)
                 shares[-1][f"{index}.logprobs"] = outputs[1].asnumpy()
             for name, gradient in self.take().items():
@@ -136,7 +142,7 @@ def assert_same(actual, expected) -> None:
 
 
 def test_clips_and_kl_take_part(plain, sequences):
-    loss, low, high, kl, entropy = plain[1]
+    _, low, high, kl, entropy, *_ = plain[1]
     assert low > 0 and high > 0 and kl > 0 and entropy > 0
     assert low + high < sum(len(sequence.response_ids) for sequence in sequences)
 

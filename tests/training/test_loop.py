@@ -97,6 +97,7 @@ class Rank:
         self.journal = journal
         self.batches = []
         self.updates = []
+        self.kl_coefficients = []
 
     def warm_up(self, row_lengths, rows_per_micro_batch, graphs):
         self.journal.append(f"warm_up {row_lengths} {rows_per_micro_batch} {graphs}")
@@ -106,11 +107,17 @@ class Rank:
             self.batches = []
         self.batches.append(unpack_share(share))
 
+    def receive_tokens(self, batch, **arrays):
+        for place, array in arrays.items():
+            index, _, name = place.partition(".")
+            self.batches[batch][0][int(index)].tokens[name] = array
+
     def compute_logprobs(self, name, batch):
         self.journal.append(f"{name} {batch}")
         return {f"{i}.logprobs": -1.25 * rows.mask for i, rows in enumerate(self.batches[batch][0])}
 
-    def update(self, batch, lr):
+    def update(self, batch, lr, kl_coefficient):
+        self.kl_coefficients.append(kl_coefficient)
         self.journal.append(f"update {batch}")
         micro_batches, num_tokens = self.batches[batch]
         self.updates.append((lr, num_tokens, micro_batches))
@@ -118,7 +125,7 @@ class Rank:
         advantages = sum(float((rows.tokens["advantages"] ** 2).sum()) for rows in micro_batches)
         return {
             # loss: its part of a mean; then sums over tokens
-            "statistics": np.array([advantages / num_tokens, 0.0, 2 * count, 0.1 * count, 3 * count]),
+            "statistics": np.array([advantages / num_tokens, 0.0, 2 * count, 0.1 * count, 3 * count, count, 0.0]),
             "grad_norm": 1.0 + len(self.updates),
             "recompiles": 4,
             "memory/peak_rss_gb": 0.5,

@@ -1,0 +1,55 @@
+"""Policy losses per token: graph cells. One loss is one module of this package.
+
+Each module states in literals what the config must know before MindSpore may be imported:
+
+    RATIO: what the probability ratio spans: "token", "sequence", or "none" when there is none
+    OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
+
+and has one cell, ``Surrogate(**options)``, whose ``construct(logprobs, log_ratio, advantages, mask, segment_ids)``
+returns three float32 [rows, length]: the loss of each token, and 1 where a lower or an upper bound removed its
+gradient. Its arguments:
+
+    logprobs: float32 [rows, length], of the policy; gradients flow through them
+    log_ratio: logprobs - old_logprobs, bounded to +-20, 0 where the mask is; gradients flow through it
+    advantages, mask: float32 [rows, length]; the mask is 1 at response tokens
+    segment_ids: int32 [rows, length], which sequence a position belongs to
+
+Aggregation, KL, entropy and off-policy correction are added by :class:`mindrlhf.algorithms.losses.PolicyLoss`.
+"""
+
+import ast
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a loss module states in literals."""
+
+    ratio: str
+    options: tuple[str, ...]
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all policy losses, sorted."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def traits(name: str) -> Traits:
+    """Read a module's literals from its source, since importing it would import MindSpore."""
+    assert name in names(), f"there is no policy loss {name!r}"
+    tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+    literals = {
+        statement.targets[0].id: ast.literal_eval(statement.value)
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and statement.targets[0].id in ("RATIO", "OPTIONS")
+    }
+    return Traits(literals["RATIO"], literals["OPTIONS"])
+
+
+def surrogate(name: str, **options: float):
+    """Return the cell of a policy loss."""
+    assert name in names(), f"there is no policy loss {name!r}"
+    return importlib.import_module(f"{__name__}.{name}").Surrogate(**options)

@@ -1,0 +1,153 @@
+"""Rules between the keys of the objective: which parts compose, and which keys the chosen parts read."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
+from mindrlhf.config.presets import PRESETS, correction_weight
+from mindrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from mindrlhf.config.schema import GrpoConfig
+    from mindrlhf.config.sections import AlgorithmSection
+
+
+def check_algorithm(config: "GrpoConfig", given: frozenset[str]) -> None:
+    """Check the sections `algorithm` and `correction`; ``given`` are the keys the user set."""
+    _check_estimator(config.algorithm)
+    _check_kl(config.algorithm)
+    _check_reference(config.algorithm, given)
+    _check_levels(config.algorithm)
+    _check_correction(config)
+    _check_unread(config, given)
+
+
+def _check_estimator(algorithm: "AlgorithmSection") -> None:
+    needs = advantages.find(algorithm.advantage).NEEDS
+    if "group" in needs and algorithm.num_generations < 2:
+        raise UserError(
+            f"'algorithm.num_generations' is {algorithm.num_generations}, but the advantages of {algorithm.advantage} "
+            "compare the samples of a group with each other: set it to 2 or more (8 is usual)"
+        )
+    if "values" in needs:
+        raise UserError(
+            f"'algorithm.advantage' is {algorithm.advantage}, which needs a critic, but none is trained: set it to an "
+            "estimator without one, such as grpo or reinforce_pp"
+        )
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= algorithm.num_generations:
+        raise UserError(
+            f"'algorithm.pass_k' is {algorithm.pass_k}, but the best of {algorithm.pass_k} can only differ within "
+            f"groups of more samples: set 'algorithm.num_generations' above {algorithm.pass_k} (it is "
+            f"{algorithm.num_generations}), or lower pass_k"
+        )
+
+
+def _check_kl(algorithm: "AlgorithmSection") -> None:
+    if algorithm.beta == 0 and algorithm.kl_target is not None:
+        raise UserError(
+            "'algorithm.kl_target' is set, but algorithm.beta is 0, so there is no reference model to measure the KL "
+            "against: set beta above 0, which is where it starts, or remove kl_target"
+        )
+    if not algorithm.kl_unbiased:
+        return
+    if algorithm.beta == 0:
+        raise UserError(
+            "'algorithm.kl_unbiased' is true, but algorithm.beta is 0, so there is no KL term and no reference model: "
+            "set beta above 0"
+        )
+    if algorithm.kl_in == "reward":
+        raise UserError(
+            "'algorithm.kl_unbiased' is true, but kl_in=reward has no gradient of its own: set kl_in to loss, or "
+            "kl_unbiased to false"
+        )
+    if algorithm.kl_estimator not in UNBIASED_ESTIMATORS:
+        raise UserError(
+            f"'algorithm.kl_unbiased' is true, but the value of {algorithm.kl_estimator} is itself biased: set "
+            f"kl_estimator to {' or '.join(UNBIASED_ESTIMATORS)}"
+        )
+
+
+def _check_reference(algorithm: "AlgorithmSection", given: frozenset[str]) -> None:
+    if algorithm.sync_ref_model and algorithm.beta == 0:
+        raise UserError(
+            "'algorithm.sync_ref_model' is true, but beta is 0, so there is no reference model: set beta above 0"
+        )
+    if "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model:
+        raise UserError("'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true")
+
+
+def _check_levels(algorithm: "AlgorithmSection") -> None:
+    """Refuse advantages that vary within a response under a loss that has one ratio for all of it."""
+    if algorithm.loss not in ("gspo", "sequence_clip"):
+        return
+    per_token = advantages.find(algorithm.advantage).PER_TOKEN
+    penalised = algorithm.kl_in == "reward" and algorithm.beta > 0
+    if per_token == "always" or (per_token == "penalised" and penalised):
+        why = " with KL in the reward" if per_token == "penalised" else ""
+        raise UserError(
+            f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "
+            f"{algorithm.advantage}{why} differ from token to token: set it to gspo_token or ppo_clip"
+        )
+
+
+def _check_correction(config: "GrpoConfig") -> None:
+    algorithm, correction = config.algorithm, config.correction
+    ratio = policy_losses.traits(algorithm.loss).ratio
+    weight = correction_weight(config)
+    if ratio == "sequence" and weight == "token":
+        raise UserError(
+            f"'correction.weight' is token, but the loss {algorithm.loss} has one ratio for a whole response: set it "
+            "to sequence, or to auto"
+        )
+    if correction.bypass and ratio == "none":
+        raise UserError(
+            f"'correction.bypass' is true, but the loss {algorithm.loss} has no ratio to old log-probabilities: set it "
+            "to false"
+        )
+    if correction.bypass and (weight != "none" or correction.mask != "none" or correction.veto):
+        raise UserError(
+            "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is "
+            "nothing to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
+        )
+    if correction.mask != "none" and correction.mask_low >= correction.mask_high:
+        raise UserError(
+            f"'correction.mask_low' is {correction.mask_low:g}, not below mask_high = {correction.mask_high:g}: lower "
+            "it"
+        )
+
+
+def _check_unread(config: "GrpoConfig", given: frozenset[str]) -> None:
+    """Refuse keys that were changed, but that none of the chosen parts reads."""
+    algorithm, correction = config.algorithm, config.correction
+    losses = {name: policy_losses.traits(name).options for name in policy_losses.names()}
+    estimators = {name: advantages.find(name).OPTIONS for name in advantages.names()}
+    unread: dict[str, str] = {}
+    for kind, chosen, options in (("loss", algorithm.loss, losses), ("advantage", algorithm.advantage, estimators)):
+        for name in {key for keys in options.values() for key in keys} - set(options[chosen]):
+            readers = [part for part, keys in options.items() if name in keys]
+            unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
+    if algorithm.beta == 0:
+        unread |= {f"algorithm.{name}": "algorithm.beta above 0, not 0" for name in ("kl_in", "kl_estimator")}
+    if algorithm.kl_target is None:
+        unread["algorithm.kl_gain"] = "an algorithm.kl_target, and there is none"
+    if algorithm.overlong_buffer == 0:
+        unread["algorithm.overlong_penalty"] = "an algorithm.overlong_buffer above 0, not 0"
+    if correction_weight(config) == "none":
+        unread["correction.max_weight"] = "correction.weight token or sequence, not none"
+    if correction.mask == "none":
+        why = "correction.mask token, sequence or geometric, not none"
+        unread |= {"correction.mask_low": why, "correction.mask_high": why}
+    for name in sorted(unread.keys() & given):
+        section, _, key = name.partition(".")
+        part = getattr(config, section)
+        default = next(field.default for field in dataclasses.fields(part) if field.name == key)
+        # What a run wrote to its config.yaml holds every key, and must load again.
+        if getattr(part, key) not in (default, PRESETS[algorithm.name].get(key, default)):
+            raise UserError(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

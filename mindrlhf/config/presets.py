@@ -1,0 +1,74 @@
+"""The algorithms by name: what each sets in the `algorithm` section where the user sets nothing."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from mindrlhf.algorithms.policy_losses import traits
+
+if TYPE_CHECKING:
+    from mindrlhf.config.schema import GrpoConfig
+
+# Preset -> keys of `algorithm` that differ from the defaults of the section, which are GRPO's.
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    # Liu et al. 2025 (arXiv:2503.20783)
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "sequence_sum", "clip_high": 0.2},
+    # Yu et al. 2025 (arXiv:2503.14476), section 4.1
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "overlong_buffer": 0.2, "overlong_filter": True},
+    # Zheng et al. 2025 (arXiv:2507.18071), section 5.1
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    # MiniMax-M1 (arXiv:2506.13585), section 3.1
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    # Gao et al. 2025 (arXiv:2511.20347)
+    "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    # Ahmadian et al. 2024 (arXiv:2402.14740)
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "sequence_clip",
+        "aggregation": "sequence_mean",
+        "clip_high": 0.2,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    # Hu et al. 2025 (arXiv:2501.03262)
+    "reinforce_pp": {"advantage": "reinforce_pp", "clip_high": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "clip_high": 0.2, "kl_estimator": "k2"},
+    # Li et al. 2023 (arXiv:2310.10505)
+    "remax": {
+        "advantage": "remax",
+        "loss": "reinforce",
+        "aggregation": "sequence_sum",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    # Kimi k1.5 (arXiv:2501.12599)
+    "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
+    # Chen et al. 2025 (arXiv:2508.10751)
+    "pass_at_k": {"advantage": "pass_at_k"},
+}
+
+
+def apply_preset(config: "GrpoConfig", given: frozenset[str]) -> "GrpoConfig":
+    """Return the config with the keys of its preset filled in; ``given`` are the keys that the user set."""
+    preset = PRESETS[config.algorithm.name]
+    values = {name: value for name, value in preset.items() if f"algorithm.{name}" not in given}
+    return dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, **values))
+
+
+def correction_weight(config: "GrpoConfig") -> str:
+    """Return `correction.weight` with `auto` worked out.
+
+    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected.
+    """
+    if config.correction.weight != "auto":
+        return config.correction.weight
+    same = config.run.device == "cpu" and config.rollout.dtype == config.model.compute_dtype
+    if same or config.correction.bypass:
+        return "none"
+    return "sequence" if traits(config.algorithm.loss).ratio == "sequence" else "token"
+
+
+def is_corrected(config: "GrpoConfig") -> bool:
+    """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
+    correction = config.correction
+    return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0

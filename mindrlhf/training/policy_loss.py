@@ -1,0 +1,35 @@
+"""The loss cell of a run, put together from its config."""
+
+from mindrlhf.algorithms import policy_losses
+from mindrlhf.algorithms.corrections import RolloutCorrection
+from mindrlhf.algorithms.losses import PolicyLoss
+from mindrlhf.config.presets import correction_weight, is_corrected
+from mindrlhf.config.schema import GrpoConfig
+
+
+def build_policy_loss(config: GrpoConfig, policy) -> PolicyLoss:
+    """Return the loss of a run over ``policy``, a :class:`mindrlhf.algorithms.logprobs.PolicyLogProbs`."""
+    algorithm, training = config.algorithm, config.training
+    options = {name: getattr(algorithm, name) for name in policy_losses.traits(algorithm.loss).options}
+    is_single_update = training.num_minibatches * training.num_iterations == 1
+    return PolicyLoss(
+        policy,
+        policy_losses.surrogate(algorithm.loss, **options),
+        on_policy=is_single_update and not config.correction.bypass,
+        kl_estimator=algorithm.kl_estimator if algorithm.beta > 0 and algorithm.kl_in == "loss" else "",
+        kl_unbiased=algorithm.kl_unbiased,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        correction=_build_correction(config) if is_corrected(config) else None,
+    )
+
+
+def _build_correction(config: GrpoConfig) -> RolloutCorrection:
+    correction = config.correction
+    return RolloutCorrection(
+        weight=correction_weight(config),
+        max_weight=correction.max_weight,
+        mask=correction.mask,
+        mask_low=correction.mask_low,
+        mask_high=correction.mask_high,
+        veto=correction.veto,
+    )
