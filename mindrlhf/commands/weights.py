@@ -27,9 +27,107 @@ def register(subparsers) -> None:
         action.add_argument("--out", required=True, metavar="DIR", help="output directory; must not exist yet")
         action.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the files")
 
+    _register_sharding(actions)
+
     inspect = actions.add_parser("inspect", help="sizes, dtypes and layout of a model directory, checked")
     inspect.add_argument("source", metavar="DIR")
     inspect.set_defaults(run=_inspect)
+
+
+def _register_sharding(actions) -> None:
+    shard = actions.add_parser("shard", help="cut a Hugging Face directory into one directory per rank")
+    shard.add_argument("source", metavar="HF_DIR")
+    shard.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="convert the parameters")
+    shard.add_argument("--optimizer", default="", metavar="FILE", help="optimizer.safetensors of a run, cut along")
+    shard.set_defaults(run=_shard)
+
+    reshard = actions.add_parser("reshard", help="cut a sharded directory for another layout")
+    reshard.add_argument("source", metavar="SHARDED")
+    reshard.set_defaults(run=_reshard)
+
+    for action in (shard, reshard):
+        layout = action.add_mutually_exclusive_group(required=True)
+        layout.add_argument(
+            "--parallel", metavar="LAYOUT", help="dp=2,mp=2,pp=2[,cp=1][,ep=1][,opt=1][,vocab_emb_dp=0]"
+        )
+        layout.add_argument("--strategy", metavar="DIR", help="strategy files, as `mindrlhf strategy` writes them")
+        action.add_argument("--format", choices=("safetensors", "ckpt"), default="safetensors")
+        action.add_argument("--out", required=True, metavar="DIR", help="output; an interrupted run is continued")
+
+    merge = actions.add_parser("merge", help="put a sharded directory together to a Hugging Face directory")
+    merge.add_argument("source", metavar="SHARDED")
+    merge.add_argument("--out", required=True, metavar="HF_DIR", help="output directory; must not exist yet")
+    merge.add_argument(
+        "--optimizer-out", default="", metavar="FILE", help="also write the optimiser state to this file"
+    )
+    merge.set_defaults(run=_merge)
+
+    verify = actions.add_parser("verify", help="prove that a sharded directory is whole: coverage and checksums")
+    verify.add_argument("source", metavar="SHARDED")
+    verify.add_argument("--against", default="", metavar="HF_DIR", help="compare with the original byte by byte")
+    verify.set_defaults(run=_verify)
+
+    for action in (shard, reshard, merge, verify):
+        action.add_argument("--workers", type=_positive, metavar="N", help="threads; each holds about one tensor")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads: give 1 or more")
+    return int(text)
+
+
+def _workers(arguments: argparse.Namespace) -> dict[str, int]:
+    return {"num_workers": arguments.workers} if arguments.workers else {}
+
+
+def _shard(arguments: argparse.Namespace) -> int:
+    from mindrlhf.parallel.sharding import shard_directory
+
+    shard_directory(
+        arguments.source,
+        arguments.out,
+        parallel=arguments.parallel,
+        strategy=arguments.strategy,
+        file_format=arguments.format,
+        dtype=arguments.dtype,
+        optimizer_file=arguments.optimizer,
+        report=print,
+        **_workers(arguments),
+    )
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    from mindrlhf.parallel.sharding import reshard_directory
+
+    reshard_directory(
+        arguments.source,
+        arguments.out,
+        parallel=arguments.parallel,
+        strategy=arguments.strategy,
+        file_format=arguments.format,
+        report=print,
+        **_workers(arguments),
+    )
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from mindrlhf.parallel.merging import merge_directory
+
+    merge_directory(arguments.source, arguments.out, optimizer_file=arguments.optimizer_out, **_workers(arguments))
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from mindrlhf.parallel.verification import verify_directory
+
+    print(verify_directory(arguments.source, against=arguments.against, **_workers(arguments)))
+    return 0
 
 
 def _import(arguments: argparse.Namespace) -> int:

@@ -47,18 +47,25 @@ def stage_path(directory: str | os.PathLike, stage: int) -> Path:
 
 
 def write_strategy_directory(
-    directory: str | os.PathLike, dims: "ModelDims", layout: Layout, layouts: Sequence[ParameterLayout]
+    directory: str | os.PathLike, dims: "ModelDims", layout: Layout | None, layouts: Sequence[ParameterLayout]
 ) -> None:
-    """Write stage files, their merge and the description of a layout that was computed, not compiled.
+    """Write stage files and their merge from parameter layouts, and the description of the layout they came from.
+
+    Args:
+        layout: None when it is not known, because the parameter layouts were read from foreign files; then there is no
+            strategy.json.
 
     Raises:
         UserError: the disk refuses.
     """
     try:
         (Path(directory) / STAGES_NAME).mkdir(parents=True, exist_ok=True)
-        for stage in range(layout.pipeline_stage):
+        for stage in range(1 + max(stage for one in layouts for stage in one.stages)):
             write_strategy_file(stage_path(directory, stage), layouts, stage)
-        finish_strategy_directory(directory, dims, layout)
+        if layout is None:
+            merge_stages(directory)
+        else:
+            finish_strategy_directory(directory, dims, layout)
     except OSError as error:
         raise UserError(f"{directory} cannot be written: {error.strerror or error}") from error
 
@@ -71,12 +78,8 @@ def finish_strategy_directory(
     Args:
         extra: more entries of the description, JSON-able.
     """
-    import mindspore
-
     directory = Path(directory)
-    temporary = directory / f".{MERGED_NAME}.partial"
-    mindspore.merge_pipeline_strategys(str(directory / STAGES_NAME), str(temporary))
-    _put_in_place(temporary, directory / MERGED_NAME)
+    merge_stages(directory)
     files = [directory / MERGED_NAME, *sorted((directory / STAGES_NAME).glob("*.ckpt"))]
     description = {
         "format_version": FORMAT_VERSION,
@@ -90,6 +93,16 @@ def finish_strategy_directory(
     temporary = directory / f".{DESCRIPTION_NAME}.partial"
     temporary.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
     _put_in_place(temporary, directory / DESCRIPTION_NAME)
+
+
+def merge_stages(directory: str | os.PathLike) -> None:
+    """Write merged.ckpt from the stage files."""
+    import mindspore
+
+    directory = Path(directory)
+    temporary = directory / f".{MERGED_NAME}.partial"
+    mindspore.merge_pipeline_strategys(str(directory / STAGES_NAME), str(temporary))
+    _put_in_place(temporary, directory / MERGED_NAME)
 
 
 def write_strategy_file(path: Path, layouts: Iterable[ParameterLayout], stage: int) -> None:

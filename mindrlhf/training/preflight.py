@@ -13,7 +13,7 @@ from mindrlhf.models.spec import find_spec
 from mindrlhf.rewards.registry import check as check_verifier
 from mindrlhf.rewards.registry import check_selection
 from mindrlhf.weights.convert import hf_shapes, ignored_names
-from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
+from mindrlhf.weights.hf import open_tensors, read_hf_config
 
 FINAL_NAME = "final"  # the exported model, in the run's output directory
 
@@ -113,7 +113,7 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
             "use the model's own tokenizer"
         )
     if not (model.random_init and path == model.path):
-        SafetensorsDirectory(Path(path)).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+        open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
 
 
 def _check_reference(config: GrpoConfig) -> None:

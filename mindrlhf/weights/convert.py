@@ -37,7 +37,7 @@ def ignored_names(dims: ModelDims) -> frozenset[str]:
 
 
 def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
-    """Load a Hugging Face directory, or one that was cut by `mindrlhf weights shard`, into a `CausalLM`, converting to its parameter dtype, one tensor at a time.
+    """Load a Hugging Face or sharded directory into a `CausalLM`, converting to its parameter dtype, tensor by tensor.
 
     Raises:
         UserError: names or shapes do not fit the model, or a file is damaged; nothing has been loaded then.
@@ -244,13 +244,14 @@ def describe_directory(model_dir: str | os.PathLike) -> str:
     is_mindformers = set(source.names()) == set(mf_shapes)
     shapes = mf_shapes if is_mindformers else hf_shapes(spec, dims)
     source.check_coverage(shapes, frozenset() if is_mindformers else ignored_names(dims))
+    kind = "Hugging Face" if isinstance(source, SafetensorsDirectory) else "slices of Hugging Face tensors, by rank"
     num_parameters = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
     dtypes = sorted({source.info(name)[0] for name in shapes})
     return "\n".join(
         [
             f"directory     {Path(model_dir)}",
             f"architecture  {spec.hf_architecture}, {'tied' if dims.tied else 'untied'} embeddings",
-            f"layout        {'MindFormers (mcore)' if is_mindformers else 'Hugging Face'}",
+            f"layout        {'MindFormers (mcore)' if is_mindformers else kind}",
             f"layers        {dims.num_layers}",
             f"hidden        {dims.hidden_size} (MLP {dims.intermediate_size})",
             f"heads         {dims.num_heads} query, {dims.num_kv_heads} key/value, {dims.head_dim} channels",

@@ -1,8 +1,10 @@
 """Hugging Face model directories: config.json and safetensors files, read lazily and written as a stream."""
 
 import json
+import mmap
 import os
 import struct
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ STORAGE_DTYPES = {
     "bfloat16": np.dtype(np.uint16),
 }
 FILE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_DTYPE_OF_CODE = {code: dtype for dtype, code in FILE_CODES.items()}
+# In a directory with this file the tensors lie in slices, as `mindrlhf weights shard` wrote them.
+SHARDED_NAME = "sharded.json"
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -75,9 +78,16 @@ class SafetensorsFile:
 
     Written for the published format: 8 bytes of little-endian header length, a JSON header, the data.
 
+    Attributes:
+        dtypes: the dtypes that such a file may hold, by name.
+        file_codes: the format's code of each.
+
     Raises:
         UserError: the file is missing, truncated or not a safetensors file.
     """
+
+    dtypes = STORAGE_DTYPES
+    file_codes = FILE_CODES
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -95,6 +105,7 @@ class SafetensorsFile:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{self.path} has a damaged safetensors header: download it again") from error
+        self._dtype_of_code = {code: dtype for dtype, code in self.file_codes.items()}
         self.metadata = header.pop("__metadata__", {})
         self._entries = header
         self._data_start = 8 + header_bytes
@@ -103,11 +114,11 @@ class SafetensorsFile:
 
     def _check_entries(self, data_bytes: int) -> None:
         for name, entry in self._entries.items():
-            dtype = _DTYPE_OF_CODE.get(entry.get("dtype")) if isinstance(entry, dict) else None
+            dtype = self._dtype_of_code.get(entry.get("dtype")) if isinstance(entry, dict) else None
             if dtype is None:
-                raise UserError(f"{self.path}: tensor {name!r} is not {', '.join(_DTYPE_OF_CODE)}")
+                raise UserError(f"{self.path}: tensor {name!r} is not {', '.join(self._dtype_of_code)}")
             start, end = entry["data_offsets"]
-            expected = int(np.prod(entry["shape"], dtype=np.int64)) * STORAGE_DTYPES[dtype].itemsize
+            expected = int(np.prod(entry["shape"], dtype=np.int64)) * self.dtypes[dtype].itemsize
             if end > data_bytes:
                 raise UserError(f"{self.path} is truncated at tensor {name!r}: download it again")
             if start < 0 or end - start != expected:
@@ -120,20 +131,86 @@ class SafetensorsFile:
     def info(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Dtype name (`float32`, `float16`, `bfloat16`) and shape of a tensor, from the header alone."""
         entry = self._entries[name]
-        return _DTYPE_OF_CODE[entry["dtype"]], tuple(entry["shape"])
+        return self._dtype_of_code[entry["dtype"]], tuple(entry["shape"])
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the mapped file; bfloat16 as uint16 bit patterns."""
         dtype_name, shape = self.info(name)
-        dtype = STORAGE_DTYPES[dtype_name]
-        start, end = (self._data_start + offset for offset in self._entries[name]["data_offsets"])
+        dtype = self.dtypes[dtype_name]
+        start, end = self._place(name)
         raw = self._map[start:end]
         if start % dtype.itemsize:
             raw = raw.copy()
         return np.asarray(raw).view(dtype).reshape(shape)
 
+    def release(self, name: str) -> None:
+        """Give back the memory that maps a tensor, so that a reader never holds a whole model; views stay valid."""
+        release_pages(self._map, *self._place(name))
 
-class SafetensorsDirectory:
+    def _place(self, name: str) -> tuple[int, int]:
+        start, end = self._entries[name]["data_offsets"]
+        return self._data_start + start, self._data_start + end
+
+
+def release_pages(mapped: np.memmap, start: int, end: int) -> None:
+    """Drop the whole pages between two positions of a mapped file; they are read again when they are used again."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    if end - first >= mmap.PAGESIZE:
+        mapped._mmap.madvise(mmap.MADV_DONTNEED, first, (end - first) // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+class TensorDirectory(ABC):
+    """Logical Hugging Face tensors of a model directory, whatever its files hold."""
+
+    directory: Path
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Every tensor name."""
+
+    @abstractmethod
+    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of a tensor, without reading it."""
+
+    @abstractmethod
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, not to be written to; bfloat16 as uint16 bit patterns."""
+
+    def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
+        """Compare names and shapes with what the model needs, both ways.
+
+        Raises:
+            UserError: a tensor is missing, unexpected (and not `ignored`) or has the wrong shape.
+        """
+        present = set(self.names())
+        missing = [name for name in shapes if name not in present]
+        if missing:
+            raise UserError(f"{self.directory} lacks {_count(missing)} that config.json implies: {_some(missing)}")
+        unexpected = [name for name in self.names() if name not in shapes and name not in ignored]
+        if unexpected:
+            raise UserError(f"{self.directory} has {_count(unexpected)} the model does not know: {_some(unexpected)}")
+        for name, shape in shapes.items():
+            found = self.info(name)[1]
+            if found != tuple(shape):
+                raise UserError(
+                    f"{self.directory}: tensor {name!r} has shape {list(found)}, but config.json implies {list(shape)}"
+                )
+
+
+def open_tensors(model_dir: str | os.PathLike) -> TensorDirectory:
+    """Open a Hugging Face directory, or one that `mindrlhf weights shard` made from such.
+
+    Raises:
+        UserError: it is neither, or is damaged.
+    """
+    if (Path(model_dir) / SHARDED_NAME).is_file():
+        from mindrlhf.parallel.sharded_directory import ShardedDirectory
+
+        return ShardedDirectory(model_dir)
+    return SafetensorsDirectory(model_dir)
+
+
+class SafetensorsDirectory(TensorDirectory):
     """The safetensors of a model directory, single or sharded with an index; tensors are read lazily.
 
     Raises:
@@ -186,24 +263,9 @@ class SafetensorsDirectory:
         """The tensor as a read-only view of its file; bfloat16 as uint16 bit patterns."""
         return self._open(self._file_of[name]).read(name)
 
-    def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
-        """Compare names and shapes with what the model needs, both ways.
-
-        Raises:
-            UserError: a tensor is missing, unexpected (and not `ignored`) or has the wrong shape.
-        """
-        missing = [name for name in shapes if name not in self._file_of]
-        if missing:
-            raise UserError(f"{self.directory} lacks {_count(missing)} that config.json implies: {_some(missing)}")
-        unexpected = [name for name in self._file_of if name not in shapes and name not in ignored]
-        if unexpected:
-            raise UserError(f"{self.directory} has {_count(unexpected)} the model does not know: {_some(unexpected)}")
-        for name, shape in shapes.items():
-            found = self.info(name)[1]
-            if found != tuple(shape):
-                raise UserError(
-                    f"{self.directory}: tensor {name!r} has shape {list(found)}, but config.json implies {list(shape)}"
-                )
+    def release(self, name: str) -> None:
+        """Give back the memory that maps a tensor; see `SafetensorsFile.release`."""
+        self._open(self._file_of[name]).release(name)
 
 
 def _count(names: list[str]) -> str:

@@ -1,0 +1,144 @@
+"""Whole arrays, parameters and optimiser state, to be cut: from a Hugging Face directory or from slices."""
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindrlhf.checkpoint.arrays import load_arrays
+from mindrlhf.errors import UserError
+from mindrlhf.models.layouts import fuse
+from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.parallel.sharded_directory import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory, checksum
+from mindrlhf.weights.convert import common_dtype, hf_shapes, ignored_names, with_dtype
+from mindrlhf.weights.hf import SHARDED_NAME, SafetensorsDirectory, convert_dtype, read_hf_config, read_json_object
+
+
+class ArraySource(Protocol):
+    """Where whole arrays come from.
+
+    Attributes:
+        directory: config.json and tokenizer files are copied from here.
+        spec, dims: the model.
+        hf_config: its config.json, as the sharded directory will have it.
+        dtypes: dtype name of every array, parameters first.
+        tensors: dtype name of every Hugging Face tensor.
+    """
+
+    directory: Path
+    spec: ModelSpec
+    dims: ModelDims
+    hf_config: dict
+    dtypes: dict[str, str]
+    tensors: dict[str, str]
+
+    def identity(self) -> Any:
+        """JSON-able; changes when the source does."""
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        """A whole array in MindFormers' layout, and the checksums of the Hugging Face tensors it was made of."""
+
+    def release(self, name: str) -> None:
+        """Give back the memory that maps what an array was read from."""
+
+
+class HuggingFaceSource:
+    """The parameters of a Hugging Face directory, fused as MindFormers wants them, and optimiser state.
+
+    Args:
+        hf_dir: model directory.
+        dtype: converts the parameters; None keeps each as it is.
+        optimizer_file: the optimizer.safetensors of a run's checkpoint.
+
+    Raises:
+        UserError: the directory does not fit its config.json, or the optimiser state does not fit the model.
+    """
+
+    def __init__(self, hf_dir: str | os.PathLike, dtype: str | None = None, optimizer_file: str | os.PathLike = ""):
+        self.directory = Path(hf_dir)
+        hf_config = read_hf_config(hf_dir)
+        self.spec = find_spec(hf_config)
+        self.dims = self.spec.dims(hf_config)
+        self.hf_config = with_dtype(hf_config, dtype) if dtype else hf_config
+        self._files = SafetensorsDirectory(hf_dir)
+        self._files.check_coverage(hf_shapes(self.spec, self.dims), ignored_names(self.dims))
+        self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
+        self.tensors = {
+            name: dtype or self._files.info(name)[0] for rule in self._rules.values() for name in rule.hf_names
+        }
+        self.dtypes = {name: dtype or common_dtype(self._files, rule.hf_names) for name, rule in self._rules.items()}
+        self._state = load_arrays(Path(optimizer_file)) if optimizer_file else {}
+        self._state_path = Path(optimizer_file)
+        if optimizer_file:
+            self._check_state()
+
+    def _check_state(self) -> None:
+        names = [prefix + name for name in self._rules for prefix in STATE_PREFIXES]
+        unknown = sorted(self._state.keys() - {*names, GLOBAL_STEP_NAME})
+        if unknown or not self._state:
+            raise UserError(
+                f"{self._state_path} has {unknown[0] if unknown else 'nothing'}, which is no optimiser state of this "
+                "model: give the optimizer.safetensors of the model's own checkpoint"
+            )
+        for name in (*names, GLOBAL_STEP_NAME):
+            if name not in self._state:
+                raise UserError(f"{self._state_path} lacks {name}: it is of another model, or damaged")
+            expected = (1,) if name == GLOBAL_STEP_NAME else self._rules[name.partition(".")[2]].mf_shape(self.dims)
+            if self._state.shape(name) != expected:
+                raise UserError(
+                    f"{self._state_path} has {name} of {list(self._state.shape(name))}, not {list(expected)}: it is of "
+                    "another model"
+                )
+            self.dtypes[name] = "int32" if name == GLOBAL_STEP_NAME else "float32"
+
+    def identity(self) -> Any:
+        paths = sorted(self.directory.glob("*.safetensors"))
+        paths += [self._state_path] if self._state else []
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        if name in self._state:
+            return self._state[name], {}
+        rule = self._rules[name]
+        parts, checksums = [], {}
+        for hf_name in rule.hf_names:
+            stored = self.tensors[hf_name]
+            original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name)[0], stored)
+            checksums[hf_name] = checksum(original)
+            parts.append(convert_dtype(original, stored, self.dtypes[name]))
+        return np.ascontiguousarray(fuse(rule, self.dims, parts)), checksums
+
+    def release(self, name: str) -> None:
+        for hf_name in self._rules[name].hf_names if name in self._rules else ():
+            self._files.release(hf_name)
+
+
+class ShardedSource:
+    """The arrays of a sharded directory, put together from its slices; see `ArraySource`."""
+
+    def __init__(self, directory: str | os.PathLike):
+        self._shards = ShardedDirectory(directory)
+        self.directory = Path(directory)
+        self.spec, self.dims, self.hf_config = self._shards.spec, self._shards.dims, self._shards.hf_config
+        self.dtypes = {name: array.dtype for name, array in self._shards.manifest.arrays.items()}
+        self.tensors = {name: dtype for name, (dtype, _) in self._shards.manifest.tensors.items()}
+        self._rules = {rule.mf_name: rule for rule in self._shards.rules()}
+
+    def identity(self) -> Any:
+        return [self._shards.manifest.plan, read_json_object(self.directory / SHARDED_NAME)["arrays"]]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        whole = self._shards.read_array(name)
+        expected = self._shards.manifest.arrays[name].checksum
+        if (found := checksum(whole)) != expected:
+            raise UserError(
+                f"{self.directory}: the slices of {name} do not make the whole (checksum {found}, not {expected}): "
+                "shard again"
+            )
+        rule = self._rules.get(name)
+        names = rule.hf_names if rule else ()
+        return whole, {hf_name: self._shards.manifest.tensors[hf_name][1] for hf_name in names}
+
+    def release(self, name: str) -> None:
+        """Nothing: the slices were released when the array was put together."""

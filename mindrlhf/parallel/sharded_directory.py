@@ -1,0 +1,313 @@
+"""A directory of slices, one per rank, that together are a model: what lies where, and reading it back.
+
+::
+
+    sharded.json                     every array: dtype, shape, checksum, how it is cut; every Hugging Face tensor
+    config.json, tokenizer files     as in the Hugging Face directory
+    strategy/                        MindSpore's strategy files of the layout
+    rank_0/checkpoint_0.safetensors  the slices of rank 0, by MindFormers name (or checkpoint_0.ckpt)
+    rank_0/manifest.json             checksum of each slice
+
+Arrays are parameters and, where there is any, optimiser state (`exp_avg.NAME`, `exp_avg_sq.NAME`, cut as parameter
+NAME, and `global_step`, whole on each rank). Checksums are XXH3-64 (xxhash.com) over the bytes in C order, in hex: they
+find damage and mistakes, not an attacker.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mindrlhf.durable import sync
+from mindrlhf.errors import UserError
+from mindrlhf.models.layouts import split
+from mindrlhf.models.spec import find_spec
+from mindrlhf.parallel.parameter_layout import ParameterLayout
+from mindrlhf.parallel.shard_files import FILE_FORMATS, ArrayInfo, open_shard
+from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, convert_dtype, read_hf_config, read_json_object
+
+FORMAT_VERSION = 1
+PROGRESS_NAME = "progress.json"  # stands for sharded.json while the directory is being written
+RANK_MANIFEST_NAME = "manifest.json"
+STRATEGY_NAME = "strategy"
+STATE_PREFIXES = ("exp_avg.", "exp_avg_sq.")
+GLOBAL_STEP_NAME = "global_step"
+
+
+def checksum(array: np.ndarray) -> str:
+    """XXH3-64 of a contiguous array's bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(array.reshape(-1).view(np.uint8).data)
+
+
+def rank_file(directory: Path, rank: int, file_format: str) -> Path:
+    """Where the slices of a rank lie: where `transform_checkpoints` looks for them."""
+    return directory / f"rank_{rank}" / f"checkpoint_{rank}.{file_format}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedArray:
+    """One array of a sharded directory.
+
+    Attributes:
+        dtype: name of its dtype.
+        layout: its name, whole shape and slices.
+        checksum: of the whole array; empty while it is not known.
+    """
+
+    dtype: str
+    layout: ParameterLayout
+    checksum: str = ""
+
+    @property
+    def slice_info(self) -> ArrayInfo:
+        """Dtype and shape of each slice."""
+        return ArrayInfo(self.dtype, self.layout.slice_shape)
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Dtype and shape of the whole."""
+        return ArrayInfo(self.dtype, self.layout.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedManifest:
+    """The content of sharded.json.
+
+    Attributes:
+        plan: identifies source, layouts, dtypes and format of the command that wrote the directory.
+        parallel: the layout in short form, or where the strategy came from.
+        file_format: `safetensors` or `ckpt`.
+        num_ranks: ranks that have a directory.
+        arrays: by MindFormers name, in the order of the forward pass.
+        tensors: dtype name and checksum of each Hugging Face tensor.
+    """
+
+    plan: str
+    parallel: str
+    file_format: str
+    num_ranks: int
+    arrays: dict[str, ShardedArray]
+    tensors: dict[str, tuple[str, str]]
+
+    def infos_of_rank(self, rank: int) -> dict[str, ArrayInfo]:
+        """Dtype and shape of each slice of a rank."""
+        return {
+            name: array.slice_info
+            for name, array in self.arrays.items()
+            if rank // array.layout.stage_size in array.layout.stages
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        arrays = {}
+        for name, array in self.arrays.items():
+            layout = dataclasses.asdict(array.layout)
+            del layout["name"]
+            arrays[name] = {"dtype": array.dtype, "checksum": array.checksum, **layout}
+        return {
+            "format_version": FORMAT_VERSION,
+            "plan": self.plan,
+            "parallel": self.parallel,
+            "file_format": self.file_format,
+            "num_ranks": self.num_ranks,
+            "arrays": arrays,
+            "tensors": {name: list(entry) for name, entry in self.tensors.items()},
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> "ShardedManifest":
+        """Read sharded.json.
+
+        Raises:
+            UserError: it is missing, damaged or of another release.
+        """
+        value = read_json_object(path)
+        if value.get("format_version") != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format version {value.get('format_version')!r}, this release reads {FORMAT_VERSION}: "
+                "shard again"
+            )
+        try:
+            arrays = {name: _array(name, entry) for name, entry in value["arrays"].items()}
+            tensors = {name: (str(dtype), str(found)) for name, (dtype, found) in value["tensors"].items()}
+            manifest = cls(value["plan"], value["parallel"], value["file_format"], value["num_ranks"], arrays, tensors)
+            if manifest.file_format not in FILE_FORMATS:
+                raise ValueError(f"unknown file format {manifest.file_format!r}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error}): copy it again, or shard again") from error
+        return manifest
+
+
+def _array(name: str, entry: Mapping[str, Any]) -> ShardedArray:
+    tensor_map = tuple(tuple(axes) if isinstance(axes, list) else axes for axes in entry["tensor_map"])
+    layout = ParameterLayout(
+        name,
+        tuple(entry["shape"]),
+        tuple(entry["stages"]),
+        tuple(entry["device_matrix"]),
+        tensor_map,
+        entry["optimizer_shard_size"],
+    )
+    if len(layout.tensor_map) != len(layout.shape) or math.prod(layout.device_matrix) < 1:
+        raise ValueError(f"{name} is cut along axes that it has not")
+    return ShardedArray(entry["dtype"], layout, entry["checksum"])
+
+
+class ShardedDirectory(TensorDirectory):
+    """The logical tensors of a sharded directory; each array is put together from its slices when it is read.
+
+    Every slice that is read is compared with its checksum.
+
+    Raises:
+        UserError: the directory was not finished, a rank's directory or file is missing or truncated, or a manifest
+            is damaged.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self.directory = Path(directory)
+        if not (self.directory / SHARDED_NAME).is_file():
+            raise UserError(
+                f"{self.directory} has no {SHARDED_NAME}: give a directory made by `mindrlhf weights shard`, and run "
+                "that command again if it was interrupted"
+            )
+        self.manifest = ShardedManifest.read(self.directory / SHARDED_NAME)
+        self.hf_config = read_hf_config(self.directory)
+        self.spec = find_spec(self.hf_config)
+        self.dims = self.spec.dims(self.hf_config)
+        self._rules = self.spec.rules(self.dims)
+        self._rule_of = {name: rule for rule in self._rules for name in rule.hf_names}
+        self._shapes = {
+            name: shape for rule in self._rules for name, shape in zip(rule.hf_names, rule.shape(self.dims))
+        }
+        for rule in self._rules:
+            self._check_rule(rule)
+        self._files, self._slices = {}, {}
+        for rank in range(self.manifest.num_ranks):
+            self._open_rank(rank)
+        self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
+
+    def _check_rule(self, rule) -> None:
+        array = self.manifest.arrays.get(rule.mf_name)
+        if array is None or array.layout.shape != rule.mf_shape(self.dims):
+            found = "nothing" if array is None else list(array.layout.shape)
+            raise UserError(
+                f"{self.directory} holds {found} of {rule.mf_name}, but its config.json implies "
+                f"{list(rule.mf_shape(self.dims))}: it is of another model; shard again"
+            )
+        if missing := [name for name in rule.hf_names if name not in self.manifest.tensors]:
+            raise UserError(f"{self.directory / SHARDED_NAME} is damaged: it lacks {missing[0]!r}; shard again")
+
+    def _open_rank(self, rank: int) -> None:
+        path = rank_file(self.directory, rank, self.manifest.file_format)
+        again = f"copy it again, or remove {path.parent} and run the same `mindrlhf weights shard` again"
+        for needed in (path.parent, path.parent / RANK_MANIFEST_NAME, path):
+            if not needed.exists():
+                raise UserError(f"{needed} is missing, of {self.manifest.num_ranks} ranks: {again}")
+        manifest = read_json_object(path.parent / RANK_MANIFEST_NAME)
+        slices = manifest.get("arrays")
+        if manifest.get("plan") != self.manifest.plan or not isinstance(slices, dict):
+            raise UserError(f"{path.parent} is of another run of `mindrlhf weights shard`: {again}")
+        size_bytes = path.stat().st_size
+        if size_bytes != manifest.get("size_bytes"):
+            state = "truncated" if size_bytes < manifest.get("size_bytes", 0) else "damaged"
+            raise UserError(f"{path} is {state}: it has {size_bytes} bytes, not {manifest.get('size_bytes')}; {again}")
+        file = open_shard(path, self.manifest.file_format)
+        infos = self.manifest.infos_of_rank(rank)
+        if set(file.names()) != infos.keys() or slices.keys() != infos.keys():
+            raise UserError(f"{path} does not hold the arrays of rank {rank}: {again}")
+        for name, info in infos.items():
+            if ArrayInfo(*file.info(name)) != info:
+                raise UserError(f"{path} holds {name} as {file.info(name)}, not {info.dtype} {info.shape}: {again}")
+        self._files[rank], self._slices[rank] = file, slices
+
+    def names(self) -> list[str]:
+        """Every Hugging Face name, in the order of the forward pass."""
+        return list(self._rule_of)
+
+    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of a Hugging Face tensor."""
+        return self.manifest.tensors[name][0], self._shapes[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """A Hugging Face tensor. Those that share a parameter are best read one after the other."""
+        rule = self._rule_of[name]
+        if self._last[0] != rule.mf_name:
+            self._last = (rule.mf_name, self.read_tensors(rule))
+        return self._last[1][name]
+
+    def read_tensors(self, rule) -> dict[str, np.ndarray]:
+        """The Hugging Face tensors of one parameter, by name, in their own dtypes."""
+        return self.split(rule, self.read_array(rule.mf_name))
+
+    def split(self, rule, whole: np.ndarray) -> dict[str, np.ndarray]:
+        """The Hugging Face tensors in the whole array of a parameter."""
+        dtype = self.manifest.arrays[rule.mf_name].dtype
+        parts = zip(rule.hf_names, split(rule, self.dims, whole))
+        return {name: convert_dtype(part, dtype, self.manifest.tensors[name][0]) for name, part in parts}
+
+    def read_array(self, name: str) -> np.ndarray:
+        """The whole array of a parameter or of optimiser state.
+
+        Raises:
+            UserError: a slice is damaged.
+        """
+        array = self.manifest.arrays[name]
+        whole = np.empty(array.layout.shape, array.info.numpy_dtype)
+        for rank in array.layout.writers():
+            whole[array.layout.slice_of(rank)] = self.read_slice(rank, name)
+            self.release(rank, name)
+        return whole
+
+    def read_slice(self, rank: int, name: str) -> np.ndarray:
+        """What a rank holds of an array; for safetensors a view of the mapped file.
+
+        Raises:
+            UserError: it differs from its checksum.
+        """
+        file = self._files[rank]
+        data = file.read(name)
+        found, expected = checksum(data), self._slices[rank][name]["checksum"]
+        if found != expected:
+            raise UserError(
+                f"{file.path} is damaged at {name} (checksum {found}, not {expected}): copy it again, or remove "
+                f"{file.path.parent} and run the same `mindrlhf weights shard` again"
+            )
+        return data
+
+    def release(self, rank: int, name: str) -> None:
+        """Give back the memory that maps a slice."""
+        self._files[rank].release(name)
+
+    def slice_entry(self, rank: int, name: str) -> dict[str, Any]:
+        """What the rank's manifest says of a slice: offset, shape and checksum."""
+        return self._slices[rank][name]
+
+    def rules(self) -> Iterator:
+        """The rule of every parameter, in the order of the forward pass."""
+        yield from self._rules
+
+    def state_names(self) -> list[str]:
+        """Names of the optimiser state."""
+        parameters = {rule.mf_name for rule in self._rules}
+        return [name for name in self.manifest.arrays if name not in parameters]
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object; it appears whole or not at all.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""Cut a sharded directory for another layout.
+
+The same as `mindrlhf weights reshard`, whose options --help lists. The package must be importable: installed, or the
+repository on PYTHONPATH.
+"""
+
+import sys
+
+from mindrlhf.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["weights", "reshard", *sys.argv[1:]]))
