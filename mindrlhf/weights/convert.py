@@ -1,14 +1,16 @@
 """Between a model (or MindFormers-named arrays) and logical Hugging Face tensors, driven by the `ModelSpec`."""
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.layouts import fuse, split
-from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.models.layouts import fuse, fuse_blocks, split_parts
+from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule, find_spec
 from mindrlhf.weights.hf import (
     STORAGE_DTYPES,
     SafetensorsDirectory,
@@ -24,6 +26,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 MINDFORMERS_FORMAT = "mindformers"
 
 OUTPUT_NAME = "lm_head.weight"
+_logger = logging.getLogger(__name__)
 
 
 def hf_shapes(spec: ModelSpec, dims: ModelDims) -> dict[str, tuple[int, ...]]:
@@ -31,9 +34,49 @@ def hf_shapes(spec: ModelSpec, dims: ModelDims) -> dict[str, tuple[int, ...]]:
     return {name: shape for rule in spec.rules(dims) for name, shape in zip(rule.hf_names, rule.shape(dims))}
 
 
-def ignored_names(dims: ModelDims) -> frozenset[str]:
-    """Names that a checkpoint may hold although the model does not need them: the output of a tied model."""
-    return frozenset({OUTPUT_NAME}) if dims.tied else frozenset()
+@dataclass(frozen=True)
+class IgnoredNames(Container[str]):
+    """Names that a checkpoint may hold although the model does not need them.
+
+    Attributes:
+        names: whole names: the output of a tied model.
+        prefixes: beginnings of names: multi-token prediction layers, which are numbered after the model's own.
+    """
+
+    names: frozenset[str]
+    prefixes: tuple[str, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names or name.startswith(self.prefixes)
+
+
+def ignored_names(dims: ModelDims) -> IgnoredNames:
+    """Names that a checkpoint of these dimensions may hold in vain."""
+    drafts = range(dims.num_layers, dims.num_layers + dims.num_draft_layers)
+    return IgnoredNames(
+        frozenset({OUTPUT_NAME}) if dims.tied else frozenset(), tuple(f"model.layers.{layer}." for layer in drafts)
+    )
+
+
+def check_checkpoint(source: TensorDirectory, spec: ModelSpec, dims: ModelDims) -> None:
+    """Compare a Hugging Face checkpoint with what the model needs; ignored tensors are counted in the log.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or has the wrong shape.
+    """
+    source.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+    num_drafts = count_draft_tensors(source, dims)
+    if num_drafts:
+        _logger.warning(
+            "%d tensors of %d multi-token prediction layers are ignored: not trained, not sampled from, not exported",
+            num_drafts,
+            dims.num_draft_layers,
+        )
+
+
+def count_draft_tensors(source: TensorDirectory, dims: ModelDims) -> int:
+    """How many tensors of a checkpoint belong to multi-token prediction layers."""
+    return sum(name.startswith(ignored_names(dims).prefixes) for name in source.names())
 
 
 def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
@@ -43,7 +86,7 @@ def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
         UserError: names or shapes do not fit the model, or a file is damaged; nothing has been loaded then.
     """
     checkpoint = open_tensors(model_dir)
-    checkpoint.check_coverage(hf_shapes(model.spec, model.dims), ignored_names(model.dims))
+    check_checkpoint(checkpoint, model.spec, model.dims)
     load_tensors(model, lambda name, dtype: convert_dtype(checkpoint.read(name), checkpoint.info(name)[0], dtype))
 
 
@@ -82,8 +125,8 @@ def iter_hf_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tupl
         lightest = loads.index(min(loads))
         loads[lightest] += parameter.size
         if lightest == share:
-            parts = split(rule, model.dims, parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)]))
-            yield from zip(rule.hf_names, parts)
+            fused = parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
+            yield from zip(rule.hf_names, split_parts(rule, model.dims, fused))
 
 
 def hf_tensor_infos(model) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -142,8 +185,13 @@ def export_hf(
     if dtype not in STORAGE_DTYPES:
         raise UserError(f"dtype={dtype!r}: use one of {', '.join(STORAGE_DTYPES)}")
     spec = find_spec(hf_config)
-    plan = {name: TensorPlan(dtype, shape) for name, shape in hf_shapes(spec, spec.dims(hf_config)).items()}
-    converted = ((name, convert_dtype(array, dtype_name(array), dtype)) for name, array in tensors)
+    dims = spec.dims(hf_config)
+    plan = {
+        name: TensorPlan(file_dtype(rule, dtype), shape)
+        for rule in spec.rules(dims)
+        for name, shape in zip(rule.hf_names, rule.shape(dims))
+    }
+    converted = ((name, convert_dtype(array, dtype_name(array), plan[name].dtype)) for name, array in tensors)
     write_model_directory(
         converted,
         plan,
@@ -165,19 +213,16 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
     source = SafetensorsDirectory(hf_dir)
-    source.check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+    check_checkpoint(source, spec, dims)
     rules = spec.rules(dims)
-    dtypes = {rule.mf_name: dtype or common_dtype(source, rule.hf_names) for rule in rules}
+    dtypes = {rule.mf_name: file_dtype(rule, dtype) or common_dtype(source, rule.hf_names) for rule in rules}
 
     def fused():
         for rule in rules:
-            parts = [
-                convert_dtype(source.read(name), source.info(name)[0], dtypes[rule.mf_name]) for name in rule.hf_names
-            ]
-            yield rule.mf_name, fuse(rule, dims, parts)
+            yield rule.mf_name, fuse_blocks(rule, dims, _converting_reader(source, dtypes[rule.mf_name]))
 
     plan = {rule.mf_name: TensorPlan(dtypes[rule.mf_name], rule.mf_shape(dims)) for rule in rules}
-    config = with_dtype(hf_config, dtype) if dtype else hf_config
+    config = with_dtype(hf_config, dtype) if dtype else without_drafts(hf_config)
     write_model_directory(
         fused(),
         plan,
@@ -187,6 +232,10 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
         max_shard_bytes=MAX_SHARD_BYTES,
         tokenizer_dir=hf_dir,
     )
+
+
+def _converting_reader(source: TensorDirectory, dtype: str) -> Callable[[str], np.ndarray]:
+    return lambda name: convert_dtype(source.read(name), source.info(name)[0], dtype)
 
 
 def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
@@ -202,7 +251,7 @@ def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
     rules = spec.rules(dims)
     source.check_coverage({rule.mf_name: rule.mf_shape(dims) for rule in rules})
     plan = {
-        name: TensorPlan(dtype or source.info(rule.mf_name)[0], shape)
+        name: TensorPlan(file_dtype(rule, dtype) or source.info(rule.mf_name)[0], shape)
         for rule in rules
         for name, shape in zip(rule.hf_names, rule.shape(dims))
     }
@@ -210,13 +259,18 @@ def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
     def parts():
         for rule in rules:
             source_dtype = source.info(rule.mf_name)[0]
-            for name, part in zip(rule.hf_names, split(rule, dims, source.read(rule.mf_name))):
+            for name, part in zip(rule.hf_names, split_parts(rule, dims, source.read(rule.mf_name))):
                 yield name, convert_dtype(part, source_dtype, plan[name].dtype)
 
     config = with_dtype(hf_config, dtype) if dtype else hf_config
     write_model_directory(
         parts(), plan, config, out_dir, file_format="pt", max_shard_bytes=MAX_SHARD_BYTES, tokenizer_dir=mf_dir
     )
+
+
+def file_dtype(rule: ParameterRule, dtype: str | None) -> str | None:
+    """The dtype of a rule's tensors in files of ``dtype``; None when they keep theirs."""
+    return "float32" if dtype and rule.keeps_float32 else dtype
 
 
 def common_dtype(source: TensorDirectory, names: tuple[str, ...]) -> str:
@@ -227,7 +281,14 @@ def common_dtype(source: TensorDirectory, names: tuple[str, ...]) -> str:
 
 def with_dtype(hf_config: dict, dtype: str) -> dict:
     """config.json that states the dtype of its files; transformers 4 and 5 and vLLM all read `torch_dtype`."""
-    return {**{key: value for key, value in hf_config.items() if key != "dtype"}, "torch_dtype": dtype}
+    kept = {key: value for key, value in without_drafts(hf_config).items() if key != "dtype"}
+    return {**kept, "torch_dtype": dtype}
+
+
+def without_drafts(hf_config: dict) -> dict:
+    """config.json of files without multi-token prediction layers."""
+    key = "num_nextn_predict_layers"
+    return {**hf_config, key: 0} if hf_config.get(key) else hf_config
 
 
 def describe_directory(model_dir: str | os.PathLike) -> str:
@@ -247,15 +308,20 @@ def describe_directory(model_dir: str | os.PathLike) -> str:
     kind = "Hugging Face" if isinstance(source, SafetensorsDirectory) else "slices of Hugging Face tensors, by rank"
     num_parameters = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
     dtypes = sorted({source.info(name)[0] for name in shapes})
-    return "\n".join(
-        [
-            f"directory     {Path(model_dir)}",
-            f"architecture  {spec.hf_architecture}, {'tied' if dims.tied else 'untied'} embeddings",
-            f"layout        {'MindFormers (mcore)' if is_mindformers else kind}",
-            f"layers        {dims.num_layers}",
-            f"hidden        {dims.hidden_size} (MLP {dims.intermediate_size})",
-            f"heads         {dims.num_heads} query, {dims.num_kv_heads} key/value, {dims.head_dim} channels",
-            f"vocabulary    {dims.vocab_size}",
-            f"tensors       {len(shapes)}, {num_parameters:,} parameters, {', '.join(dtypes)}",
-        ]
-    )
+    lines = [
+        f"directory     {Path(model_dir)}",
+        f"architecture  {spec.hf_architecture}, {'tied' if dims.tied else 'untied'} embeddings",
+        f"layout        {'MindFormers (mcore)' if is_mindformers else kind}",
+        f"layers        {dims.num_layers}",
+        f"hidden        {dims.hidden_size} (MLP {dims.intermediate_size})",
+        f"heads         {dims.num_heads} query, {dims.num_kv_heads} key/value, {dims.head_dim} channels",
+        f"vocabulary    {dims.vocab_size}",
+        f"tensors       {len(shapes)}, {num_parameters:,} parameters, {', '.join(dtypes)}",
+    ]
+    if dims.experts:
+        num_layers = sum(dims.experts.layers)
+        lines.append(f"experts       {dims.num_experts} in {num_layers} layers, {dims.experts.num_active} per token")
+    num_drafts = count_draft_tensors(source, dims)
+    if num_drafts:
+        lines.append(f"ignored       {num_drafts} tensors of {dims.num_draft_layers} multi-token prediction layers")
+    return "\n".join(lines)

@@ -5,6 +5,7 @@ import mmap
 import os
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +177,7 @@ class TensorDirectory(ABC):
     def read(self, name: str) -> np.ndarray:
         """The tensor, not to be written to; bfloat16 as uint16 bit patterns."""
 
-    def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
+    def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: Container[str] = frozenset()) -> None:
         """Compare names and shapes with what the model needs, both ways.
 
         Raises:

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class TensorPlan:
 
 
 def write_model_directory(
-    tensors: Iterable[tuple[str, np.ndarray]],
+    tensors: Iterable[tuple[str, np.ndarray | Iterable[np.ndarray]]],
     plan: dict[str, TensorPlan],
     config: dict,
     out_dir: str | os.PathLike,
@@ -57,7 +58,8 @@ def write_model_directory(
     """Write `tensors`, which must be exactly those of `plan` in any order, below a temporary name, then rename.
 
     Args:
-        tensors: (name, array), each in the storage dtype and shape of its plan; read once.
+        tensors: (name, array), each in the storage dtype and shape of its plan; read once. Instead of an array, the
+            pieces that make it when stacked along the first axis, so that it need never be whole in memory.
         plan: what will be written, in the order of the files.
         config: becomes config.json.
         out_dir: must not exist yet, or be empty.
@@ -91,7 +93,7 @@ def write_model_directory(
 
 def _write_tensors(
     directory: Path,
-    tensors: Iterable[tuple[str, np.ndarray]],
+    tensors: Iterable[tuple[str, np.ndarray | Iterable[np.ndarray]]],
     plan: dict[str, TensorPlan],
     file_format: str,
     max_shard_bytes: int,
@@ -106,14 +108,12 @@ def _write_tensors(
         with open(directory / file_name, "wb") as file:
             file.write(header)
         places.update({name: (file_name, len(header) + offset) for name, offset in offsets.items()})
-    for name, array in tensors:
+    for name, content in tensors:
         assert name in places, f"tensor {name!r} is not planned, or was written twice"
         file_name, position = places.pop(name)
-        assert array.dtype == STORAGE_DTYPES[plan[name].dtype], f"tensor {name!r} comes as {array.dtype}"
-        assert array.shape == tuple(plan[name].shape), f"tensor {name!r} comes with shape {array.shape}"
         with open(directory / file_name, "r+b") as file:
             file.seek(position)
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            _write_blocks(file, name, [content] if isinstance(content, np.ndarray) else content, plan[name])
     assert not places, f"{len(places)} planned tensors were not given, {next(iter(places))!r} first"
     for file_name in file_names:
         sync(directory / file_name)
@@ -121,6 +121,16 @@ def _write_tensors(
         total = sum(tensor.size_bytes for tensor in plan.values())
         weight_map = {name: file_name for file_name, names in zip(file_names, shards) for name in names}
         _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_blocks(file: BinaryIO, name: str, blocks: Iterable[np.ndarray], plan: TensorPlan) -> None:
+    num_rows = 0
+    for block in blocks:
+        assert block.dtype == STORAGE_DTYPES[plan.dtype], f"tensor {name!r} comes as {block.dtype}"
+        assert block.shape[1:] == tuple(plan.shape[1:]), f"tensor {name!r} comes with shape {block.shape}"
+        num_rows += block.shape[0]
+        file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+    assert num_rows == plan.shape[0], f"tensor {name!r} comes with {num_rows} rows instead of {plan.shape[0]}"
 
 
 def _split_into_shards(plan: dict[str, TensorPlan], max_shard_bytes: int) -> list[list[str]]:
