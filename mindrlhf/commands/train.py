@@ -5,8 +5,21 @@ import argparse
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parsers of both commands."""
-    train = _add(subparsers, "train", "reinforcement learning against verifiers (GRPO)")
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the run")
+    train = _add(subparsers, "train", "reinforcement learning against verifiers (GRPO and relatives)")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="auto",
+        help="continue from the newest whole checkpoint of the run",
+    )
+    train.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a failed run again up to N times, from its newest checkpoint (default: 0)",
+    )
     _add(subparsers, "sft", "supervised fine-tuning on the same cells")
 
 
@@ -15,28 +28,74 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> arg
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--workers", type=int, default=1, help="trainer ranks on this machine (default: 1)")
-    parser.set_defaults(run=_run, resume=False)
+    parser.set_defaults(run=_run_train if name == "train" else _run_sft)
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_train(arguments: argparse.Namespace) -> int:
+    import shlex
+    import signal
     from pathlib import Path
 
-    from mindrlhf.config.schema import load_grpo_config, load_sft_config
-    from mindrlhf.training.checkpoints import check_output
+    from mindrlhf.config.schema import load_grpo_config
+    from mindrlhf.training.checkpoints import check_output, find_checkpoint
     from mindrlhf.training.launch import launch
-    from mindrlhf.training.preflight import FINAL_NAME, check_free, check_grpo_inputs, check_sft_inputs
+    from mindrlhf.training.preflight import check_grpo_inputs
+    from mindrlhf.training.restarts import run_with_restarts
 
+    overrides, is_resumed = _resumption(arguments)
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    if arguments.command == "sft":
-        config = load_sft_config(arguments.config, arguments.overrides, world_size=arguments.workers)
-        check_sft_inputs(config)
-        check_free(Path(config.run.output_dir) / FINAL_NAME)
-    else:
-        config = load_grpo_config(arguments.config, arguments.overrides, world_size=arguments.workers)
-        check_grpo_inputs(config)
-        check_output(config, resume=arguments.resume)
-    command = ["-m", "mindrlhf.training.main", arguments.command, arguments.config, *arguments.overrides]
-    if arguments.resume:
-        command.append("--resume")
-    return launch(command, arguments.workers, Path(config.run.output_dir) / "logs")
+    config = load_grpo_config(arguments.config, overrides, world_size=arguments.workers)
+    check_grpo_inputs(config)
+    check_output(config, resume=is_resumed)
+    log_dir = Path(config.run.output_dir) / "logs"
+    options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
+    again = shlex.join(["mindrlhf", "train", arguments.config, *overrides, *options])
+
+    def start(resume: bool) -> int:
+        return launch(
+            ["-m", "mindrlhf.training.main", "train", arguments.config, *overrides, *["--resume"] * resume],
+            arguments.workers,
+            log_dir,
+            hang_timeout_s=config.run.hang_timeout_s,
+            lead_signals=(signal.SIGTERM, signal.SIGUSR1),
+            advice=lambda: _advice(find_checkpoint(config), again),
+        )
+
+    return run_with_restarts(
+        start, lambda: find_checkpoint(config) is not None, arguments.max_restarts, log_dir, resume=is_resumed
+    )
+
+
+def _run_sft(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mindrlhf.config.schema import load_sft_config
+    from mindrlhf.training.launch import launch
+    from mindrlhf.training.preflight import FINAL_NAME, check_free, check_sft_inputs
+
+    config = load_sft_config(arguments.config, arguments.overrides, world_size=arguments.workers)
+    check_sft_inputs(config)
+    check_free(Path(config.run.output_dir) / FINAL_NAME)
+    command = ["-m", "mindrlhf.training.main", "sft", arguments.config, *arguments.overrides]
+    log_dir = Path(config.run.output_dir) / "logs"
+    return launch(command, arguments.workers, log_dir, hang_timeout_s=config.run.hang_timeout_s)
+
+
+def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
+    """Return the overrides and whether to resume; ``--resume`` alone may stand before an override."""
+    from mindrlhf.errors import UserError
+
+    if arguments.max_restarts < 0:
+        raise UserError(f"--max-restarts is {arguments.max_restarts}: give 0 or more")
+    if arguments.resume is not None and "=" in arguments.resume:
+        return [arguments.resume, *arguments.overrides], True
+    if arguments.resume not in (None, "auto"):
+        raise UserError(f"--resume {arguments.resume}: give 'auto', or nothing, to continue from the newest checkpoint")
+    return arguments.overrides, arguments.resume is not None
+
+
+def _advice(checkpoint: object, again: str) -> str:
+    if checkpoint is None:
+        return f"there is no checkpoint to resume from; to start again: {again}"
+    return f"to resume from {checkpoint}: {again} --resume"

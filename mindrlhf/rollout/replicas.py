@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import mindrlhf
+from mindrlhf import heartbeat
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.pool import GeneratorPool
@@ -28,7 +29,7 @@ def find_rollout_python(configured: str = "") -> str:
 
 
 class Replicas:
-    """All rollout servers of a run as one ``Generator``, with servers that die replaced as the config allows.
+    """All rollout servers of a run as one ``Generator``; those that die or get stuck are replaced as the config allows.
 
     The samples of a request depend on its seed alone, so after a restart the unfinished requests are issued again
     and give the samples they would have given.
@@ -56,6 +57,7 @@ class Replicas:
         while waiting:
             try:
                 for completion in self._all.generate(list(waiting.values()), sampling):
+                    heartbeat.tick()
                     if (completion.request_id, completion.sample_index) not in seen:
                         seen.add((completion.request_id, completion.sample_index))
                         yield completion
@@ -100,7 +102,9 @@ class Replicas:
         print(
             f"mindrlhf: {failure}; starting it again ({self._num_restarts} restarts left)", file=sys.stderr, flush=True
         )
-        for generator in self._generators:
+        # A server that failed without dying is not known to be sound: then all are replaced.
+        dead = [generator for generator in self._generators if not generator.is_running]
+        for generator in dead or self._generators:
             generator.restart()
 
 
@@ -141,6 +145,7 @@ def start_replicas(
                 enable_sleep=device == "ascend",
                 env=rollout.env,
                 start_timeout_s=rollout.start_timeout_s,
+                stall_timeout_s=rollout.stall_timeout_s,
             )
             generators.append(VllmGenerator.start(options))
     except BaseException:

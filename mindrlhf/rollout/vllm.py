@@ -20,6 +20,7 @@ import numpy as np
 
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
@@ -71,6 +72,7 @@ class VllmOptions:
     kv_cache_gib: float | None = 1.0
     enable_sleep: bool = False
     start_timeout_s: float = 300.0
+    stall_timeout_s: float = 10.0
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,8 +80,8 @@ class VllmGenerator:
     """A ``Generator`` (see ``rollout.types``) whose samples come from a vLLM process. Not thread-safe.
 
     ``start`` returns at once, so that the server loads while the trainer compiles; the first other call waits for it.
-    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death;
-    ``restart`` then brings a new one to the same weights.
+    Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death and
+    ``stall_timeout_s`` after it got stuck; ``restart`` then brings a new one to the same weights.
     """
 
     def __init__(self, options: VllmOptions):
@@ -90,6 +92,7 @@ class VllmGenerator:
         self._import_dir: str | None = None
         self._is_ready = False
         self._is_generating = False
+        self._asked = ""  # what it was last told to do
         self._board_path: str | None = None
         self._weights_version: int | None = None
 
@@ -159,6 +162,11 @@ class VllmGenerator:
         """Take device memory again; weights must be updated before the next ``generate``."""
         self._call({"kind": "wake"})
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a server that has neither died nor been given up."""
+        return self._process is not None and self._process.poll() is None
+
     def ping(self) -> None:
         """Return when the server answers."""
         self._call({"kind": "ping"})
@@ -218,7 +226,7 @@ class VllmGenerator:
         config = {
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
-            if entry.name not in ("python", "env", "log_path", "start_timeout_s", "num_threads")
+            if entry.name not in ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
         } | {"import_dir": self._import_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._connection, theirs = socket.socketpair()
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
@@ -283,6 +291,7 @@ class VllmGenerator:
         return self._receive()[0]
 
     def _send(self, header: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self._asked = header["kind"]
         try:
             send_message(self._connection, header, arrays)
         except ConnectionClosed:
@@ -293,13 +302,15 @@ class VllmGenerator:
         if self._process is None:
             raise RunFailure("the rollout server is closed")
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        # While it starts it may wait for a slow disk for long, without using processor time.
+        stall = StallWatch(self._process.pid, self.options.stall_timeout_s) if timeout_s is None else None
         while not select.select([self._connection], [], [], _LIVENESS_POLL_S)[0]:
             if self._process.poll() is not None:
                 raise self._failure()
             if end is not None and time.monotonic() > end:
-                message = f"the rollout server was not ready within {timeout_s:g} s{self._log_tail()}"
-                self.close()
-                raise RunFailure(message)
+                raise self._given_up(f"was not ready within {timeout_s:g} s")
+            if stall is not None and stall.is_stalled():
+                raise self._given_up(f"has been stuck for {self.options.stall_timeout_s:g} s in '{self._asked}'")
         try:
             header, arrays = receive_message(self._connection)
         except (ConnectionClosed, ProtocolError) as error:
@@ -321,6 +332,12 @@ class VllmGenerator:
         else:
             how = f"ended with exit code {code}"
         message = f"the rollout server (process {self._process.pid}) {how}{self._log_tail()}"
+        self.close()
+        return RunFailure(message)
+
+    def _given_up(self, how: str) -> RunFailure:
+        message = f"the rollout server (process {self._process.pid}) {how}{self._log_tail()}"
+        self._is_ready = False  # it would not answer a goodbye either
         self.close()
         return RunFailure(message)
 

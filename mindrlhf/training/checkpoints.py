@@ -63,6 +63,11 @@ def check_output(config: GrpoConfig, *, resume: bool) -> None:
         raise _nothing_to_resume(store)
 
 
+def find_checkpoint(config: GrpoConfig) -> Path | None:
+    """Return the newest whole checkpoint of a run, None when there is none."""
+    return CheckpointStore(save_dir(config), config.checkpoint.keep_last).latest()
+
+
 class RunCheckpoints:
     """The checkpoints of one run: written when they are due, in the background, and read when it resumes.
 

@@ -7,32 +7,25 @@ Nothing here imports MindSpore: the launcher stays small beside the ranks. A sin
 import contextlib
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from mindrlhf import heartbeat
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.training import processes
+from mindrlhf.training.failure_report import describe_end, exit_code, failure_report, log_name, say
+from mindrlhf.training.health import HealthMonitor
 from mindrlhf.training.launch_logs import LogFollower
+from mindrlhf.training.run_processes import POLL_INTERVAL_S, RunProcesses
 
-SCHEDULER = "the scheduler"
-# A rank that ended before its environment could be read.
-_UNNAMED = "a rank"
-_LOG_NAMES = {SCHEDULER: "scheduler.log", _UNNAMED: "worker_*.log"}
-_POLL_INTERVAL_S = 0.1
-_ORPHAN_GRACE_S = 2.0
-_KILL_TIMEOUT_S = 10.0
-_KILL_INTERVAL_S = 0.05
-# msrun looks at its workers once a second; a worker it has buried without a word of complaint ended well.
-_MSRUN_REPORT_DELAY_S = 3.0
-_SCHEDULER_DELAY_S = 3.0
-_MSRUN_COMPLAINT = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_DUMP_TIME_S = 1.0
 _CLUSTER_VARIABLES = frozenset(
     {"MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
     | {"RANK_ID", "RANK_SIZE", "DEVICE_ID"}
@@ -58,13 +51,16 @@ def launch(
     master_port: int | None = None,
     grace_s: float = 5.0,
     out: TextIO | None = None,
+    hang_timeout_s: float = 0.0,
+    lead_signals: Collection[int] = (),
+    advice: Callable[[], str] = lambda: "",
 ) -> int:
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
 
     Rank ``i`` writes ``log_dir/worker_i.log``; rank 0's lines appear on ``out`` (default: standard output), other
-    ranks' warnings and errors after ``[rank i]``. When a rank fails or this process gets SIGINT, SIGTERM or SIGHUP,
-    every rank gets SIGTERM and, after ``grace_s`` seconds, SIGKILL; so does everything they have started. Children
-    that other threads of this process start meanwhile count as the run's.
+    ranks' warnings and errors after ``[rank i]``. When a rank fails or hangs (see :mod:`mindrlhf.training.health`) or
+    this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGINT and, after ``grace_s`` seconds, SIGKILL; so
+    does everything they have started. Children that other threads of this process start meanwhile count as the run's.
 
     Args:
         command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
@@ -72,10 +68,15 @@ def launch(
         log_dir: made if missing; logs of an earlier launch in it are removed.
         env: added to this process's environment for the ranks; wins over this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
+        hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
+        lead_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
+            instead of ending the run. SIGTERM is meant to have it end the run in its own time: the next signal is not
+            passed on.
+        advice: the last line of the report of a failure, asked for when there is one.
 
     Returns:
         0 when every rank ended with 0; the exit code of the first rank that failed (128 + signal number if a signal
-        killed it); 128 + signal number when interrupted. The cause and the log file are named on standard error.
+        killed it), 1 when one hung; 128 + signal number when interrupted. Cause and log are named on standard error.
 
     Raises:
         UserError: ``num_workers`` is below 1, or this interpreter has no ``msrun`` or no ``python`` beside it.
@@ -85,9 +86,9 @@ def launch(
         raise UserError(f"the number of workers is {num_workers}; give at least 1")
     log_dir = Path(log_dir).absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
-    for stale in [*log_dir.glob("worker_*.log"), log_dir / "scheduler.log", log_dir / "msrun.log"]:
-        stale.unlink(missing_ok=True)
-    environment = worker_environment(num_workers, env or {})
+    for stale in launch_files(log_dir):
+        stale.unlink()
+    environment = worker_environment(num_workers, env or {}) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
     if num_workers == 1:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, root_log = [sys.executable, *command], log_dir / "worker_0.log"
@@ -98,11 +99,25 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         with root_log.open("wb") as log_file:
             root = _start(argv, environment, log_file)
-        run = _Run(root, num_workers, log_dir, bystanders, received, out or sys.stdout)
+        run = _Watch(
+            RunProcesses(root, num_workers, log_dir, bystanders),
+            LogFollower({rank: log_dir / f"worker_{rank}.log" for rank in range(num_workers)}, out or sys.stdout),
+            HealthMonitor(log_dir, hang_timeout_s),
+            received,
+            lead_signals,
+            log_dir,
+            advice,
+        )
         try:
             return run.watch()
         finally:
-            run.stop(grace_s)
+            run.end(grace_s)
+
+
+def launch_files(log_dir: Path) -> list[Path]:
+    """Return what one launch leaves in ``log_dir``: the logs of its processes and their heartbeats."""
+    names = ("worker_*.log", "scheduler.log", "msrun.log", "heartbeat_*.json")
+    return [path for name in names for path in sorted(log_dir.glob(name))]
 
 
 def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -172,12 +187,12 @@ def _start(argv: list[str], environment: dict[str, str], log_file: BinaryIO) -> 
 
 @contextlib.contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
-    """Yield a list that grows by the number of each SIGINT, SIGTERM and SIGHUP this process receives meanwhile."""
+    """Yield a list that grows by the number of each of ``_SIGNALS`` this process receives meanwhile."""
     received: list[int] = []
     previous = {}
     # Outside the main thread Python allows no handlers, and no signal is delivered there either.
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             previous[number] = signal.signal(number, lambda signal_number, _: received.append(signal_number))
     try:
         yield received
@@ -186,175 +201,100 @@ def _recorded_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-class _Run:
-    """The processes of one launch: ``root`` is msrun, or rank 0 itself when it is alone."""
+class _Watch:
+    """Follows the processes of one launch until they have ended, and says why when that was no good end."""
 
     def __init__(
         self,
-        root: subprocess.Popen,
-        num_workers: int,
-        log_dir: Path,
-        bystanders: set[int],
+        run: RunProcesses,
+        follower: LogFollower,
+        health: HealthMonitor,
         received_signals: list[int],
-        out: TextIO,
+        lead_signals: Collection[int],
+        log_dir: Path,
+        advice: Callable[[], str],
     ) -> None:
-        self._root = root
-        self._num_workers = num_workers
-        self._log_dir = log_dir
-        self._bystanders = bystanders
+        self._run = run
+        self._follower = follower
+        self._health = health
         self._received_signals = received_signals
-        self._names = {root.pid: _rank_name(0)} if num_workers == 1 else {}
-        self._returncodes: dict[int, int] = {}
-        self._first_seen_s: dict[int | str, float] = {}
-        self._follower = LogFollower({rank: log_dir / f"worker_{rank}.log" for rank in range(num_workers)}, out)
+        self._lead_signals = lead_signals
+        self._log_dir = log_dir
+        self._advice = advice
+        self._num_handled_signals = 0
+        self._is_ending = False  # rank 0 was asked to end the run
+        self._start_s = time.monotonic()
 
     def watch(self) -> int:
         """Follow the run until every rank has ended well, one has failed or a signal came; return the exit code."""
-        start_s = time.monotonic()
         while True:
-            self._update()
+            self._run.update()
             self._follower.poll()
-            if self._received_signals:
-                _say(f"{signal.Signals(self._received_signals[0]).name} received: stopping all processes")
-                return 128 + self._received_signals[0]
-            if self._root.pid not in self._names and (self._root.poll() or 0) < 0:
-                _say(f"msrun {_describe(self._root.returncode)}; logs: {self._log_dir}")
-                return _exit_code(self._root.returncode)
-            culprit = self._find_culprit()
-            # What ends the scheduler (a missing module, a bad config) mostly ends the ranks too, and they tell more.
-            if culprit is not None and (culprit[0] != SCHEDULER or self._has_lasted(SCHEDULER, _SCHEDULER_DELAY_S)):
-                return self._report_failure(*culprit, time.monotonic() - start_s)
-            if sum(self._names[pid] != SCHEDULER for pid in self._returncodes) == self._num_workers:
+            for number in self._received_signals[self._num_handled_signals :]:
+                self._num_handled_signals += 1
+                if not self._handle(number):
+                    say(f"{signal.Signals(number).name} received: stopping all processes")
+                    return 128 + number
+            if (self._run.msrun_returncode or 0) < 0:
+                say(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
+                return exit_code(self._run.msrun_returncode)
+            if (culprit := self._run.find_culprit()) is not None:
+                return self._report_end(*culprit)
+            if self._run.is_complete:
                 return 0
-            if self._root.pid not in self._names and self._root.poll() is not None:
-                if self._root.returncode != 0:
-                    _say(f"msrun {_describe(self._root.returncode)}; see {self._log_dir}/msrun.log")
-                return _exit_code(self._root.returncode)
-            time.sleep(_POLL_INTERVAL_S)
+            if (returncode := self._run.msrun_returncode) is not None:
+                if returncode != 0:
+                    say(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
+                return exit_code(returncode)
+            if (hang := self._health.find_hang(self._run.rank_pids())) is not None:
+                return self._report_hang(*hang)
+            time.sleep(POLL_INTERVAL_S)
 
-    def stop(self, grace_s: float) -> None:
-        """End every process of the run: the ranks by SIGTERM first, then whatever is left, by SIGKILL at the last."""
-        if self._root.pid not in self._names and self._root.poll() is None:
-            # msrun would answer the end of one worker by killing the others before they could clean up.
-            self._root.send_signal(signal.SIGSTOP)
-        self._terminate(lambda: [pid for pid in self._running() if pid in self._names], grace_s)
-        # What a dead rank leaves behind (its rollout server) is now a child of this process.
-        orphan_grace_s = min(grace_s, _ORPHAN_GRACE_S)
-        self._terminate(lambda: [pid for pid in self._running() if pid != self._root.pid], orphan_grace_s)
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while remaining := self._running():
-            if time.monotonic() > deadline:
-                raise RunFailure(f"processes {sorted(remaining)} of this run could not be killed; end them by hand")
-            processes.signal_all(remaining, signal.SIGKILL)
-            time.sleep(_KILL_INTERVAL_S)
+    def end(self, grace_s: float) -> None:
+        """End every process of the run; a second signal cuts the grace short."""
+        patience = self._num_handled_signals + 1 if self._num_handled_signals else 2
+
+        def wait() -> bool:
+            self._follow_if_possible()
+            return len(self._received_signals) < patience
+
+        self._run.end(grace_s, wait)
         self._follow_if_possible(final=True)
 
-    def _terminate(self, list_running: Callable[[], list[int]], grace_s: float) -> None:
-        """Send SIGTERM and wait until the processes are gone, the grace is over or the user interrupts again."""
-        deadline = time.monotonic() + grace_s
-        processes.signal_all(list_running(), signal.SIGTERM)
-        while list_running() and time.monotonic() < deadline and len(self._received_signals) < 2:
-            self._follow_if_possible()
-            time.sleep(_POLL_INTERVAL_S)
+    def _handle(self, number: int) -> bool:
+        """Return whether the run goes on after a signal."""
+        pid = self._health.listening_pid("rank 0", self._run.rank_pids())
+        if number in self._lead_signals and pid is not None and not self._is_ending:
+            self._is_ending = number == signal.SIGTERM
+            processes.signal_all([pid], number)
+            return True
+        return number == signal.SIGUSR1
 
     def _follow_if_possible(self, *, final: bool = False) -> None:
         # A closed terminal or pipe must not keep the processes alive.
         with contextlib.suppress(OSError, ValueError):
             self._follower.poll(final=final)
 
-    def _running(self) -> list[int]:
-        """Return the pids of the run that still run; its dead that are this process's to bury are buried."""
-        self._root.poll()
-        running = []
-        for status in processes.descendants(os.getpid(), except_trees=self._bystanders):
-            if status.returncode is None:
-                running.append(status.pid)
-            elif status.parent_pid == os.getpid() and status.pid != self._root.pid:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(status.pid, os.WNOHANG)
-        return running
+    def _report_end(self, name: str, returncode: int) -> int:
+        if not (self._is_ending and returncode == 128 + signal.SIGTERM):
+            # The last lines of a failing rank may still be on their way to its log.
+            time.sleep(POLL_INTERVAL_S)
+            self._follower.poll()
+            self._report(name, describe_end(returncode), shows_log=returncode != UserError.exit_code)
+        return exit_code(returncode)
 
-    def _update(self) -> None:
-        """Learn the names of new workers and how ended ones ended."""
-        if self._root.pid in self._names:
-            if self._root.poll() is not None:
-                self._returncodes[self._root.pid] = self._root.returncode
-            return
-        if len(self._names) < self._num_workers + 1:
-            self._find_names()
-        for pid in self._names.keys() - self._returncodes.keys():
-            if (returncode := self._find_returncode(pid)) is not None:
-                self._returncodes[pid] = returncode
+    def _report_hang(self, name: str, how: str) -> int:
+        self._report(name, how, shows_log=False)
+        pids = self._run.rank_pids()
+        listening = [pid for rank in pids if (pid := self._health.listening_pid(rank, pids)) is not None]
+        processes.signal_all(listening, heartbeat.DUMP_SIGNAL)
+        # One that was stopped must go on to write its stacks.
+        processes.signal_all(listening, signal.SIGCONT)
+        time.sleep(_DUMP_TIME_S)
+        return RunFailure.exit_code
 
-    def _find_names(self) -> None:
-        for status in processes.descendants(self._root.pid):
-            if status.pid not in self._names and status.parent_pid == self._root.pid:
-                environment = processes.read_environment(status.pid)
-                # Between fork and exec a child still has msrun's own environment, which names neither.
-                if environment.get("MS_ROLE") == "MS_SCHED":
-                    self._names[status.pid] = SCHEDULER
-                elif "RANK_ID" in environment:
-                    self._names[status.pid] = _rank_name(int(environment["RANK_ID"]))
-
-    def _find_returncode(self, pid: int) -> int | None:
-        """Return how a child of msrun ended: from its zombie or, if msrun was quicker, from what msrun wrote."""
-        status = processes.read_status(pid)
-        if status is not None:
-            return status.returncode
-        if (returncode := self._read_complaints().get(pid)) is not None:
-            return returncode
-        return 0 if self._has_lasted(pid, _MSRUN_REPORT_DELAY_S) else None
-
-    def _has_lasted(self, event: int | str, delay_s: float) -> bool:
-        """Return whether ``event`` was first asked about at least ``delay_s`` seconds ago."""
-        now_s = time.monotonic()
-        return now_s - self._first_seen_s.setdefault(event, now_s) >= delay_s
-
-    def _read_complaints(self) -> dict[int, int]:
-        """Return the exit codes of the workers that msrun has found dead, by pid."""
-        text = (self._log_dir / "msrun.log").read_text(errors="replace")
-        return {int(pid): int(returncode) for pid, returncode in _MSRUN_COMPLAINT.findall(text)}
-
-    def _find_culprit(self) -> tuple[str, int] | None:
-        """Return the name and exit code of the process that failed first, or None when none has failed."""
-        failed = {pid: returncode for pid, returncode in self._returncodes.items() if returncode != 0}
-        if self._root.pid not in self._names and (complaints := self._read_complaints()):
-            # Having complained of one worker, msrun kills the others: those did not fail.
-            failed = {pid: code for pid, code in failed.items() if code != -signal.SIGKILL} | complaints
-        if not failed:
-            return None
-        # A rank that a signal killed is the cause; what fails with an exit code in the same instant is its victim.
-        pid = min(failed, key=lambda pid: (failed[pid] > 0, self._names.get(pid) == SCHEDULER))
-        return self._names.get(pid) or self._name_by_elimination(), failed[pid]
-
-    def _name_by_elimination(self) -> str:
-        """Return the name of a worker that died before its environment could be read: the one that no other has."""
-        missing = {SCHEDULER, *map(_rank_name, range(self._num_workers))} - set(self._names.values())
-        return missing.pop() if len(missing) == 1 else _UNNAMED
-
-    def _report_failure(self, name: str, returncode: int, elapsed_s: float) -> int:
-        # The last lines of a failing rank may still be on their way to its log.
-        time.sleep(_POLL_INTERVAL_S)
-        self._follower.poll()
-        log_name = _LOG_NAMES.get(name) or f"{name.replace('rank ', 'worker_')}.log"
-        _say(f"{name} {_describe(returncode)} after {elapsed_s:.0f} s; its log: {self._log_dir / log_name}")
-        return _exit_code(returncode)
-
-
-def _rank_name(rank: int) -> str:
-    return f"rank {rank}"
-
-
-def _describe(returncode: int) -> str:
-    if returncode >= 0:
-        return f"ended with exit code {returncode}"
-    hint = " (kill -9, or the kernel when memory ran out)" if returncode == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-returncode).name}{hint}"
-
-
-def _exit_code(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def _say(message: str) -> None:
-    print(f"mindrlhf: {message}", file=sys.stderr, flush=True)
+    def _report(self, name: str, what: str, *, shows_log: bool) -> None:
+        elapsed_s = time.monotonic() - self._start_s
+        activities = self._health.activities()
+        log_path = self._log_dir / log_name(name)
+        say(failure_report(name, what, elapsed_s, activities, log_path, self._advice(), shows_log=shows_log))

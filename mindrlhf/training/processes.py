@@ -17,7 +17,8 @@ LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
-# proc(5): field 52, counted from 1; fields[0] is field 3.
+# proc(5): fields 14, 15 and 52, counted from 1; fields[0] is field 3.
+_USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
 _EXIT_CODE_FIELD = 52 - 3
 # wait(2)
 _CORE_DUMPED = 0x80
@@ -35,16 +36,27 @@ class ProcessStatus:
 
 def read_status(pid: int) -> ProcessStatus | None:
     """Return the status of a process, or None when there is no such process (any more)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    fields = _stat_fields(pid)
+    if not fields:
         return None
-    # The second field is the program's name in brackets and may itself hold spaces and brackets.
-    fields = text.rpartition(")")[2].split()
     state, parent_pid, wait_status = fields[0], int(fields[1]), int(fields[_EXIT_CODE_FIELD])
     if state not in "ZX":
         return ProcessStatus(pid, parent_pid, None)
     return ProcessStatus(pid, parent_pid, os.waitstatus_to_exitcode(wait_status & ~_CORE_DUMPED))
+
+
+def state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process, such as "T" for stopped; empty when there is none."""
+    fields = _stat_fields(pid)
+    return fields[0] if fields else ""
+
+
+def cpu_time_s(pid: int) -> float:
+    """Return the processor time that a process has used, in seconds; 0 when there is no such process."""
+    fields = _stat_fields(pid)
+    if not fields:
+        return 0.0
+    return (int(fields[_USER_TIME_FIELD]) + int(fields[_SYSTEM_TIME_FIELD])) / os.sysconf("SC_CLK_TCK")
 
 
 def read_environment(pid: int) -> dict[str, str]:
@@ -116,6 +128,16 @@ def signal_all(pids: Collection[int], signal_number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on; none when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # The second field is the program's name in brackets and may itself hold spaces and brackets.
+    return text.rpartition(")")[2].split()
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -58,6 +58,10 @@ class Server:
     def wake(self):
         self._check()
 
+    @property
+    def is_running(self):
+        return self.is_alive
+
     def restart(self):
         self.is_alive = True
         self.num_starts += 1
@@ -99,7 +103,7 @@ def test_a_death_in_the_middle_is_made_good_by_a_restart(num_servers, dies_after
     if num_servers == 2 and dies_after == 5:
         servers[0].dies_after = 4  # its share is five samples
     assert collect(replicas) == EXPECTED
-    assert servers[0].num_starts == 2
+    assert [server.num_starts for server in servers] == [2, *[1] * (num_servers - 1)]
     message = capsys.readouterr().err
     assert "killed by signal 9" in message and "0 restarts left" in message
 
@@ -138,6 +142,13 @@ def test_a_death_between_two_rollouts_is_made_good_too():
     replicas.update_weights(7)
     assert server.num_starts == 2
     assert collect(replicas) == EXPECTED
+
+
+def test_all_servers_are_replaced_when_one_fails_without_dying():
+    servers = [Server(), Server()]
+    replicas = Replicas(servers, num_restarts=1)
+    replicas._restart(RunFailure("the rollout server could not carry out a request"))
+    assert [server.num_starts for server in servers] == [2, 2]
 
 
 def test_a_users_mistake_starts_nothing_again():

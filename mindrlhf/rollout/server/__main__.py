@@ -21,6 +21,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -43,6 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = json.loads(arguments.config)
     os.set_inheritable(arguments.socket_fd, False)
+    signal.signal(signal.SIGTERM, lambda number, _: _leave(config["import_dir"], 128 + number))
     _end_with_parent(config["import_dir"])
     connection = socket.socket(fileno=arguments.socket_fd)
 

@@ -1,0 +1,39 @@
+"""Whether a server that owes an answer is still working on it."""
+
+import time
+
+from mindrlhf.training import processes
+
+_CHECK_INTERVAL_S = 1.0
+# Less processor time than this during the whole limit is no work: threads that only look around use as much.
+_IDLE_SHARE = 0.005
+
+
+class StallWatch:
+    """Watches a process and its descendants from the moment it is asked something until it answers.
+
+    A working engine uses processor time, on an accelerator too, if only to schedule the next step; one that was
+    stopped or is in a deadlock uses none.
+
+    Args:
+        limit_s: how long it may use none.
+    """
+
+    def __init__(self, pid: int, limit_s: float):
+        self._pid = pid
+        self._limit_s = limit_s
+        self._since_s = self._next_check_s = time.monotonic()
+        self._cpu_time_s: float | None = None
+
+    def is_stalled(self) -> bool:
+        """Return whether no work has been done for the whole limit; call it every second or so."""
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return False
+        self._next_check_s = now_s + _CHECK_INTERVAL_S
+        used_s = processes.cpu_time_s(self._pid)
+        used_s += sum(processes.cpu_time_s(status.pid) for status in processes.descendants(self._pid))
+        if self._cpu_time_s is None or abs(used_s - self._cpu_time_s) > _IDLE_SHARE * self._limit_s:
+            self._cpu_time_s, self._since_s = used_s, now_s
+            return False
+        return now_s - self._since_s >= self._limit_s
