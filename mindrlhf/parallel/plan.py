@@ -23,6 +23,7 @@ from mindrlhf.parallel.plan_parameters import (
     count_parameters,
     parameter_rows,
     stage_states,
+    untrained_names,
 )
 from mindrlhf.parallel.plan_rollout import RolloutPlan, check_rollout, plan_rollout
 from mindrlhf.parallel.plan_transfer import TransferPlan, plan_transfer
@@ -51,6 +52,11 @@ class Model:
     def widths(self) -> list[LayerWidths]:
         """Widths of every decoder layer."""
         return model_widths(self.spec, self.dims)
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """Names of the parameters that gradients do not change."""
+        return untrained_names(self.spec, self.dims)
 
     @property
     def num_experts(self) -> int:
@@ -138,7 +144,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
 def _state(model: Model, layout: Layout, param_dtype: str) -> tuple[list[ParameterLayout], list[StageState]]:
     """Cached, since the search varies what it does not depend on."""
     layouts = parameter_layouts(model.spec, model.dims, layout, ELEMENT_BYTES[param_dtype])
-    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype)
+    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained)
 
 
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
@@ -155,7 +161,7 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         batch=inputs.batch,
         groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
         states=tuple(inputs.states),
-        rows=tuple(parameter_rows(layouts, config.model.param_dtype)),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
         transfer=plan_transfer(

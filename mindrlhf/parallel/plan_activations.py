@@ -17,7 +17,7 @@ terms, equation (2), sequence parallelism the rest, equation (4). Here it is car
   ``EXPERT_IMBALANCE``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindrlhf.models.spec import ModelDims, ModelSpec
 from mindrlhf.parallel.layout import Layout
@@ -42,7 +42,8 @@ class LayerWidths:
         query, key, value, context: of the attention's inputs and output.
         latents: of compressed projections that every tensor-parallel rank holds whole (latent attention).
         normed_heads: of queries and keys that are normalised per head.
-        mlp: of the dense (or shared) gated MLP; 0 without one.
+        mlp: of the dense gated MLP; 0 without one.
+        shared: of the expert that sees every token, whole on every rank; 0 without one.
         expert: of one routed expert; 0 in dense layers.
         experts_per_token: routed experts that see a token.
         num_experts: routed experts.
@@ -57,6 +58,7 @@ class LayerWidths:
     latents: int = 0
     normed_heads: int = 0
     mlp: int = 0
+    shared: int = 0
     expert: int = 0
     experts_per_token: int = 0
     num_experts: int = 0
@@ -65,17 +67,34 @@ class LayerWidths:
 def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
     """Return the widths of every decoder layer."""
     query, key = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
-    layer = LayerWidths(
+    value, latents = key, 0
+    normed_heads = query + key if spec.mcore_options.get("qk_layernorm") else 0
+    context = query
+    if dims.latent is not None:
+        value = context = dims.num_heads * dims.latent.value_dim
+        latents = (dims.latent.query_rank or 0) + dims.latent.kv_rank + dims.latent.rope_dim
+        normed_heads = 0  # it is the latents that are normalised
+    attention = LayerWidths(
         hidden=dims.hidden_size,
         num_heads=dims.num_heads,
         query=query,
         key=key,
-        value=key,
-        context=query,
-        normed_heads=query + key if spec.mcore_options.get("qk_layernorm") else 0,
-        mlp=dims.intermediate_size,
+        value=value,
+        context=context,
+        latents=latents,
+        normed_heads=normed_heads,
     )
-    return [layer] * dims.num_layers
+    dense = replace(attention, mlp=dims.intermediate_size)
+    if dims.experts is None:
+        return [dense] * dims.num_layers
+    routed = replace(
+        attention,
+        shared=dims.experts.shared_size,
+        expert=dims.experts.intermediate_size,
+        experts_per_token=dims.experts.num_active,
+        num_experts=dims.experts.num_experts,
+    )
+    return [routed if dims.has_experts(layer) else dense for layer in range(dims.num_layers)]
 
 
 def layer_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, element_bytes: int) -> int:
@@ -116,9 +135,9 @@ def _sequence_split(layout: Layout) -> int:
 
 
 def _expert_bytes(widths: LayerWidths, element_bytes: int) -> float:
-    """Bytes of one token's copies in its experts: sent there, four times the expert's width, sent back."""
+    """Bytes of one token in its experts: sent there, four times the expert's width, sent back."""
     if not widths.num_experts:
         return 0.0
     routed = widths.experts_per_token * (2 * widths.hidden + 4 * widths.expert) * element_bytes * EXPERT_IMBALANCE
-    # The router's scores and probabilities, float32.
-    return routed + 2 * widths.num_experts * 4
+    # The router's scores and probabilities are float32.
+    return routed + 4 * widths.shared * element_bytes + 2 * widths.num_experts * 4

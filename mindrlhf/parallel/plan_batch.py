@@ -21,7 +21,7 @@ class BatchPlan:
         num_rows_per_update: rows they are packed into, at most.
         rows_per_micro_batch: rows of one micro-batch of one data-parallel rank.
         num_micro_batches_per_rank: micro-batches that a data-parallel rank accumulates per update.
-        num_pipeline_pieces: pieces that the pipeline cuts a micro-batch into.
+        num_pieces: pieces that a micro-batch is cut into, which the pipeline works on at once.
         rows_per_piece: rows of a piece.
         num_updates: optimiser updates per step.
         num_tokens_per_update: positions computed per update, over all ranks, padding rows included.
@@ -37,7 +37,7 @@ class BatchPlan:
     num_rows_per_update: int
     rows_per_micro_batch: int
     num_micro_batches_per_rank: int
-    num_pipeline_pieces: int
+    num_pieces: int
     rows_per_piece: int
     num_updates: int
     num_tokens_per_update: int
@@ -56,10 +56,10 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
             "'training.row_lengths' is empty, so the row length depends on the data, which a plan does not read: set "
             f"it, for example training.row_lengths=[{2 * config.rollout.max_response_length}]"
         )
-    num_pieces = parallel.micro_batch_num if parallel.pipeline_stage > 1 else 1
+    num_pieces = parallel.micro_batch_num
     if training.batch_size % num_pieces:
         raise UserError(
-            f"'training.batch_size' is {training.batch_size}, which the pipeline cannot cut into "
+            f"'training.batch_size' is {training.batch_size}, which cannot be cut into "
             f"parallel_config.micro_batch_num = {num_pieces} equal pieces: set it to "
             f"{-(-training.batch_size // num_pieces) * num_pieces}"
         )
@@ -78,7 +78,7 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
         num_rows_per_update=per_update,
         rows_per_micro_batch=training.batch_size,
         num_micro_batches_per_rank=num_micro_batches,
-        num_pipeline_pieces=num_pieces,
+        num_pieces=num_pieces,
         rows_per_piece=training.batch_size // num_pieces,
         num_updates=training.num_minibatches * training.num_iterations,
         num_tokens_per_update=num_micro_batches * data_parallel * training.batch_size * row_length,
@@ -107,10 +107,10 @@ def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> lis
          f"{batch.num_rows_per_update:,} rows / (batch_size {training.batch_size} x data_parallel {data_parallel}), "
          "rounded up"),
     ]  # fmt: skip
-    if batch.num_pipeline_pieces > 1:
+    if batch.num_pieces > 1:
         lines.append(
-            ("rows per pipeline piece", f"{batch.rows_per_piece:,}", f"batch_size {training.batch_size} / "
-             f"micro_batch_num {batch.num_pipeline_pieces}")
+            ("rows per piece", f"{batch.rows_per_piece:,}", f"batch_size {training.batch_size} / "
+             f"micro_batch_num {batch.num_pieces}")
         )  # fmt: skip
     lines += [
         ("positions per update, at most", f"{batch.num_tokens_per_update:,}",

@@ -70,7 +70,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, node_size
     compute = operations * repeat * batch.num_tokens_per_update / layout.world_size / DEVICE_FLOPS
     most_layers = max(len(inputs.stage_widths(stage)) for stage in range(layout.pipeline_stage))
     uneven = most_layers * layout.pipeline_stage / num_layers
-    stages, pieces = layout.pipeline_stage, batch.num_pipeline_pieces
+    stages, pieces = layout.pipeline_stage, batch.num_pieces
     tensor, expert = _layer_exchange(inputs, most_layers, node_size)
     busy = compute * uneven + tensor + expert
     return Cost(
@@ -92,7 +92,7 @@ def bubble_share(num_stages: int, num_pieces: int) -> float:
 def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tuple[float, float]:
     """Seconds that the layers of a stage communicate: tensor and context parallelism, and experts."""
     layout, batch, widths = inputs.layout, inputs.batch, inputs.widths[-1]
-    num_runs = batch.num_micro_batches_per_rank * batch.num_pipeline_pieces
+    num_runs = batch.num_micro_batches_per_rank * batch.num_pieces
     # Attention and MLP gather and reduce once each in the forward pass, once in the backward, once when recomputed.
     passes = 3 if inputs.config.model.recompute else 2
     hidden_bytes = inputs.num_tokens * widths.hidden * inputs.element_bytes

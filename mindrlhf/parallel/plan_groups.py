@@ -69,9 +69,7 @@ def num_communicators(layout: Layout, layouts: Sequence[ParameterLayout]) -> int
 def _optimizer_shards(layouts: Sequence[ParameterLayout]) -> dict[tuple[int, int], ParameterLayout]:
     """The distinct optimiser shards, as (size, distance of neighbours), each with a parameter that has it."""
     return {
-        (one.optimizer_shard_size, one.optimizer_shard_step): one
-        for one in layouts
-        if one.optimizer_shard_size > 1
+        (one.optimizer_shard_size, one.optimizer_shard_step): one for one in layouts if one.optimizer_shard_size > 1
     }
 
 

@@ -98,7 +98,7 @@ def activation_bytes(inputs: MemoryInputs, stage: int) -> tuple[int, int]:
     Under 1F1B a stage has at most as many pieces in flight as there are stages from it to the last
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
     """
-    in_flight = min(inputs.batch.num_pipeline_pieces, inputs.layout.pipeline_stage - stage)
+    in_flight = min(inputs.batch.num_pieces, inputs.layout.pipeline_stage - stage)
     arguments = (inputs.layout, inputs.num_tokens, inputs.element_bytes)
     layers = inputs.stage_widths(stage)
     kept = sum(activations.checkpoint_bytes(widths, *arguments) for widths in layers)

@@ -12,6 +12,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our accumulators.
 MOMENT_BYTES = 4
 ACCUMULATOR_BYTES = 4
+UNTRAINED_BYTES = 4
 NUM_MOMENTS = 2
 
 
@@ -74,24 +75,35 @@ def active_parameters(spec: ModelSpec, dims: ModelDims) -> int:
     total = 0
     for rule in spec.rules(dims):
         elements = math.prod(rule.mf_shape(dims))
-        total += elements if rule.expert_axis is None else elements * dims.experts_per_token // dims.num_experts
+        total += elements if rule.expert_axis is None else elements * dims.experts.num_active // dims.num_experts
     return total
 
 
-def stage_states(layouts: Sequence[ParameterLayout], num_stages: int, param_dtype: str) -> list[StageState]:
+def untrained_names(spec: ModelSpec, dims: ModelDims) -> frozenset[str]:
+    """Return the names of the parameters that gradients do not change: float32, without moments and accumulators."""
+    return frozenset(rule.mf_name for rule in spec.rules(dims) if not rule.trained)
+
+
+def stage_states(
+    layouts: Sequence[ParameterLayout],
+    num_stages: int,
+    param_dtype: str,
+    untrained: frozenset[str] = frozenset(),
+) -> list[StageState]:
     """Return the state of a rank, by pipeline stage; all ranks of a stage hold slices of the same shapes."""
-    param_bytes = ELEMENT_BYTES[param_dtype]
     states = []
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
-        elements = sum(math.prod(layout.slice_shape) for layout in held)
-        gathered = [gathered_elements(layout) for layout in held]
+        trained = [layout for layout in held if layout.name not in untrained]
+        fixed_elements = sum(math.prod(layout.slice_shape) for layout in held if layout.name in untrained)
+        elements = sum(math.prod(layout.slice_shape) for layout in trained)
+        gathered = [gathered_elements(layout) for layout in trained]
         states.append(
             StageState(
-                num_elements=elements,
-                num_gathered_elements=sum(gathered),
+                num_elements=elements + fixed_elements,
+                num_gathered_elements=sum(gathered) + fixed_elements,
                 largest_gathered_elements=max(gathered),
-                parameters=elements * param_bytes,
+                parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
                 moments=elements * NUM_MOMENTS * MOMENT_BYTES,
                 accumulators=sum(gathered) * ACCUMULATOR_BYTES,
             )
@@ -104,25 +116,31 @@ def gathered_elements(layout: ParameterLayout) -> int:
     return math.prod(layout.slice_shape) * layout.optimizer_shard_size
 
 
-def parameter_rows(layouts: Sequence[ParameterLayout], param_dtype: str) -> list[ParameterRow]:
+def parameter_rows(
+    layouts: Sequence[ParameterLayout], param_dtype: str, untrained: frozenset[str] = frozenset()
+) -> list[ParameterRow]:
     """Return the table of parameters, in the order of the forward pass."""
-    element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES
     alike: dict[tuple, list[ParameterLayout]] = {}
     for layout in layouts:
         name = re.sub(r"\.layers\.\d+\.", ".layers.*.", layout.name)
         alike.setdefault((name, layout.shape, layout.slice_shape), []).append(layout)
-    return [
-        ParameterRow(
-            name=name,
-            num_tensors=len(members),
-            shape=shape,
-            slice_shape=slice_shape,
-            stages=(min(stage for one in members for stage in one.stages), max(one.stages[-1] for one in members)),
-            split=split_words(members[0]),
-            state_bytes=math.prod(slice_shape) * element_bytes,
+    rows = []
+    for (name, shape, slice_shape), members in alike.items():
+        is_trained = members[0].name not in untrained
+        element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES if is_trained else UNTRAINED_BYTES
+        stages = [stage for one in members for stage in one.stages]
+        rows.append(
+            ParameterRow(
+                name=name,
+                num_tensors=len(members),
+                shape=shape,
+                slice_shape=slice_shape,
+                stages=(min(stages), max(stages)),
+                split=split_words(members[0]),
+                state_bytes=math.prod(slice_shape) * element_bytes,
+            )
         )
-        for (name, shape, slice_shape), members in alike.items()
-    ]
+    return rows
 
 
 def split_words(layout: ParameterLayout) -> str:

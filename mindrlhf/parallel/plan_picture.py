@@ -10,8 +10,9 @@ from mindrlhf.parallel.plan_sizes import format_size
 WIDTH = 1100
 LEFT, RIGHT, TOP = 118, 1076, 96
 BARS_HEIGHT = 190
-_GAP = 54
+_GAP = 66
 _LAYERS_HEIGHT = 430
+MAX_RANKS_NUMBERED = 64
 _FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 _INK, _FAINT, _GRID = "#1f2933", "#616e7c", "#d9dee4"
 # Hues of the tensor-parallel slices; copies of the same slice are the same colour.
@@ -90,7 +91,7 @@ def _layer_axis(plan: Plan, row: float) -> list[str]:
     num_layers = plan.model.dims.num_layers
     stride = max(1, round(14 / row))
     labels = {0: "embedding", num_layers + 1: "norm, head"}
-    labels |= {layer + 1: f"layer {layer}" for layer in range(stride, num_layers - 1, stride)}
+    labels |= {layer + 1: f"layer {layer}" for layer in range(0, num_layers - 1, stride)}
     if num_layers > 1:
         labels[num_layers] = f"layer {num_layers - 1}"
     parts, last = [], -100.0
@@ -160,13 +161,14 @@ def _node_axis(plan: Plan, bottom: float) -> list[str]:
         for node in range(num_nodes + 1)
     )
     parts = [f'<path d="{marks}" stroke="{_FAINT}" stroke-width="1"/>']
+    if machine.world_size <= MAX_RANKS_NUMBERED:
+        for rank in range(machine.world_size):
+            parts.append(_text(_x(plan, rank + 0.5), bottom + 13, str(rank), colour=_FAINT, size=11, anchor="middle"))
     for node in range(0, num_nodes, stride):
         last = min((node + 1) * machine.node_size, machine.world_size) - 1
-        words = f"node {node}" if stride > 1 else f"node {node}: ranks {node * machine.node_size}-{last}"
-        if stride == 1 and num_nodes > 6:
-            words = f"node {node}"
+        words = f"node {node}: ranks {node * machine.node_size}-{last}" if num_nodes <= 6 else f"node {node}"
         middle = (_x(plan, node * machine.node_size) + _x(plan, last + 1)) / 2
-        parts.append(_text(middle, bottom + 22, words, colour=_FAINT, size=11, anchor="middle"))
+        parts.append(_text(middle, bottom + 28, words, colour=_FAINT, size=11, anchor="middle"))
     return parts
 
 
@@ -210,7 +212,7 @@ def _legend(plan: Plan, top: float) -> list[str]:
     for part, colour in _PARTS.items():
         if part not in used:
             continue
-        width = 26 + 6.6 * len(part)
+        width = 28 + 7 * len(part)
         if x + width > RIGHT:
             x, y = float(LEFT), y + 22
         parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" rx="2" fill="{colour}"/>')

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import ModelDims, ModelSpec
+from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule
 from mindrlhf.parallel.plan_parameters import ELEMENT_BYTES
 
 # Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
@@ -60,23 +60,29 @@ def plan_rollout(
 
 
 def rollout_weight_bytes(rollout: RolloutSection, spec: ModelSpec, dims: ModelDims) -> int:
-    """Return the bytes of one rank's weights: what tensor parallelism cuts is cut, key and value heads down to one."""
-    total = 0
-    for rule in spec.rules(dims):
-        parts = rollout.tensor_parallel if is_cut(rule) else 1
-        total += -(-sum(math.prod(shape) for shape in rule.shape(dims)) // parts)
-    return total * ELEMENT_BYTES[rollout.dtype]
+    """Return the bytes of one device's weights."""
+    elements = sum(
+        -(-math.prod(rule.mf_shape(dims)) // (rollout.tensor_parallel if is_cut(rule) else 1))
+        for rule in spec.rules(dims)
+    )
+    return elements * ELEMENT_BYTES[rollout.dtype]
 
 
-def is_cut(rule) -> bool:
-    """Whether tensor parallelism cuts a parameter in the rollout server."""
-    return rule.shard_axis is not None
+def is_cut(rule: ParameterRule) -> bool:
+    """Whether tensor parallelism cuts a parameter in the server: vLLM cuts inside every expert, the shared ones too."""
+    return rule.shard_axis is not None or rule.expert_axis is not None or ".shared_experts." in rule.mf_name
 
 
 def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:
-    """Return the bytes that one token takes in a device's KV cache, over all layers."""
-    heads = -(-dims.num_kv_heads // rollout.tensor_parallel)
-    return 2 * heads * dims.head_dim * dims.num_layers * ELEMENT_BYTES[rollout.dtype]
+    """Return the bytes that one token takes in a device's KV cache, over all layers.
+
+    Key and value heads are cut down to one per device; of latent attention every device caches the whole latent.
+    """
+    if dims.latent is not None:
+        channels = dims.latent.kv_rank + dims.latent.rope_dim
+    else:
+        channels = 2 * -(-dims.num_kv_heads // rollout.tensor_parallel) * dims.head_dim
+    return channels * dims.num_layers * ELEMENT_BYTES[rollout.dtype]
 
 
 def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:

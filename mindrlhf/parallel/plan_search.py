@@ -107,8 +107,7 @@ def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dic
 def _switches(config: GrpoConfig, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
     stages = cut["parallel_config.pipeline_stage"]
     copies = cut["parallel_config.data_parallel"] * cut["parallel_config.context_parallel"]
-    was = config.parallel_config.micro_batch_num if config.parallel_config.pipeline_stage > 1 else 1
-    rows_per_piece = max(1, config.training.batch_size // was)
+    rows_per_piece = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
     shards = (False, True) if copies > 1 else (False,)
     pieces = [stages * factor for factor in _PIECES_PER_STAGE] if stages > 1 else [1]
     for shard, recompute, num_pieces in itertools.product(shards, (False, True), pieces):
@@ -118,4 +117,3 @@ def _switches(config: GrpoConfig, cut: dict[str, Any]) -> Iterator[dict[str, Any
             "training.batch_size": num_pieces * rows_per_piece,
             "model.recompute": recompute,
         }
-

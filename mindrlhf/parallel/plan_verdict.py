@@ -116,7 +116,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield changes, from those that cost nothing to those that cost speed."""
     config, layout = plan.config, plan.layout
     parallel, training, rollout = config.parallel_config, config.training, config.rollout
-    rows = plan.batch.num_pipeline_pieces
+    rows = plan.batch.num_pieces
     if layout.model_parallel > 1 and not layout.use_seq_parallel:
         yield {"parallel_config.use_seq_parallel": True}
     if parallel.vocab_emb_dp and layout.model_parallel > 1:
