@@ -1,86 +1,270 @@
-"""Group advantages against a float64 reference written from the papers, one group at a time."""
+"""Every advantage estimator against float64 references written from the papers, one group or token at a time."""
 
+import itertools
+import math
 import statistics
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
-from mindrlhf.algorithms.advantages import group_normalised
+from mindrlhf.algorithms import advantages
+from mindrlhf.algorithms.advantages import RewardBatch
+from mindrlhf.algorithms.advantages.gae import discounted_sums
+from mindrlhf.algorithms.advantages.pass_at_k import group_advantages
 
-EPSILON = 1e-6
-finite = st.floats(-1e3, 1e3, allow_nan=False, width=32)
-reward_matrices = arrays.arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(2, 9)), elements=finite)
+PENALISED = ("reinforce_pp", "remax", "gae")
 
 
-def reference(rewards: np.ndarray, scale: bool) -> np.ndarray:
-    """GRPO (arXiv:2402.03300) section 4.1.2, Dr. GRPO (arXiv:2503.20783) section 3.2; exact sums by ``statistics``."""
-    result = np.zeros_like(rewards)
-    for row, group in enumerate(rewards.tolist()):
-        mean = statistics.fmean(group)
-        std = statistics.stdev(group)
+def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bool = False) -> RewardBatch:
+    """Return ragged groups, their samples mixed, with everything that any estimator takes."""
+    stream = np.random.default_rng(seed)
+    group_ids = stream.permutation(np.repeat(np.arange(len(sizes)) * 7 + 2, sizes))
+    count = len(group_ids)
+    lengths = stream.integers(1, 8, count)
+    return RewardBatch(
+        rewards=stream.integers(0, 2, count).astype(float) if discrete else stream.standard_normal(count),
+        group_ids=group_ids,
+        lengths=lengths,
+        penalties=[0.1 * stream.standard_normal(length) for length in lengths] if penalised else None,
+        baselines=stream.standard_normal(count),
+        values=[stream.standard_normal(length) for length in lengths],
+    )
+
+
+def totals(batch):
+    penalties = batch.penalties or [np.zeros(1)] * len(batch.rewards)
+    return [reward - math.fsum(penalty) for reward, penalty in zip(batch.rewards, penalties)]
+
+
+def siblings(batch, index):
+    return [other for other, group in enumerate(batch.group_ids) if group == batch.group_ids[index]]
+
+
+def grpo(batch, scale_rewards=True):
+    rewards, result = totals(batch), []
+    for index, reward in enumerate(rewards):
+        group = [rewards[other] for other in siblings(batch, index)]
+        std = statistics.stdev(group) if len(group) > 1 else 0.0
+        advantage = 0.0
         if std > 1e-8:
-            result[row] = [(reward - mean) / (std + EPSILON if scale else 1.0) for reward in group]
+            advantage = (reward - statistics.fmean(group)) / (std + 1e-6 if scale_rewards else 1.0)
+        result.append([advantage] * batch.lengths[index])
     return result
 
 
-@settings(max_examples=100, deadline=None)
-@given(rewards=reward_matrices, scale=st.booleans())
-def test_equals_the_formula(rewards, scale):
-    actual = group_normalised(rewards, scale=scale, epsilon=EPSILON)
-    # Rewards up to 1e3 leave rounding of 1e-13 in the mean; a spread of 1e-8 and 1e-6 of epsilon amplify it by 1e6.
-    np.testing.assert_allclose(actual, reference(rewards, scale), rtol=1e-6, atol=1e-6)
+def dr_grpo(batch):
+    return grpo(batch, scale_rewards=False)
+
+
+def rloo(batch):
+    rewards, result = totals(batch), []
+    for index, reward in enumerate(rewards):
+        others = [rewards[other] for other in siblings(batch, index) if other != index]
+        result.append([reward - statistics.fmean(others) if others else 0.0] * batch.lengths[index])
+    return result
+
+
+def to_go(batch):
+    result = []
+    for index, reward in enumerate(batch.rewards):
+        penalty = batch.penalties[index] if batch.penalties else np.zeros(batch.lengths[index])
+        result.append([reward - math.fsum(penalty[start:]) for start in range(batch.lengths[index])])
+    return result
+
+
+def whiten(nested):
+    tokens = [value for part in nested for value in part]
+    mean, std = statistics.fmean(tokens), statistics.pstdev(tokens)
+    return [[(value - mean) / std for value in part] for part in nested]
+
+
+def reinforce_pp(batch):
+    return whiten(to_go(batch))
+
+
+def reinforce_pp_baseline(batch):
+    return whiten(dr_grpo(batch))
+
+
+def remax(batch):
+    return [[value - baseline for value in part] for part, baseline in zip(to_go(batch), batch.baselines)]
+
+
+def gae(batch, gamma=0.9, gae_lambda=0.8, whiten_advantages=True):
+    """Eq. 16 of arXiv:1506.02438 as the double sum that it is."""
+    result = []
+    for index, values in enumerate(batch.values):
+        length = batch.lengths[index]
+        penalty = batch.penalties[index] if batch.penalties else np.zeros(length)
+        rewards = [-penalty[t] + (batch.rewards[index] if t == length - 1 else 0.0) for t in range(length)]
+        following = [*values[1:], 0.0]
+        deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
+        result.append(
+            [sum((gamma * gae_lambda) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+        )
+    return whiten(result) if whiten_advantages else result
+
+
+def pass_at_k(batch, pass_k=2):
+    """Every subset of k samples of a group, one by one."""
+    rewards, result = totals(batch), []
+    for index in range(len(rewards)):
+        group = siblings(batch, index)
+        subsets = list(itertools.combinations(group, pass_k))
+        best = [max(rewards[item] for item in subset) for subset in subsets]
+        advantage = 0.0
+        if len(group) > pass_k and statistics.pstdev(best) > 1e-8:
+            own = [value for value, subset in zip(best, subsets) if index in subset]
+            advantage = (statistics.fmean(own) - statistics.fmean(best)) / statistics.pstdev(best)
+        result.append([advantage] * batch.lengths[index])
+    return result
+
+
+OPTIONS = {
+    "grpo": [{"scale_rewards": True}, {"scale_rewards": False}],
+    "gae": [
+        {"gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": True},
+        {"gamma": 1.0, "gae_lambda": 0.95, "whiten_advantages": False},
+    ],
+    "pass_at_k": [{"pass_k": 1}, {"pass_k": 2}, {"pass_k": 3}],
+}
+CASES = [(name, options) for name in advantages.names() for options in OPTIONS.get(name, [{}])]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), penalised=st.booleans(), discrete=st.booleans())
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_equals_the_paper(name, options, seed, penalised, discrete):
+    batch = draw(seed, penalised=penalised, discrete=discrete)
+    actual = advantages.find(name).estimate(batch, **options)
+    expected = globals()[name](batch, **options)
+    assert [part.dtype for part in actual] == [np.float64] * len(batch.rewards)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", advantages.names())
+def test_modules_state_what_they_take(name):
+    module = advantages.find(name)
+    batch = draw(0)
+    options = {key: value for case, values in CASES if case == name for key, value in values.items()}
+    assert set(module.OPTIONS) == set(options)
+    assert set(module.NEEDS) <= {"group", "baselines", "values"}
+    assert module.PER_TOKEN in ("always", "penalised", "never")
+    varies = any(np.ptp(part) > 1e-9 for part in module.estimate(batch, **options))
+    assert varies == (module.PER_TOKEN == "always")
+    varies = any(np.ptp(part) > 1e-9 for part in module.estimate(draw(0, penalised=True), **options))
+    assert varies == (module.PER_TOKEN != "never")
+
+
+def batch_of(*groups, length=3):
+    rewards = np.concatenate(groups).astype(float)
+    ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    return RewardBatch(rewards, ids, np.full(len(rewards), length))
+
+
+def firsts(parts):
+    return [part[0] for part in parts]
 
 
 def test_by_hand():
-    # Group mean 0.25, deviations 0.75 and three of -0.25; sum of squares 0.75, so std = sqrt(0.75 / 3) = 0.5.
-    actual = group_normalised(np.array([[1.0, 0.0, 0.0, 0.0]]), epsilon=0.0)
-    np.testing.assert_allclose(actual, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-14)
-    centred = group_normalised(np.array([[1.0, 0.0, 0.0, 0.0]]), scale=False)
-    np.testing.assert_allclose(centred, [[0.75, -0.25, -0.25, -0.25]], rtol=1e-14)
+    batch = batch_of([1.0, 0.0, 0.0, 0.0])
+    # Mean 0.25, deviations 0.75 and three of -0.25; sum of squares 0.75, so std = sqrt(0.75 / 3) = 0.5.
+    expected = {
+        "grpo": [1.5, -0.5, -0.5, -0.5],
+        "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+        "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+        # Population std sqrt(0.75 / 4) = sqrt(3) / 4.
+        "reinforce_pp": [3**0.5, *[-(3**-0.5)] * 3],
+        "reinforce_pp_baseline": [3**0.5, *[-(3**-0.5)] * 3],
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(firsts(advantages.find(name).estimate(batch)), values, rtol=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
-@given(value=finite, size=st.integers(2, 16), scale=st.booleans())
-def test_equal_rewards_give_exactly_zero(value, size, scale):
-    rewards = np.array([[value] * size, [0.0] * (size - 1) + [1.0]])
-    actual = group_normalised(rewards, scale=scale)
-    assert (actual[0] == 0.0).all()
-    assert (actual[1] != 0.0).all()
+def test_pass_at_k_is_the_closed_form_of_the_paper_for_right_and_wrong():
+    """Eq. 14 and 15 of arXiv:2508.10751: with R = 1 - C(wrong, k) / C(n, k) and s = sqrt(R (1 - R))."""
+    for size, right, k in itertools.product((4, 8), (1, 2, 3), (2, 3)):
+        rewards = np.array([1.0] * right + [0.0] * (size - right))
+        wrong = size - right
+        mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+        if mean == 1:
+            continue
+        std = math.sqrt(mean * (1 - mean))
+        negative = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / std
+        expected = [(1 - mean) / std] * right + [negative] * wrong
+        np.testing.assert_allclose(group_advantages(rewards, k), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rewards_equal_up_to_rounding_give_exactly_zero():
-    rewards = np.array([[0.1 + 0.2, 0.3, 0.3, 0.3]])
-    assert rewards.std() > 0
-    assert (group_normalised(rewards) == 0.0).all()
+@pytest.mark.parametrize("name", [name for name in advantages.names() if "group" in advantages.find(name).NEEDS])
+@pytest.mark.parametrize("value", [0.0, 0.3, -5.0, 1e6])
+def test_groups_without_signal_give_exactly_zero(name, value):
+    """All equal, up to rounding, and of one sample; beside a group that has a signal."""
+    options = {"pass_k": 2} if name == "pass_at_k" else {}
+    estimate = advantages.find(name).estimate
+    plain = batch_of([value] * 4, [value], [value, value + 1e-16])
+    assert all((part == 0.0).all() for part in estimate(plain, **options))
+    beside = firsts(estimate(batch_of([value] * 4, [0.0, 1.0, 0.0, 0.0], [0.1 + 0.2, 0.3, 0.3]), **options))
+    assert np.isfinite(beside).all() and beside[5] > 0
+    if name != "reinforce_pp_baseline":  # which shifts everything by the mean over tokens, 0 but for rounding
+        assert (np.array(beside[:4] + beside[8:]) == 0.0).all()
+    np.testing.assert_allclose(beside[:4] + beside[8:], 0.0, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
-@given(rewards=reward_matrices, shift=finite)
-def test_a_shift_of_all_rewards_changes_nothing(rewards, shift):
-    rounded = np.round(rewards)  # integers, so that the shifted rewards are exact
-    expected = group_normalised(rounded)
-    np.testing.assert_allclose(group_normalised(rounded + np.round(shift)), expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(expected.sum(axis=1), 0.0, atol=1e-9)
+def test_reinforce_pp_of_equal_rewards_is_zero():
+    assert all((part == 0.0).all() for part in advantages.find("reinforce_pp").estimate(batch_of([0.7] * 5)))
 
 
-def test_integers_are_taken_and_the_input_is_left_alone():
-    rewards = np.array([[1, 0], [3, 5]])
-    actual = group_normalised(rewards, epsilon=0.0)
-    assert actual.dtype == np.float64
-    np.testing.assert_allclose(actual, [[2**-0.5, -(2**-0.5)], [-(2**-0.5), 2**-0.5]])
-    np.testing.assert_array_equal(rewards, [[1, 0], [3, 5]])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), shift=st.integers(-1000, 1000))
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k"])
+def test_a_shift_of_all_rewards_changes_nothing(name, seed, shift):
+    batch = draw(seed, discrete=True)
+    moved = RewardBatch(batch.rewards + shift, batch.group_ids, batch.lengths)
+    estimate = advantages.find(name).estimate
+    options = {"pass_k": 2} if name == "pass_at_k" else {}
+    np.testing.assert_allclose(
+        np.concatenate(estimate(moved, **options)), np.concatenate(estimate(batch, **options)), rtol=1e-8, atol=1e-8
+    )
 
 
-@pytest.mark.parametrize("rewards", [np.zeros((3, 1)), np.zeros(4), np.zeros((2, 2, 2)), np.zeros((2, 0))])
-def test_a_shape_without_groups_is_an_error(rewards):
-    with pytest.raises(ValueError, match="group baseline needs"):
-        group_normalised(rewards)
+def test_the_input_is_left_alone():
+    rewards = np.array([1.0, 0.0, 3.0, 5.0])
+    for name in ("grpo", "rloo", "reinforce_pp", "pass_at_k"):
+        options = {"pass_k": 1} if name == "pass_at_k" else {}
+        advantages.find(name).estimate(RewardBatch(rewards, np.array([0, 0, 1, 1]), np.ones(4, int)), **options)
+    np.testing.assert_array_equal(rewards, [1, 0, 3, 5])
+
+
+def test_gae_at_its_ends():
+    """With lambda 1 and gamma 1 the return of every token is the reward; with lambda 0 one step ahead is looked."""
+    rewards, values = np.array([0.0, 0.0, 2.0]), np.array([0.5, -1.0, 0.25])
+    np.testing.assert_allclose(discounted_sums(rewards, values, 1.0, 1.0) + values, [2.0, 2.0, 2.0])
+    np.testing.assert_allclose(discounted_sums(rewards, values, 0.5, 0.0), [-1.0, 1.125, 1.75])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_not_finite_is_an_error(value):
-    with pytest.raises(ValueError, match="not finite"):
-        group_normalised(np.array([[0.0, 1.0], [value, 1.0]]))
+@pytest.mark.parametrize("field", ["rewards", "baselines", "penalties", "values"])
+def test_a_number_that_is_not_finite_is_an_error(field, value):
+    parts = {
+        "rewards": np.zeros(2),
+        "baselines": np.zeros(2),
+        "penalties": [np.zeros(2)] * 2,
+        "values": [np.zeros(2)] * 2,
+    }
+    broken = [part.copy() for part in parts[field]] if isinstance(parts[field], list) else parts[field].copy()
+    if isinstance(broken, list):
+        broken[1][0] = value
+    else:
+        broken[1] = value
+    with pytest.raises(ValueError, match=f"{field}.*finite"):
+        RewardBatch(**{**parts, field: broken}, group_ids=np.zeros(2, int), lengths=np.array([2, 2]))
+
+
+def test_parts_that_do_not_fit_are_an_error():
+    with pytest.raises(ValueError, match="group_ids has 3 entries for 2 rewards"):
+        RewardBatch(np.zeros(2), np.zeros(3, int), np.ones(2, int))
+    with pytest.raises(ValueError, match="values of sample 1 must be 3 finite numbers"):
+        RewardBatch(np.zeros(2), np.zeros(2, int), np.array([2, 3]), values=[np.zeros(2), np.zeros(2)])
