@@ -80,6 +80,8 @@ class ShardWriter:
         data = memoryview(array.reshape(-1).view(np.uint8))
         for offset, size_bytes in self._places[name]:
             _write_at(self._fd, data[:size_bytes], offset)
+            # The disk starts now, while the next array is cut, and what it has written need not stay in memory.
+            os.posix_fadvise(self._fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
             data = data[size_bytes:]
 
     def finish(self) -> None:
