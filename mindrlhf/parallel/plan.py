@@ -18,6 +18,7 @@ from mindrlhf.parallel.plan_groups import GroupKind, num_communicators, plan_gro
 from mindrlhf.parallel.plan_memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.parallel.plan_parameters import (
     ELEMENT_BYTES,
+    KnownRules,
     ParameterRow,
     StageState,
     count_parameters,
@@ -54,9 +55,14 @@ class Model:
         return model_widths(self.spec, self.dims)
 
     @cached_property
+    def known(self) -> KnownRules:
+        """The spec for those who ask for its rules only."""
+        return KnownRules(self.spec, self.dims)
+
+    @cached_property
     def untrained(self) -> frozenset[str]:
         """Names of the parameters that gradients do not change."""
-        return untrained_names(self.spec, self.dims)
+        return untrained_names(self.known, self.dims)
 
     @property
     def num_experts(self) -> int:
@@ -121,7 +127,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     """
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = plan_batch(config, layout.data_parallel)
-    check_rows(layout, batch)
+    check_pieces(layout, batch)
     check_rollout(config.rollout, model.dims, machine.world_size)
     layouts, states = _state(model, layout, config.model.param_dtype)
     inputs = MemoryInputs(
@@ -133,7 +139,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
         states=states,
         batch=batch,
         rollout=plan_rollout(
-            config.rollout, model.spec, model.dims, device_bytes=machine.device_bytes, row_length=batch.row_length
+            config.rollout, model.known, model.dims, device_bytes=machine.device_bytes, row_length=batch.row_length
         ),
         num_communicators=num_communicators(layout, layouts),
     )
@@ -143,7 +149,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
 @lru_cache(maxsize=4)
 def _state(model: Model, layout: Layout, param_dtype: str) -> tuple[list[ParameterLayout], list[StageState]]:
     """Cached, since the search varies what it does not depend on."""
-    layouts = parameter_layouts(model.spec, model.dims, layout, ELEMENT_BYTES[param_dtype])
+    layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
     return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained)
 
 
@@ -170,12 +176,17 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     )
 
 
-def check_rows(layout: Layout, batch: BatchPlan) -> None:
-    """Check that rows divide over the ranks that share a sequence.
+def check_pieces(layout: Layout, batch: BatchPlan) -> None:
+    """Check that there are pieces for every stage, and that rows divide over the ranks that share a sequence.
 
     Raises:
         UserError: they do not.
     """
+    if batch.num_pieces < layout.pipeline_stage:
+        raise UserError(
+            f"'parallel_config.micro_batch_num' is {batch.num_pieces}, but a pipeline of {layout.pipeline_stage} "
+            f"stages needs at least {layout.pipeline_stage}: set it to that, and training.batch_size to a multiple"
+        )
     parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
     if batch.row_length % parts:
         raise UserError(

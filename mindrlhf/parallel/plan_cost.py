@@ -24,7 +24,7 @@ class Cost:
 
     Attributes:
         compute: matrix products, recomputation included.
-        imbalance: waiting for the pipeline stage with most layers.
+        imbalance: waiting for the pipeline stage with most work.
         bubble: waiting for the pipeline to fill and drain.
         tensor: collectives of tensor and context parallelism.
         expert: exchange of tokens between experts.
@@ -64,19 +64,17 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, node_size
         slack: share of the device that stays free.
     """
     layout, batch = inputs.layout, inputs.batch
-    num_layers = len(inputs.widths)
-    operations = 6 * num_active + 6 * num_layers * inputs.widths[0].context * batch.row_length
     repeat = 4 / 3 if inputs.config.model.recompute else 1.0
-    compute = operations * repeat * batch.num_tokens_per_update / layout.world_size / DEVICE_FLOPS
+    stage_operations = _stage_operations(inputs, num_active)
+    compute = sum(stage_operations) * repeat * batch.num_tokens_per_update / layout.world_size / DEVICE_FLOPS
+    uneven = max(stage_operations) * layout.pipeline_stage / sum(stage_operations)
     most_layers = max(len(inputs.stage_widths(stage)) for stage in range(layout.pipeline_stage))
-    uneven = most_layers * layout.pipeline_stage / num_layers
-    stages, pieces = layout.pipeline_stage, batch.num_pieces
     tensor, expert = _layer_exchange(inputs, most_layers, node_size)
     busy = compute * uneven + tensor + expert
     return Cost(
         compute=compute,
         imbalance=compute * (uneven - 1),
-        bubble=busy * (stages - 1) / pieces,
+        bubble=busy * (layout.pipeline_stage - 1) / batch.num_pieces,
         tensor=tensor,
         expert=expert,
         data=_gradient_exchange(inputs, node_size),
@@ -84,9 +82,15 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, node_size
     )
 
 
-def bubble_share(num_stages: int, num_pieces: int) -> float:
-    """Return the share of the time that a pipeline idles: (p - 1) / (m + p - 1)."""
-    return (num_stages - 1) / (num_pieces + num_stages - 1)
+def _stage_operations(inputs: MemoryInputs, num_active: int) -> list[float]:
+    """Operations of one training token in each pipeline stage: layers, and in the last the vocabulary projection."""
+    num_layers, vocabulary = len(inputs.widths), inputs.dims.vocab_size * inputs.dims.hidden_size
+    in_layers = (num_active - (1 if inputs.dims.tied else 2) * vocabulary) / num_layers
+    attention = inputs.widths[0].context * inputs.batch.row_length
+    stages = range(inputs.layout.pipeline_stage)
+    operations = [6.0 * len(inputs.stage_widths(stage)) * (in_layers + attention) for stage in stages]
+    operations[-1] += 6.0 * vocabulary
+    return operations
 
 
 def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ def plan_json(
             "fits": verdict.fits,
             "reason": verdict.reason,
             "changes": [_change(change) for change in verdict.changes],
+            "notes": list(verdict.notes),
         },
     }
     if result is not None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindrlhf.models.spec import ModelDims, ModelSpec
+from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -65,12 +65,23 @@ class ParameterRow:
     state_bytes: int
 
 
+class KnownRules:
+    """A spec whose rules are spelled out once: those of a large mixture of experts hold 45,000 names."""
+
+    def __init__(self, spec: ModelSpec, dims: ModelDims):
+        self._rules = spec.rules(dims)
+
+    def rules(self, _: ModelDims) -> list[ParameterRule]:
+        """Return the rules of the model that this was made for."""
+        return self._rules
+
+
 def count_parameters(layouts: Sequence[ParameterLayout]) -> int:
     """Return the number of elements of the whole model; a tied embedding counts once."""
     return sum(math.prod(layout.shape) for layout in layouts)
 
 
-def active_parameters(spec: ModelSpec, dims: ModelDims) -> int:
+def active_parameters(spec: ModelSpec | KnownRules, dims: ModelDims) -> int:
     """Return the parameters that one token meets: of the routed experts, those it is sent to."""
     total = 0
     for rule in spec.rules(dims):
@@ -79,7 +90,7 @@ def active_parameters(spec: ModelSpec, dims: ModelDims) -> int:
     return total
 
 
-def untrained_names(spec: ModelSpec, dims: ModelDims) -> frozenset[str]:
+def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> frozenset[str]:
     """Return the names of the parameters that gradients do not change: float32, without moments and accumulators."""
     return frozenset(rule.mf_name for rule in spec.rules(dims) if not rule.trained)
 

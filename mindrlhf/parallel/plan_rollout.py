@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule
-from mindrlhf.parallel.plan_parameters import ELEMENT_BYTES
+from mindrlhf.models.spec import ModelDims, ParameterRule
+from mindrlhf.parallel.plan_parameters import ELEMENT_BYTES, KnownRules
 
 # Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
 _FIXED_WORKSPACE_BYTES = 1_500_000_000
@@ -38,11 +39,11 @@ class RolloutPlan:
 
 
 def plan_rollout(
-    rollout: RolloutSection, spec: ModelSpec, dims: ModelDims, *, device_bytes: int, row_length: int
+    rollout: RolloutSection, spec: KnownRules, dims: ModelDims, *, device_bytes: int, row_length: int
 ) -> RolloutPlan:
     """Estimate a device's share of a rollout server."""
     share = int(rollout.gpu_memory_utilization * device_bytes)
-    weights = rollout_weight_bytes(rollout, spec, dims)
+    weights = rollout_weight_elements(rollout.tensor_parallel, spec, dims) * ELEMENT_BYTES[rollout.dtype]
     workspace = _FIXED_WORKSPACE_BYTES + rollout.max_num_seqs * dims.vocab_size * 4
     kv_cache = share - weights - workspace
     kv_token = kv_token_bytes(rollout, dims)
@@ -59,13 +60,12 @@ def plan_rollout(
     )
 
 
-def rollout_weight_bytes(rollout: RolloutSection, spec: ModelSpec, dims: ModelDims) -> int:
-    """Return the bytes of one device's weights."""
-    elements = sum(
-        -(-math.prod(rule.mf_shape(dims)) // (rollout.tensor_parallel if is_cut(rule) else 1))
-        for rule in spec.rules(dims)
+@lru_cache(maxsize=16)
+def rollout_weight_elements(tensor_parallel: int, spec: KnownRules, dims: ModelDims) -> int:
+    """Return the elements of one device's weights; cached, since the search asks for every layout."""
+    return sum(
+        -(-math.prod(rule.mf_shape(dims)) // (tensor_parallel if is_cut(rule) else 1)) for rule in spec.rules(dims)
     )
-    return elements * ELEMENT_BYTES[rollout.dtype]
 
 
 def is_cut(rule: ParameterRule) -> bool:

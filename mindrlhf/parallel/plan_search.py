@@ -49,11 +49,11 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
     """Try every cut of the model over the machine; keep what the model allows and the memory holds."""
     candidates: list[Candidate] = []
     num_tried = num_feasible = 0
-    num_active = active_parameters(model.spec, model.dims)
+    num_active = active_parameters(model.known, model.dims)
     for keys in _layouts(config, model, machine):
         num_tried += 1
         try:
-            inputs, _ = prepare(with_keys(config, keys, machine.world_size), model, machine)
+            inputs, _ = prepare(with_keys(config, keys), model, machine)
         except UserError:
             continue
         num_feasible += 1

@@ -43,6 +43,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         lines += ["Any one of these makes it fit:", *(f"  {change}" for change in verdict.changes)]
     elif not verdict.fits:
         lines.append("No single change makes it fit: --search looks through all layouts, or use more devices.")
+    for note in verdict.notes:
+        lines += wrap(f"Note: {note}")
     return lines
 
 
@@ -199,7 +201,9 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 
 def _short_name(name: str) -> str:
-    return name.removeprefix("decoder.").replace("layers.*.", "*.").removesuffix(".weight")
+    return (
+        name.removeprefix("decoder.").replace("layers.*.self_", "*.").replace("layers.*.", "*.").removesuffix(".weight")
+    )
 
 
 def _rollout_lines(plan: Plan) -> list[str]:

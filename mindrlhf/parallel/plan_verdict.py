@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindrlhf.config.checks import check_grpo
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.parallel.plan import Machine, Model, Plan, prepare
@@ -13,6 +12,8 @@ from mindrlhf.parallel.plan_memory import PhaseMemory, plan_memory
 from mindrlhf.parallel.plan_sizes import format_size
 
 MAX_CHANGES = 3
+# Host memory that nodes of eight NPUs commonly have is 1 to 2 TB, of which other processes take a part.
+LARGE_BOARD_BYTES = 10**12
 _LEAST_UTILIZATION = 0.1
 
 
@@ -36,18 +37,20 @@ class Verdict:
         fits: whether the run fits.
         reason: one sentence with the numbers.
         changes: what would make it fit, the mildest first; empty when it fits, or when no single change does.
+        notes: what devices do not show.
     """
 
     fits: bool
     reason: str
     changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
 
 
 def give_verdict(plan: Plan) -> Verdict:
     """Compare a plan with its devices; if it does not fit, look for changes that do."""
     reason = _reason(plan)
     if plan.fits:
-        return Verdict(True, reason, ())
+        return Verdict(True, reason, (), _notes(plan))
     changes = []
     for keys in _candidates(plan):
         memory = try_keys(plan.config, keys, plan.model, plan.machine)
@@ -55,31 +58,26 @@ def give_verdict(plan: Plan) -> Verdict:
             changes.append(Change(keys, memory))
         if len(changes) == MAX_CHANGES:
             break
-    return Verdict(False, reason, tuple(changes))
+    return Verdict(False, reason, tuple(changes), _notes(plan))
 
 
 def try_keys(config: GrpoConfig, keys: Mapping[str, Any], model: Model, machine: Machine) -> int | None:
     """Return the peak memory of ``config`` with ``keys`` set, or None if it is impossible or does not fit."""
     try:
-        inputs, _ = prepare(with_keys(config, keys, machine.world_size), model, machine)
+        inputs, _ = prepare(with_keys(config, keys), model, machine)
     except UserError:
         return None
     peak = max(phase.total for phase in plan_memory(inputs))
     return peak if peak <= machine.device_bytes and inputs.rollout.num_full_sequences >= 1 else None
 
 
-def with_keys(config: GrpoConfig, keys: Mapping[str, Any], world_size: int) -> GrpoConfig:
-    """Return ``config`` with dotted ``keys`` set.
-
-    Raises:
-        UserError: the result breaks a rule of the config.
-    """
+def with_keys(config: GrpoConfig, keys: Mapping[str, Any]) -> GrpoConfig:
+    """Return ``config`` with dotted ``keys`` set."""
     for dotted, value in keys.items():
         section, _, name = dotted.partition(".")
         config = dataclasses.replace(
             config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
         )
-    check_grpo(config, frozenset(), world_size)
     return config
 
 
@@ -100,6 +98,21 @@ def _reason(plan: Plan) -> str:
         f"the fullest moment, {_where(plan.peak, plan)}, takes {format_size(plan.peak.total)} of "
         f"{format_size(device)} ({100 * slack:.0f} % free)"
     )
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    notes = []
+    if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
+        notes.append(
+            f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
+            "the nodes have it"
+        )
+    if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
+        notes.append(
+            f"the KV cache holds {plan.rollout.num_full_sequences:,} full sequences, fewer than rollout.max_num_seqs = "
+            f"{plan.rollout.max_num_seqs:,}: servers will queue or recompute when responses are long"
+        )
+    return tuple(notes)
 
 
 def _where(phase: PhaseMemory, plan: Plan) -> str:
