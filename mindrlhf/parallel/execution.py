@@ -93,6 +93,7 @@ def execute(
     batches: Sequence[Sequence[np.ndarray]],
     directory: str | os.PathLike,
     *,
+    learning_rate: float,
     timeout_s: float = 300.0,
 ) -> list[ExecutionResult]:
     """Run one optimiser step per batch of each job; the jobs take turns in one set of ranks.
@@ -103,6 +104,7 @@ def execute(
         weights: whole initial parameters, float32, by MindFormers name.
         batches: for each step the inputs of the graph, whole, in its order.
         directory: for graphs, logs and slices; made when missing.
+        learning_rate: of every step.
         timeout_s: a rank that is not done by then ends itself, and with it the run.
 
     Raises:
@@ -123,6 +125,7 @@ def execute(
     boards = {job.name: {moment: _create_board(hf_config) for moment in PUBLICATIONS} for job in jobs}
     spec = {
         "hf_config": hf_config,
+        "learning_rate": learning_rate,
         "timeout_s": timeout_s,
         "num_steps": len(batches),
         "num_inputs": len(batches[0]),

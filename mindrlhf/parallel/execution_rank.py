@@ -23,14 +23,15 @@ from mindrlhf.models.spec import ModelDims, find_spec
 from mindrlhf.parallel.execution import BATCHES_NAME, PUBLICATIONS, RESULT_NAME, SLICES_NAME, SPEC_NAME, WEIGHTS_NAME
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.lowering import LoweredGraph, lower_graph
-from mindrlhf.parallel.lowering_graph import LoweringError
+from mindrlhf.parallel.lowering_graph import LOWERED_PREFIX, LoweringError
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.publishing import PublishedSlice, plan_publication
 from mindrlhf.training.processes import die_with_launcher
 from mindrlhf.weights.board import WeightBoard
 
-# State that starts at zero: AdamW's moments, gradient accumulators.
-_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.")
+# State that starts at zero: AdamW's moments and step count, gradient accumulators, and what the lowering has added.
+_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "global_step", LOWERED_PREFIX)
+_LEARNING_RATE = "learning_rate"
 
 
 def main(directory: Path) -> None:
@@ -100,8 +101,10 @@ class _Execution:
                         )
                     parameter.set_data(ms.Tensor(value))
                 elif parameter.name.startswith(_ZERO_PREFIXES):
-                    parameter.set_data(ms.Tensor(np.zeros(parameter.shape, np.float32)))
-                elif parameter.size > 1:
+                    parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
+                elif parameter.name == _LEARNING_RATE:
+                    parameter.set_data(ms.Tensor(self.spec["learning_rate"], ms.float32))
+                else:
                     raise LoweringError(f"{self.job['name']}: the graph has an unknown parameter {parameter.name}")
         if missing:
             raise LoweringError(f"{self.job['name']}: the graph of rank {self.rank} lacks {sorted(missing)[0]}")

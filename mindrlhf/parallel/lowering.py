@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,9 @@ from mindrlhf.parallel.lowering_graph import (
 )
 from mindrlhf.parallel.lowering_kernels import LOWER_KERNEL
 
+# Flags of a function that is not to be inlined.
+_KEPT_APART = frozenset({"cell_reuse", "no_inline"})
+_CPU_COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 # Operators with an input that names the dtype of their output, and which one it is.
 _DTYPE_INPUTS = {
     "Cast": 1,
@@ -74,9 +78,11 @@ def lower_graph(path: str | os.PathLike, rank: int, out_path: str | os.PathLike)
     for primitive in program.model.primitives:
         groups.adopt(primitive)
     use_float32(program)
+    allow_inlining(program)
     replaced: Counter[str] = Counter()
     for graph in program.graphs:
         _lower_nodes(program, graph, groups, replaced)
+        order_collectives(program, graph)
     program.save(out_path)
     return LoweredGraph(os.fspath(out_path), dict(groups.members), dict(replaced))
 
@@ -98,8 +104,47 @@ def _lower_nodes(program: Program, graph: ir.GraphProto, groups: Groups, replace
             continue
         nodes.extend(emitter.nodes)
         replaced[op_type] += 1
+    _replace_nodes(graph, nodes)
+
+
+def _replace_nodes(graph: ir.GraphProto, nodes: Sequence[ir.NodeProto]) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def allow_inlining(program: Program) -> None:
+    """Let MindSpore merge the functions of a program into one graph when it loads it.
+
+    The compiler keeps the graph of a micro-batch apart to compile it once. The CPU would run it as a graph of its own,
+    and no order of collectives holds between graphs.
+    """
+    for graph in program.model.functions:
+        kept = [entry for entry in graph.attribute if entry.name not in _KEPT_APART]
+        del graph.attribute[:]
+        graph.attribute.extend(kept)
+
+
+def order_collectives(program: Program, graph: ir.GraphProto) -> None:
+    """Make every collective of a graph wait for the one before it.
+
+    Ascend has a stream per group; the CPU has one message queue per pair of ranks, where messages of two
+    groups that overtake each other would be taken for one another. The nodes of MindIR are sorted by dependency, and in
+    the same way on every rank.
+    """
+    values = _values(graph)
+    nodes, previous = [], None
+    for node in graph.node:
+        primitive = program.primitive_of(node) if node.op_type.startswith(CALL_PREFIX) else None
+        if primitive is not None and primitive.op_type in _CPU_COLLECTIVES:
+            if previous is not None:
+                value = values[node.input[0]]
+                emitter = Emitter(program, node, {})
+                turn = emitter.call("Depend", value, previous, shape=value.shape, dtype=value.dtype)
+                nodes.extend(emitter.nodes)
+                node.input[0] = turn.name
+            previous = values[node.output[0]]
+        nodes.append(node)
+    _replace_nodes(graph, nodes)
 
 
 def _values(graph: ir.GraphProto) -> dict[str, Value]:

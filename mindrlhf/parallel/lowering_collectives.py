@@ -57,8 +57,11 @@ class Groups:
 
 
 def lower_all_reduce(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Groups, inputs: Sequence[Value]) -> bool:
-    """Maxima and minima are taken after gathering; sums stay."""
+    """Maxima and minima are taken after gathering; sums stay; a group of one needs nothing."""
     reduction = scalar(attribute(primitive, "op"))
+    if len(_ranks(primitive)) == 1:
+        emitter.reshape(inputs[0], emitter.output.shape, name=emitter.output.name)
+        return True
     if reduction == "sum":
         return False
     if reduction not in _GATHERED_REDUCTIONS:
@@ -126,7 +129,8 @@ def lower_receive(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Groups
     output = emitter.output
     sender = _ranks(primitive)[_number(primitive, "src_rank")]
     group = groups.pair(sender, groups.rank, _number(primitive, "sr_tag"))
-    zeros = emitter.zeros(output.shape, output.dtype)
+    # A constant would not wait for anything: MindSpore drops its dependencies.
+    zeros = emitter.zero_parameter(output.shape, output.dtype)
     turn = emitter.call("Depend", zeros, inputs[0], shape=output.shape, dtype=output.dtype)
     _all_reduce(emitter, group, turn, name=output.name)
     return True

@@ -18,6 +18,7 @@ from mindspore.train import mind_ir_pb2 as ir
 from mindrlhf.errors import RunFailure
 
 CALL_PREFIX = "REF::"
+LOWERED_PREFIX = "lowered_"
 Attribute = ir.AttributeProto
 TensorType = ir.TensorProto
 
@@ -114,7 +115,7 @@ class Program:
     def new_name(self, hint: str) -> str:
         """Return a name that nothing in the file has."""
         self._num_names += 1
-        return f"lowered_{hint}_{self._num_names}"
+        return f"{LOWERED_PREFIX}{hint}_{self._num_names}"
 
 
 # Primitives that MindSpore does not generate from an operator definition: they have no options as inputs.
@@ -202,6 +203,14 @@ class Emitter:
         tensor.name = "value0"
         tensor.raw_data = np.zeros(shape, NUMPY_DTYPES[dtype]).tobytes()
         return Value(name, tuple(shape), dtype)
+
+    def zero_parameter(self, shape: Sequence[int], dtype: int) -> Value:
+        """Add a parameter of the program, zeros that the compiler may not take for a constant."""
+        graph = self.program.model.graph
+        tensor = graph.parameter.add()
+        tensor.name = f"{graph.name}:{self.program.new_name('zero_parameter')}"
+        _set_type(tensor, shape, dtype)
+        return Value(tensor.name, tuple(shape), dtype)
 
     def number(self, number: float, dtype: int) -> Value:
         """Add a constant tensor without axes."""
