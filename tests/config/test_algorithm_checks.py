@@ -1,0 +1,183 @@
+"""The algorithm section: what presets fill in, and each combination that is refused, with the fix that mends it."""
+
+import pytest
+
+from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.config import sections
+from mindrlhf.config.loader import write_config
+from mindrlhf.config.presets import PRESETS, correction_weight, is_corrected
+from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.errors import UserError
+
+BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]
+BFLOAT16 = ["run.device=ascend", "rollout.dtype=bfloat16", "model.compute_dtype=bfloat16"]
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    return lambda *overrides: load_grpo_config(path, [*BASE, *overrides])
+
+
+# The overrides that break a rule; words of the message; overrides that mend it.
+RULES = {
+    "GAE without a critic": (
+        ["algorithm.advantage=gae"],
+        ["'algorithm.advantage' is gae", "needs a critic", "such as grpo or reinforce_pp"],
+        ["algorithm.advantage=reinforce_pp"],
+    ),
+    "leave-one-out of one": (
+        ["algorithm.name=rloo", "algorithm.num_generations=1"],
+        ["'algorithm.num_generations' is 1", "rloo", "set it to 2 or more"],
+        ["algorithm.num_generations=2"],
+    ),
+    "the best of all": (
+        ["algorithm.name=pass_at_k", "algorithm.num_generations=4"],
+        ["'algorithm.pass_k' is 4", "set 'algorithm.num_generations' above 4", "lower pass_k"],
+        ["algorithm.pass_k=2"],
+    ),
+    "a KL target without a reference": (
+        ["algorithm.kl_target=0.1"],
+        ["'algorithm.kl_target' is set", "no reference model", "set beta above 0"],
+        ["algorithm.beta=0.1"],
+    ),
+    "an unbiased KL without a reference": (
+        ["algorithm.kl_unbiased=true"],
+        ["'algorithm.kl_unbiased' is true", "no reference model", "set beta above 0"],
+        ["algorithm.beta=0.1"],
+    ),
+    "an estimator without a KL term": (
+        ["algorithm.kl_estimator=k2"],
+        ["'algorithm.kl_estimator' is set", "algorithm.beta above 0"],
+        ["algorithm.beta=0.1"],
+    ),
+    "KL in the reward without a reference": (
+        ["algorithm.kl_in=reward"],
+        ["'algorithm.kl_in' is set", "algorithm.beta above 0"],
+        ["algorithm.beta=0.1"],
+    ),
+    "an unbiased gradient of a reward": (
+        ["algorithm.kl_unbiased=true", "algorithm.beta=0.1", "algorithm.kl_in=reward"],
+        ["'algorithm.kl_unbiased' is true", "no gradient", "set kl_in to loss"],
+        ["algorithm.kl_in=loss"],
+    ),
+    "an unbiased gradient of a biased estimate": (
+        ["algorithm.kl_unbiased=true", "algorithm.beta=0.1", "algorithm.kl_estimator=k2"],
+        ["k2 is itself biased", "kl_estimator to k1 or k3"],
+        ["algorithm.kl_estimator=k1"],
+    ),
+    "GSPO with token truncation": (
+        ["algorithm.name=gspo", "correction.weight=token"],
+        ["'correction.weight' is token", "gspo has one ratio for a whole response", "set it to sequence"],
+        ["correction.weight=sequence"],
+    ),
+    "GSPO with advantages per token": (
+        ["algorithm.name=reinforce_pp", "algorithm.beta=0.1", "algorithm.loss=gspo"],
+        ["'algorithm.loss' is gspo", "reinforce_pp with KL in the reward", "set it to gspo_token"],
+        ["algorithm.loss=gspo_token"],
+    ),
+    "bypass and correction": (
+        ["correction.bypass=true", "correction.veto=0.001"],
+        ["'correction.bypass' is true", "nothing to correct", "'correction.veto' to 0"],
+        ["correction.veto=0"],
+    ),
+    "bypass without a ratio": (
+        ["correction.bypass=true", "algorithm.loss=reinforce"],
+        ["'correction.bypass' is true", "reinforce has no ratio", "set it to false"],
+        ["correction.bypass=false"],
+    ),
+    "bounds the wrong way round": (
+        ["correction.mask=token", "correction.mask_low=2", "correction.mask_high=1"],
+        ["'correction.mask_low' is 2", "mask_high = 1", "lower it"],
+        ["correction.mask_low=0.5"],
+    ),
+    "bounds of no mask": (
+        ["correction.mask_low=0.9"],
+        ["'correction.mask_low' is set", "correction.mask token, sequence or geometric"],
+        ["correction.mask=geometric"],
+    ),
+    "truncation of no weight": (
+        ["correction.max_weight=3"],
+        ["'correction.max_weight' is set", "correction.weight token or sequence"],
+        ["correction.weight=token"],
+    ),
+    "a clip that the loss does not have": (
+        ["algorithm.name=sapo", "algorithm.clip_low=0.1"],
+        ["'algorithm.clip_low' is set", "ppo_clip", "not sapo"],
+        ["algorithm.loss=ppo_clip"],
+    ),
+    "an option of another estimator": (
+        ["algorithm.pass_k=2"],
+        ["'algorithm.pass_k' is set", "algorithm.advantage pass_at_k, not grpo"],
+        ["algorithm.advantage=pass_at_k"],
+    ),
+    "an overlong penalty without a buffer": (
+        ["algorithm.overlong_penalty=0.5"],
+        ["'algorithm.overlong_penalty' is set", "an algorithm.overlong_buffer above 0"],
+        ["algorithm.overlong_buffer=0.1"],
+    ),
+    "a gain without a target": (
+        ["algorithm.kl_gain=0.5", "algorithm.beta=0.1"],
+        ["'algorithm.kl_gain' is set", "an algorithm.kl_target"],
+        ["algorithm.kl_target=0.1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_broken_rule_names_the_key_and_the_fix_that_mends_it(load, rule):
+    broken, words, mend = RULES[rule]
+    with pytest.raises(UserError) as failure:
+        load(*broken)
+    message = str(failure.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    load(*broken, *mend)
+
+
+@pytest.mark.parametrize("name", ["advantage", "loss", "aggregation", "kl_estimator", "kl_in", "name"])
+def test_a_mistyped_part_is_met_with_the_choices(load, name):
+    with pytest.raises(UserError, match=f"'algorithm.{name}' is 'sapoo', but must be one of"):
+        load(f"algorithm.{name}=sapoo")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_fills_in_what_is_not_given(load, preset):
+    plain = sections.AlgorithmSection()
+    algorithm = load(f"algorithm.name={preset}").algorithm
+    for name, value in PRESETS[preset].items():
+        assert getattr(algorithm, name) == value
+        assert value is not None and name != "num_generations"
+    untouched = sections.AlgorithmSection.__dataclass_fields__.keys() - PRESETS[preset].keys() - {"name"}
+    assert {name: getattr(algorithm, name) for name in untouched} == {name: getattr(plain, name) for name in untouched}
+    assert algorithm.advantage in advantages.names() and algorithm.loss in policy_losses.names()
+
+
+def test_what_is_given_stays(load):
+    algorithm = load("algorithm.name=gspo", "algorithm.clip_high=0.1", "algorithm.aggregation=token_mean").algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (3e-4, 0.1, "token_mean")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
+    config = load(f"algorithm.name={preset}")
+    write_config(config, tmp_path)
+    lines = (tmp_path / "config.yaml").read_text().splitlines()
+    # Other sections refuse keys that are written out but not used.
+    begin, end = lines.index("algorithm:"), lines.index("training:")
+    kept = [line for line in lines[begin:end] if "ref_model_sync_steps" not in line]
+    path = tmp_path / "again.yaml"
+    path.write_text("\n".join(kept))
+    assert load_grpo_config(path, BASE).algorithm == config.algorithm
+
+
+def test_correction_is_on_where_the_numerics_differ(load):
+    assert correction_weight(load()) == "none" and not is_corrected(load())
+    assert correction_weight(load(*BFLOAT16)) == "token" and is_corrected(load(*BFLOAT16))
+    assert correction_weight(load(*BFLOAT16, "algorithm.name=gspo")) == "sequence"
+    assert not is_corrected(load(*BFLOAT16, "correction.weight=none"))
+    assert not is_corrected(load(*BFLOAT16, "correction.bypass=true"))
+    assert is_corrected(load("correction.mask=geometric", "correction.mask_low=0.9"))
+    assert is_corrected(load("correction.veto=0.001"))
