@@ -33,12 +33,13 @@ class CompileRequest:
         num_layers: decoder layers to compile, spread over the stages; 0 means all of the model's.
         param_dtype, compute_dtype: "float32" or "bfloat16".
         recompute: recompute activations in the backward pass.
-        portable: use operators that have CPU kernels too (plain attention and norms, float32), so that the exported
-            graph can be executed on CPU ranks; otherwise Ascend's fused ones.
-        plan_memory: also run MindSpore's memory planner (simulation level 1).
+        plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
-        strategy_file: where to write MindSpore's strategy file; empty writes none.
-        mindir_file: where to export the rank's sliced graph (`.mindir`); empty exports none.
+        strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
+        mindir_file: where to export the rank's sliced graph (`.mindir`), an absolute path; empty exports none. It takes
+            the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
+            `mindrlhf.algorithms.losses.POLICY_INPUTS`, all [rows, length], then float32 [rows, 2] (kl_coefficient,
+            num_tokens); rows = batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
     """
 
     hf_config: dict
@@ -50,7 +51,6 @@ class CompileRequest:
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     recompute: bool = False
-    portable: bool = False
     plan_memory: bool = False
     beta: float = 0.04
     strategy_file: str = ""
@@ -130,12 +130,15 @@ EXIT_USER_ERROR = 2
 _LOG_LINES = 4
 
 
-def compile_ranks(requests: Sequence[CompileRequest], *, timeout_s: float = 1800.0) -> list[CompileReport]:
-    """Compile each request in a process of its own, one after the other; MindSpore is imported once for all.
+def compile_ranks(
+    requests: Sequence[CompileRequest], *, timeout_s: float = 1800.0, num_processes: int = 1
+) -> list[CompileReport]:
+    """Compile each request in a process of its own; MindSpore is imported once for all.
 
     Args:
         requests: what to compile; all with the same `plan_memory`.
         timeout_s: time limit for all of them, in seconds.
+        num_processes: how many compile at a time; each takes the memory of a whole compilation.
 
     Raises:
         UserError: this machine can neither compile nor simulate, or MindFormers refuses the layout.
@@ -144,7 +147,8 @@ def compile_ranks(requests: Sequence[CompileRequest], *, timeout_s: float = 1800
     assert len({request.plan_memory for request in requests}) == 1, "plan_memory must be the same for all requests"
     with tempfile.TemporaryDirectory(prefix="mindrlhf-compile-") as name:
         directory = Path(name)
-        (directory / "requests.json").write_text(json.dumps([asdict(request) for request in requests]))
+        work = {"num_processes": num_processes, "requests": [asdict(request) for request in requests]}
+        (directory / "requests.json").write_text(json.dumps(work))
         _run_child(directory, timeout_s)
         return [_read_report(directory, index, request) for index, request in enumerate(requests)]
 

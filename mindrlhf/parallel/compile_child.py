@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from mindrlhf.parallel import simulation
 from mindrlhf.parallel.collectives import read_collectives
 from mindrlhf.parallel.compile import EXIT_USER_ERROR, CompiledParameter, CompileReport, CompileRequest
 
-_BETA_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def main(directory: Path) -> int:
     """Serve all requests of ``directory``; return the exit code."""
-    requests = [CompileRequest(**values) for values in json.loads((directory / "requests.json").read_text())]
+    work = json.loads((directory / "requests.json").read_text())
+    requests = [CompileRequest(**values) for values in work["requests"]]
     level = simulation.LEVEL_PLAN_MEMORY if requests[0].plan_memory else simulation.LEVEL_COMPILE
     try:
         simulated = simulation.activate(0, 1, level)
@@ -34,14 +36,20 @@ def main(directory: Path) -> int:
     except UserError as error:
         (directory / "user_error").write_text(str(error))
         return EXIT_USER_ERROR
+    running, failed = 0, False
     for index, request in enumerate(requests):
-        pid = os.fork()
-        if not pid:
+        if running == work["num_processes"]:
+            failed |= os.wait()[1] != 0
+            running -= 1
+        if failed:
+            break
+        if not os.fork():
             os._exit(_serve(request, directory, index, simulated))
-        _, status = os.waitpid(pid, 0)
-        if os.waitstatus_to_exitcode(status):
-            return EXIT_USER_ERROR if (directory / "user_error").exists() else 0
-    return 0
+        running += 1
+    for _ in range(running):
+        failed |= os.wait()[1] != 0
+    # A failed request has left a log instead of a report.
+    return EXIT_USER_ERROR if (directory / "user_error").exists() else 0
 
 
 def _serve(request: CompileRequest, directory: Path, index: int, simulated: bool) -> int:
@@ -69,34 +77,38 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     parallel = ParallelSection(**request.parallel)
     stage_size = parallel.data_parallel * parallel.model_parallel * parallel.context_parallel
     world_size = stage_size * parallel.pipeline_stage
+    strategy_file = Path(request.strategy_file or directory / f"strategy_{os.getpid()}.ckpt")
     simulation.set_rank(request.rank, world_size)
-    T=lambda m: print("PHASE",m,time.monotonic()-start,flush=True)
-    _start_mindspore(request, parallel, world_size, directory)
-    T("start")
+    _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
     step = build_update(request, parallel)
-    T("build")
     inputs = example_inputs(request, parallel)
 
-    from mindrlhf.parallel.compile_graph import compile_graph, plan_memory, write_graph
+    from mindrlhf.parallel.compile_graph import compile_graph, plan_memory, read_shards, write_graph
 
-    graph = compile_graph(step, inputs)
-    T("comp")
-    if request.mindir_file:
-        write_graph(graph, request.mindir_file)
+    planned_memory_bytes, collectives = 0, ()
+    if request.plan_memory:
+        planned_memory_bytes = plan_memory(step, inputs)
+    else:
+        graph = compile_graph(step, inputs)
+        collectives = read_collectives(graph, world_size)
+        if request.mindir_file:
+            write_graph(graph, request.mindir_file)
     return CompileReport(
         rank=request.rank,
         stage=request.rank // stage_size,
         num_layers=request.num_layers or request.hf_config["num_hidden_layers"],
-        parameters=tuple(_parameters(step)),
-        collectives=read_collectives(graph, world_size),
-        planned_memory_bytes=plan_memory(step, inputs) if request.plan_memory else 0,
+        parameters=tuple(_parameters(step, read_shards(strategy_file))),
+        collectives=collectives,
+        planned_memory_bytes=planned_memory_bytes,
         seconds=time.monotonic() - start,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         simulated=simulated,
     )
 
 
-def _start_mindspore(request: CompileRequest, parallel: ParallelSection, world_size: int, directory: Path) -> None:
+def _start_mindspore(
+    rank: int, world_size: int, parallel: ParallelSection, strategy_file: Path, log_dir: Path
+) -> None:
     import mindspore as ms
     from mindspore.communication import init
 
@@ -105,23 +117,20 @@ def _start_mindspore(request: CompileRequest, parallel: ParallelSection, world_s
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("Ascend")
     init()
-    prepare_mindformers("ascend", directory / "mindformers")
+    prepare_mindformers("ascend", log_dir)
     options = {}
-    if request.strategy_file:
-        options["strategy_ckpt_config"] = {"save_file": request.strategy_file, "only_trainable_params": False}
     if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
         options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}
-    # A single rank has no groups: there it is the plain graph.
-    mode = ms.ParallelMode.SEMI_AUTO_PARALLEL
     ms.set_auto_parallel_context(
-        parallel_mode=mode,
+        parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL,
         device_num=world_size,
-        global_rank=request.rank,
+        global_rank=rank,
         full_batch=True,
         gradients_mean=False,
         pipeline_stages=parallel.pipeline_stage,
         enable_parallel_optimizer=parallel.enable_parallel_optimizer,
         enable_alltoall=True,
+        strategy_ckpt_config={"save_file": str(strategy_file), "only_trainable_params": False},
         **options,
     )
 
@@ -151,7 +160,7 @@ def build_update(request: CompileRequest, parallel: ParallelSection):
     def make_loss(policy):
         return PolicyLoss(
             policy,
-            policy_losses.surrogate("ppo_clip", **_BETA_CLIP),
+            policy_losses.surrogate("ppo_clip", **_CLIP),
             on_policy=False,
             kl_estimator="k3" if request.beta > 0 else "",
         )
@@ -180,17 +189,12 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
 
 
-def _parameters(step) -> list[CompiledParameter]:
+def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:
     """This stage's parameters from MindSpore's record, of which the first entries are layout and shapes."""
-    found = []
-    for name, record in step.parameter_layout_dict.items():
-        if name.startswith("inputs"):
-            continue
-        device_matrix, tensor_map, slice_shape, _, _, group, global_shape, *_ = record
-        found.append(
-            CompiledParameter(name, tuple(global_shape), tuple(slice_shape), tuple(device_matrix), tuple(tensor_map))
-        )
-    return found
+    for name, (device_matrix, tensor_map, slice_shape, _, _, _, global_shape, *_) in step.parameter_layout_dict.items():
+        if name in shards:
+            layout = (tuple(entry) for entry in (global_shape, slice_shape, device_matrix, tensor_map))
+            yield CompiledParameter(name, *layout, *shards[name])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.common.api import _cell_graph_executor
 from mindspore.train.mind_ir_pb2 import ModelProto
+from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
 
 def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> ModelProto:
@@ -38,3 +39,14 @@ def plan_memory(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> int:
     step(*inputs)
     ms.runtime.synchronize()
     return ms.runtime.max_memory_allocated()
+
+
+def read_shards(strategy_file: str | os.PathLike) -> dict[str, tuple[int, int]]:
+    """Return step and size of the optimiser shard of every parameter in a strategy file; (0, 0) without one."""
+    strategies = ParallelStrategyMap()
+    with open(strategy_file, "rb") as file:
+        strategies.ParseFromString(file.read())
+    return {
+        item.param_name: (item.parallel_layouts.opt_weight_shard_step, item.parallel_layouts.opt_weight_shard_size)
+        for item in strategies.parallel_layout_item
+    }

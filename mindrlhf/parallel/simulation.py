@@ -61,8 +61,15 @@ _NOT_CANN = re.compile(r"lib(mindspore|d_coll|stdc|m\.|gcc|gomp|pthread|c\.|dl|r
 _RUNTIMES = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1")
 _FETCHED_BY_NAME = re.compile(rb"(?<![A-Za-z0-9_])(acl[a-zA-Z]+\w{2,60})(?=\0)")
 _OPERATOR_HELPERS = frozenset(
-    "InitHugeMemThreadLocal UnInitHugeMemThreadLocal ReleaseHugeMem InitPTACacheThreadLocal SetPTAHashKey "
-    "CanUsePTACache PTAGetExecCache".split()
+    (
+        "InitHugeMemThreadLocal",
+        "UnInitHugeMemThreadLocal",
+        "ReleaseHugeMem",
+        "InitPTACacheThreadLocal",
+        "SetPTAHashKey",
+        "CanUsePTACache",
+        "PTAGetExecCache",
+    )
 )
 
 

@@ -1,0 +1,44 @@
+"""`mindrlhf strategy`: MindSpore strategy files of a run, compiled on any machine."""
+
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser("strategy", help="compile the training step of a cluster here; write strategy files")
+    parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="devices of the cluster")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to make; must not exist")
+    parser.add_argument(
+        "--layers-per-stage",
+        type=_layers,
+        default="auto",
+        metavar="K",
+        help="layers of each stage to compile; the others are laid out like them; `all` compiles all (default: as few "
+        "as there are kinds of layers)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _layers(text: str) -> str | int:
+    if text in ("auto", "all"):
+        return text
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from mindrlhf.parallel.strategy_report import report_strategy
+
+    text = report_strategy(
+        arguments.config,
+        arguments.overrides,
+        world_size=arguments.world_size,
+        directory=arguments.out,
+        layers_per_stage=arguments.layers_per_stage,
+    )
+    print(text)
+    return 0

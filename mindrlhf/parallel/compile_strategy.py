@@ -1,0 +1,217 @@
+"""Strategy files by compilation: one rank of each distinct pipeline stage, extended by name to all stages and layers.
+
+Layers of a kind (dense, or with experts) are cut alike, and so are the stages between the first and the last; so it is
+enough to compile a few layers and three stages. :func:`compile_strategy` compiles everything when asked to.
+"""
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.durable import sync
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.parallel.compile import CompileReport, CompileRequest, compile_ranks
+from mindrlhf.parallel.feasibility import check_feasible
+from mindrlhf.parallel.layout import Layout, parameter_layouts
+from mindrlhf.parallel.strategy_files import finish_strategy_directory, stage_path, write_strategy_directory
+
+ROLLOUT_NAME = "rollout"
+ALL_LAYERS = 0
+# At a time; each takes up to a few GB.
+_NUM_PROCESSES = 2
+_LAYER_MARK = "decoder.layers."
+
+
+def compile_strategy(
+    config: GrpoConfig,
+    hf_config: dict,
+    layout: Layout,
+    directory: Path,
+    *,
+    layers_per_stage: int,
+    on_progress: Callable[[str], None],
+) -> list[CompileReport]:
+    """Write a strategy directory (see :mod:`mindrlhf.parallel.strategy_files`) and one for the rollout layout in it.
+
+    Args:
+        layers_per_stage: layers of each stage to compile; ``ALL_LAYERS`` compiles all layers of all stages.
+        on_progress: takes a line about what is being done.
+
+    Raises:
+        UserError: the config cannot be compiled, or ``directory`` exists.
+        RunFailure: a compilation failed.
+    """
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    requests = _requests(config, hf_config, layout, layers_per_stage)
+    rollout = _rollout_layouts(config, spec, dims)
+    if directory.exists():
+        raise UserError(f"--out {directory} exists: give a directory that does not")
+    temporary = _make_temporary(directory)
+    try:
+        (temporary / "stages").mkdir()
+        requests = [
+            dataclasses.replace(request, strategy_file=str(stage_path(temporary, stage)))
+            for stage, request in requests.items()
+        ]
+        on_progress(
+            f"compiling {requests[0].num_layers} of {dims.num_layers} layers for rank "
+            f"{', '.join(str(request.rank) for request in requests)} of {layout.world_size}, one of each distinct "
+            "pipeline stage"
+        )
+        reports = compile_ranks(requests, num_processes=min(_NUM_PROCESSES, os.cpu_count() or 1))
+        extend_strategies(temporary, spec, dims, layout, reports[0].num_layers)
+        finish_strategy_directory(temporary, dims, layout, {"compiled_layers": reports[0].num_layers})
+        write_strategy_directory(temporary / ROLLOUT_NAME, dims, *rollout)
+        _publish(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return reports
+
+
+def _requests(
+    config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_stage: int
+) -> dict[int, CompileRequest]:
+    """The compilations by pipeline stage."""
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    batch = check_feasible(config, dims, layout)
+    num_layers = layers_per_stage * layout.pipeline_stage
+    stages = range(layout.pipeline_stage)
+    if layers_per_stage == ALL_LAYERS or num_layers >= dims.num_layers:
+        num_layers = dims.num_layers
+    else:
+        hf_config = shorten(hf_config, num_layers)
+    if layers_per_stage != ALL_LAYERS:
+        stages = sorted({0, min(1, layout.pipeline_stage - 1), layout.pipeline_stage - 1})
+    parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": layout.data_parallel}
+    return {
+        stage: CompileRequest(
+            hf_config=hf_config,
+            parallel=parallel,
+            rank=stage * layout.stage_size,
+            seq_length=batch.row_length,
+            batch_size=batch.rows_per_piece // config.parallel_config.micro_batch_interleave_num,
+            num_layers=num_layers,
+            param_dtype=config.model.param_dtype,
+            compute_dtype=config.model.compute_dtype,
+            recompute=config.model.recompute,
+            beta=config.algorithm.beta,
+        )
+        for stage in stages
+    }
+
+
+def shorten(hf_config: dict, num_layers: int) -> dict:
+    """The config.json of the same model with fewer layers, which has a layer of each kind if ``num_layers`` allows."""
+    shortened = {**hf_config, "num_hidden_layers": num_layers}
+    if shortened.get("first_k_dense_replace"):
+        shortened["first_k_dense_replace"] = 1
+    return shortened
+
+
+def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout: Layout, num_compiled: int) -> None:
+    """Extend compiled stage files to all layers of all stages, in place.
+
+    Args:
+        directory: holds the stage files of the first, the second and the last stage, or of all.
+        num_compiled: decoder layers that were compiled, over all stages.
+
+    Raises:
+        RunFailure: a stage has a kind of layer that was not compiled.
+    """
+    from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
+
+    compiled = {}
+    for stage in range(layout.pipeline_stage):
+        if stage_path(directory, stage).exists():
+            message = ParallelStrategyMap()
+            message.ParseFromString(stage_path(directory, stage).read_bytes())
+            compiled[stage] = message
+    stages = layout.layer_stages(dims.num_layers)
+    for stage in range(layout.pipeline_stage):
+        source = stage if stage in compiled else 1
+        extended = ParallelStrategyMap()
+        extended.CopyFrom(compiled[source])
+        if num_compiled != dims.num_layers or source != stage:
+            for item in extended.parallel_strategy_item:
+                item.parallel_strategys.stage = stage
+            layers = [layer for layer, of_stage in enumerate(stages) if of_stage == stage]
+            _extend(extended, spec, dims, layers, stage)
+        _write(stage_path(directory, stage), extended.SerializeToString())
+
+
+def _extend(message, spec: ModelSpec, dims: ModelDims, layers: Sequence[int], stage: int) -> None:
+    """Replace the layers in a strategy message by ``layers``, each laid out like a compiled one of its kind."""
+    outside, by_layer = [], {}
+    for item in message.parallel_layout_item:
+        prefix, mark, rest = item.param_name.partition(_LAYER_MARK)
+        if mark:
+            layer, _, name = rest.partition(".")
+            by_layer.setdefault(int(layer), {})[prefix, name] = item.parallel_layouts
+        else:
+            outside.append((item.param_name, item.parallel_layouts))
+    # MindSpore's record has a layer's parameters only if they are of this stage.
+    kinds = {frozenset(name for prefix, name in items if not prefix): items for items in by_layer.values()}
+    names = _layer_names(spec, dims)
+    del message.parallel_layout_item[:]
+    for layer in layers:
+        if names[layer] not in kinds:
+            raise RunFailure(
+                f"stage {stage} has a kind of layer (layer {layer}) that was not compiled: compile more layers "
+                "(--layers-per-stage)"
+            )
+        for (prefix, name), layouts in kinds[names[layer]].items():
+            outside.append((f"{prefix}{_LAYER_MARK}{layer}.{name}", layouts))
+    for name, layouts in outside:
+        item = message.parallel_layout_item.add()
+        item.param_name = name
+        item.parallel_layouts.CopyFrom(layouts)
+
+
+def _layer_names(spec: ModelSpec, dims: ModelDims) -> list[frozenset[str]]:
+    """The parameters of every decoder layer, by their names within it."""
+    names: list[set[str]] = [set() for _ in range(dims.num_layers)]
+    for rule in spec.rules(dims):
+        _, mark, rest = rule.mf_name.partition(_LAYER_MARK)
+        if mark:
+            layer, _, name = rest.partition(".")
+            names[int(layer)].add(name)
+    return [frozenset(parts) for parts in names]
+
+
+def _rollout_layouts(config: GrpoConfig, spec: ModelSpec, dims: ModelDims):
+    """The layout of one rollout server: vLLM's tensor parallelism splits as MindFormers' does."""
+    layout = Layout(model_parallel=config.rollout.tensor_parallel)
+    try:
+        return layout, parameter_layouts(spec, dims, layout)
+    except UserError as error:
+        raise UserError(f"'rollout.tensor_parallel': {error}") from error
+
+
+def _make_temporary(directory: Path) -> Path:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Absolute: the compiling process has a directory of its own.
+        return Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent)).absolute()
+    except OSError as error:
+        raise UserError(f"--out {directory} cannot be written: {error.strerror}") from error
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    temporary.chmod(0o755)
+    sync(temporary)
+    temporary.rename(directory)
+    sync(directory.parent)
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_bytes(data)
+    sync(temporary)
+    os.replace(temporary, path)
