@@ -1,8 +1,8 @@
 """Compile the training step of ranks: the child process of :mod:`mindrlhf.parallel.compile`.
 
-``python -m mindrlhf.parallel.compile_child DIRECTORY`` reads ``requests.json`` there, writes ``report_INDEX.json`` for each
-request, and ``user_error`` for what the user can mend. MindSpore's parallel state is global and can be set once, so every
-request has a process; they are forked after the import, which takes longer than compiling a small model.
+``python -m mindrlhf.parallel.compile_child DIRECTORY`` reads ``requests.json`` there, writes ``report_INDEX.json`` for
+each request, and ``user_error`` for what the user can mend. MindSpore's parallel state is global and can be set once,
+so every request has a process; they are forked after the import, which takes seconds.
 """
 
 import importlib
@@ -106,9 +106,7 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     )
 
 
-def _start_mindspore(
-    rank: int, world_size: int, parallel: ParallelSection, strategy_file: Path, log_dir: Path
-) -> None:
+def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, strategy_file: Path, log_dir: Path) -> None:
     import mindspore as ms
     from mindspore.communication import init
 

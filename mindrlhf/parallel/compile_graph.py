@@ -1,4 +1,4 @@
-"""Compile a cell, and read MindSpore's answers: the sliced graph and the planned memory (MindSpore is set up already)."""
+"""Compile a cell, and read MindSpore's answers: the sliced graph and the planned memory (once it is set up)."""
 
 import os
 from collections.abc import Sequence

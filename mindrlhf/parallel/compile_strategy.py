@@ -74,9 +74,7 @@ def compile_strategy(
     return reports
 
 
-def _requests(
-    config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_stage: int
-) -> dict[int, CompileRequest]:
+def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_stage: int) -> dict[int, CompileRequest]:
     """The compilations by pipeline stage."""
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)

@@ -1,13 +1,13 @@
 """MindSpore's Ascend compilation on machines without CANN, for processes that only compile.
 
 MindSpore's ordinary wheel contains its Ascend plugin. Without CANN it does not load, only because symbols of CANN's
-libraries are missing at link time. :func:`activate` defines them: it reads which they are from the installed wheel, writes
-small shared libraries that export them (once per wheel, in the user's cache directory), and loads these into this
-process before MindSpore. CUDA ships such stub libraries for the same purpose. Where CANN is installed, it is used instead.
+libraries are missing at link time. :func:`activate` defines them: it reads which they are from the installed wheel,
+writes small shared libraries that export them (once per wheel, in the user's cache directory), and loads these into
+this process before MindSpore. CUDA ships such stub libraries for the same purpose. An installed CANN is used instead.
 
-Real, in simulation (``MS_SIMULATION_LEVEL``): MindSpore's parsing, automatic differentiation, semi-auto-parallel slicing,
-pipeline cutting, the communication operators with their groups, strategy files, `mindspore.export` of the sliced
-graph and, at level 1, memory planning of the whole graph.
+Real, in simulation (``MS_SIMULATION_LEVEL``): MindSpore's parsing, automatic differentiation, semi-auto-parallel
+slicing, pipeline cutting, the communication operators with their groups, strategy files, `mindspore.export` of the
+sliced graph and, at level 1, memory planning of the whole graph.
 
 Not real: every function of CANN returns 0 or an empty object. Nothing is computed and nothing communicated; results of
 a run are zeros or garbage. Kernels are not compiled, so an operator that CANN would refuse goes unnoticed, and their
@@ -102,7 +102,9 @@ def set_rank(rank: int, world_size: int) -> None:
 
 def find_cann() -> Path | None:
     """Return CANN's library directory when its environment is set up, as its set_env.sh does."""
-    directories = [f"{os.environ[name]}/lib64" for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if name in os.environ]
+    directories = [
+        f"{os.environ[name]}/lib64" for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if name in os.environ
+    ]
     directories += [name for name in os.environ.get("LD_LIBRARY_PATH", "").split(":") if name]
     return next((Path(name) for name in directories if os.path.exists(f"{name}/libascendcl.so")), None)
 
@@ -143,12 +145,14 @@ def _check_supported() -> Path:
         raise UserError("mindspore is not installed in this environment: run scripts/setup.sh") from None
     if version not in TESTED_VERSIONS:
         raise UserError(
-            f"mindspore {version} is installed; compiling without CANN was tested with {', '.join(TESTED_VERSIONS)} only: "
-            "install that version, or CANN"
+            f"mindspore {version} is installed, but compiling without CANN was tested with "
+            f"{', '.join(TESTED_VERSIONS)} only: install that version, or CANN"
         )
     library_dir = Path(importlib.util.find_spec("mindspore").origin).parent / "lib"
     if not (library_dir / _PLUGINS[0]).exists():
-        raise UserError(f"the installed mindspore has no Ascend plugin ({_PLUGINS[0]}): install the package-index wheel")
+        raise UserError(
+            f"the installed mindspore has no Ascend plugin ({_PLUGINS[0]}): install the package-index wheel"
+        )
     return library_dir
 
 
@@ -160,9 +164,13 @@ def _private_cache_dir() -> Path:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
     except OSError as error:
-        raise UserError(f"{directory} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a directory of yours") from None
+        raise UserError(
+            f"{directory} cannot be made ({error.strerror}): set XDG_CACHE_HOME to a directory of yours"
+        ) from None
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UserError(f"{directory} can be written by others: remove it, or set XDG_CACHE_HOME to a directory of yours")
+        raise UserError(
+            f"{directory} can be written by others: remove it, or set XDG_CACHE_HOME to a directory of yours"
+        )
     return directory
 
 

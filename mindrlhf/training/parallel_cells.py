@@ -31,8 +31,8 @@ class GivenLogProbs(nn.Cell):
 class ShardedPolicyLoss(nn.Cell):
     """A policy loss of rows that are split over data- and context-parallel ranks.
 
-    Losses are sums over tokens divided by a global count, so each rank applies the plain loss cell to its tokens (inside
-    a Morph, where tensors are local), and the results are added.
+    Losses are sums over tokens divided by a global count, so each rank applies the plain loss cell to its tokens
+    (inside a Morph, where tensors are local), and the results are added.
 
     Args:
         policy: log-probabilities, its operators sharded.
@@ -104,8 +104,8 @@ class ShardedPolicyLoss(nn.Cell):
     ):
         """Return the statistics [7]; the gradient of their sum is that of the loss.
 
-        Arrays are [rows, length] as in :class:`mindrlhf.algorithms.losses.PolicyLoss`. ``scalars`` is float32 [rows, 2]:
-        kl_coefficient and num_tokens, the same on every row, so that it can be cut into micro-batches.
+        Arrays are [rows, length] as in :class:`mindrlhf.algorithms.losses.PolicyLoss`. ``scalars`` is float32
+        [rows, 2]: kl_coefficient and num_tokens, the same on every row, so that it can be cut into micro-batches.
         """
         logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
         shares = self.on_each_rank(
@@ -133,9 +133,7 @@ class ParallelUpdate(nn.Cell):
         parallel: the layout, with `data_parallel` filled in.
     """
 
-    def __init__(
-        self, loss: ShardedPolicyLoss, optimizer: nn.Cell, max_grad_norm: float, parallel: ParallelSection
-    ):
+    def __init__(self, loss: ShardedPolicyLoss, optimizer: nn.Cell, max_grad_norm: float, parallel: ParallelSection):
         super().__init__(auto_prefix=False)
         self.network = _VirtualDatasetCell(split_into_micro_batches(loss, parallel))
         self.network.set_train(True)
