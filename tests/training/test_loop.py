@@ -114,7 +114,8 @@ class Rank:
 
     def compute_logprobs(self, name, batch):
         self.journal.append(f"{name} {batch}")
-        return {f"{i}.logprobs": -1.25 * rows.mask for i, rows in enumerate(self.batches[batch][0])}
+        value = {"old_logprobs": -1.25, "reference_logprobs": -1.75}[name]
+        return {f"{i}.logprobs": value * rows.mask for i, rows in enumerate(self.batches[batch][0])}
 
     def update(self, batch, lr, kl_coefficient):
         self.kl_coefficients.append(kl_coefficient)
@@ -246,6 +247,7 @@ def make_config(**options):
         chosen[section] = {**chosen.get(section, {}), **values}
     classes = {
         "algorithm": sections.AlgorithmSection,
+        "correction": sections.CorrectionSection,
         "training": sections.TrainingSection,
         "optimizer": sections.OptimizerSection,
         "evaluation": sections.EvaluationSection,
