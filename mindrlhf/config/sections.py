@@ -98,7 +98,21 @@ class RewardSection:
     timeout_s: float = key(
         10.0, "time limit for one sample in one verifier, in seconds", minimum=0, exclusive_minimum=True
     )
-    failure_value: float = key(0.0, "reward of a sample whose verifier timed out or raised")
+    failure_value: float = key(
+        0.0, "reward of a sample whose verifier timed out, raised, or returned no finite number; these are counted"
+    )
+    memory_limit_mib: int = key(4096, "memory that a verifier process may allocate, in MiB; 0 means no limit", minimum=0)
+    gates: dict[str, str] = key(
+        {},
+        "verifier: gate; the verifier counts only where its gate, another verifier named before it, earned more than 0",
+    )
+    closed_gate_value: float = key(0.0, "reward of a verifier whose gate is closed; it is not asked then")
+    by_choice: tuple[str, ...] = key(
+        (), "verifiers that score only the prompts whose record names them in its `verifier` field"
+    )
+    options: dict[str, str] = key(
+        {}, "settings of verifiers, as `verifier.option: value`; `mindrlhf rewards show NAME` lists them"
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.training.preflight import reward_weights
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,9 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     """
     held_out, tokenizer, max_model_len = job.held_out()
     reward = job.config.reward
-    weights = reward_weights(reward)
     out_dir.mkdir(parents=True, exist_ok=True)
     evaluations = []
-    with RewardPool(
-        reward.verifier_function, weights, reward.num_workers, reward.timeout_s, reward.failure_value
-    ) as pool:
+    with RewardPool.from_config(reward, out_dir / "reward_failures.jsonl") as pool:
         for number, model_dir in enumerate(model_dirs, start=1):
             generator = start_replicas(
                 job.config.rollout,

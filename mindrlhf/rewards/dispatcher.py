@@ -12,8 +12,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rewards.registry import part_name
+from mindrlhf.rewards.failure_log import FailureLog
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardResult
+from mindrlhf.rewards.worker import WorkerSettings
 from mindrlhf.rewards.worker_process import Task, WorkerProcess
 
 MAX_BATCH_SAMPLES = 64
@@ -23,7 +25,6 @@ CHECK_INTERVAL_S = 0.25
 START_LIMIT_S = 120.0
 # Deaths in a row that no sample is to blame for, before the pool gives up.
 MAX_UNEXPLAINED_DEATHS = 3
-EXCERPT_CHARS = 80
 
 
 class Dispatcher(threading.Thread):
@@ -36,21 +37,30 @@ class Dispatcher(threading.Thread):
 
     def __init__(
         self,
-        verifiers: Sequence[str],
-        weights: Sequence[float],
+        selection: Selection,
         num_workers: int,
         timeout_s: float,
         failure_value: float,
+        memory_limit_bytes: int,
+        failure_log: FailureLog | None,
     ):
         super().__init__(name="mindrlhf-reward-dispatcher", daemon=True)
         self.started: Future[None] = Future()
         self.finished: queue.SimpleQueue[list[tuple[int, RewardResult]] | BaseException] = queue.SimpleQueue()
-        self._verifiers = list(verifiers)
-        self._part_names = [part_name(verifier) for verifier in verifiers]
-        self._weights = list(weights)
+        self._settings = WorkerSettings(
+            verifiers=list(selection.verifiers),
+            options=[selection.options_for(verifier) for verifier in selection.verifiers],
+            gates=selection.gate_positions(),
+            closed_gate_value=float(selection.closed_gate_value),
+            timeout_s=timeout_s,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        self._part_names = selection.names
+        self._weights = list(selection.weights)
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._failure_value = failure_value
+        self._failure_log = failure_log
         self._incoming: deque[Task] = deque()
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -86,6 +96,8 @@ class Dispatcher(threading.Thread):
                 worker.kill()
                 worker.close()
             self._selector.close()
+            if self._failure_log is not None:
+                self._failure_log.close()
 
     def close_wake_pipe(self) -> None:
         """Release the last descriptors, when no thread can call ``add`` or ``stop`` any more."""
@@ -122,7 +134,7 @@ class Dispatcher(threading.Thread):
         return min(limits)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self._verifiers)
+        worker = WorkerProcess(self._settings)
         self._workers.append(worker)
         self._selector.register(worker.responses_fd, selectors.EVENT_READ, worker)
         self._send(worker)
@@ -177,27 +189,24 @@ class Dispatcher(threading.Thread):
             self.finished.put(results)
 
     def _finish(self, task: Task, outcomes: Sequence[Any]) -> tuple[int, RewardResult]:
-        parts, failures = {}, {}
-        for position, (name, outcome) in enumerate(zip(self._part_names, outcomes)):
-            if isinstance(outcome, float):
-                parts[name] = outcome
+        parts, failures, weighted = {}, {}, []
+        for position, (name, weight, outcome) in enumerate(zip(self._part_names, self._weights, outcomes)):
+            if position in task.skipped:
                 continue
-            outcome = outcome or {"failed": task.failures[position]}
-            if "invalid" in outcome:
-                sample = task.sample
-                raise UserError(
-                    f"verifier '{name}' returned {outcome['invalid']} for sample {sample.index} (completion "
-                    f"{sample.completion[:EXCERPT_CHARS]!r}): it must return a finite number"
-                )
-            parts[name] = self._failure_value
-            failures[name] = outcome["failed"]
-        total = math.fsum(weight * part for weight, part in zip(self._weights, parts.values()))
+            if not isinstance(outcome, float):
+                failures[name] = outcome["failed"] if outcome else task.failures[position]
+                outcome = self._failure_value
+            parts[name] = outcome
+            weighted.append(weight * outcome)
+        if failures and self._failure_log is not None:
+            self._failure_log.write(task.sample, failures)
+        total = math.fsum(weighted)
         return task.sequence, RewardResult(task.sample.index, parts, total, failures)
 
     def _check_health(self, worker: WorkerProcess) -> None:
         if not worker.is_ready and time.monotonic() - worker.started_at_s > START_LIMIT_S:
             raise UserError(
-                f"verifiers {', '.join(self._verifiers)} took longer than {START_LIMIT_S:.0f} s to load: "
+                f"verifiers {', '.join(self._settings.verifiers)} took longer than {START_LIMIT_S:.0f} s to load: "
                 "move slow work out of the top level of the verifier file"
             )
         has_ended = worker.has_hung_up or worker.has_exited()
@@ -234,6 +243,6 @@ class Dispatcher(threading.Thread):
 
     def _blame(self, worker: WorkerProcess, task: Task, position: int, reason: str) -> None:
         task.failures[position] = reason
-        if len(task.failures) == len(self._verifiers):
+        if len(task.failures) + len(task.skipped) == len(self._part_names):
             del worker.tasks[task.sequence]
-            self._publish([self._finish(task, [None] * len(self._verifiers))])
+            self._publish([self._finish(task, [None] * len(self._part_names))])

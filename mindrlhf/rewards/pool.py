@@ -3,22 +3,32 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.dispatcher import Dispatcher
-from mindrlhf.rewards.registry import check, check_selection
+from mindrlhf.rewards.failure_log import FailureLog
+from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rewards.worker_process import Task
+
+if TYPE_CHECKING:
+    from mindrlhf.config.sections import RewardSection
+
+DEFAULT_MEMORY_LIMIT_MIB = 4096
 
 
 class RewardPool:
     """Worker processes that score completions by a weighted set of verifiers.
 
-    ``timeout_s`` is the time one verifier may take for one sample. A verifier that takes longer, raises, or
-    brings its process down gives the sample ``failure_value`` for its part, with the reason in
-    ``RewardResult.failures`` (``"timeout"``, ``"ValueError: ..."``, ``"worker died: ..."``); a worker that hung
-    is killed with its process group and replaced. The other verifiers' parts of the sample are computed all the
-    same (the ones already done, once more), as are the other samples the worker held.
+    ``timeout_s`` is the time one verifier may take for one sample, and ``memory_limit_mib`` what one worker may
+    allocate (0: no limit). A verifier that takes longer, raises, returns no finite number, or brings its process
+    down gives the sample ``failure_value`` for its part, with the reason in ``RewardResult.failures``
+    (``"timeout"``, ``"ValueError: ..."``, ``"returned nan, ..."``, ``"worker died: ..."``) and, with the sample, in
+    the file ``failure_log``. A worker that hung is killed with all it has started, and replaced. The other
+    verifiers' parts of the sample are computed all the same (the ones already done, once more), as are the other
+    samples the worker held.
 
     For use from one thread, best as a context manager. After an error, and after ``close``, the pool is of no
     further use.
@@ -30,32 +40,46 @@ class RewardPool:
 
     def __init__(
         self,
-        verifiers: Sequence[str],
-        weights: Sequence[float],
+        selection: Selection,
         num_workers: int = 1,
         timeout_s: float = 10.0,
         failure_value: float = 0.0,
+        memory_limit_mib: int = DEFAULT_MEMORY_LIMIT_MIB,
+        failure_log: Path | None = None,
     ):
-        check_selection(verifiers, weights)
-        for verifier in verifiers:
-            check(verifier)
+        selection.check()
         if num_workers < 1:
             raise UserError(f"{num_workers} reward workers: at least 1 is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise UserError(f"the time limit of rewards is {timeout_s} s: it must be positive and finite")
-        if not math.isfinite(failure_value):
+        if not abs(failure_value) <= MAX_MAGNITUDE:
             raise UserError(f"the reward of failed verifiers is {failure_value}: it must be finite")
+        self._selection = selection
         self._num_submitted = 0
         self._num_outstanding = 0
         self._unclaimed: deque[tuple[int, RewardResult]] = deque()
         self._is_closed = False
-        self._dispatcher = Dispatcher(verifiers, weights, num_workers, timeout_s, failure_value)
+        self._skipped: dict[tuple[str, ...], list[int]] = {}
+        log = FailureLog(failure_log) if failure_log is not None else None
+        self._dispatcher = Dispatcher(selection, num_workers, timeout_s, failure_value, memory_limit_mib << 20, log)
         self._dispatcher.start()
         try:
             self._dispatcher.started.result()
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def from_config(cls, reward: "RewardSection", failure_log: Path | None = None) -> "RewardPool":
+        """Start the pool that a config's section describes."""
+        return cls(
+            Selection.from_config(reward),
+            reward.num_workers,
+            reward.timeout_s,
+            reward.failure_value,
+            reward.memory_limit_mib,
+            failure_log,
+        )
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -64,26 +88,23 @@ class RewardPool:
         self.close()
 
     def submit(self, sample: RewardInput) -> None:
-        """Queue one sample and return at once. Its result comes out of ``results``."""
+        """Queue one sample and return at once. Its result comes out of ``results``.
+
+        Raises:
+            UserError: the sample chooses a verifier that is not there to be chosen, or is left with none.
+        """
         self._submit([sample])
 
     def results(self) -> Iterator[RewardResult]:
         """Yield the results of all samples submitted so far, each as soon as it is there, in any order.
 
         Ends when nothing is outstanding; samples may be submitted meanwhile.
-
-        Raises:
-            UserError: a verifier returned something other than a finite number.
         """
         for _, result in self._finished():
             yield result
 
     def score(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
-        """Score ``samples`` and return the results in their order.
-
-        Raises:
-            UserError: a verifier returned something other than a finite number.
-        """
+        """Score ``samples`` and return the results in their order."""
         assert self._num_outstanding == 0, "score() needs a pool without outstanding samples: take results() first"
         first = self._num_submitted
         self._submit(samples)
@@ -99,10 +120,19 @@ class RewardPool:
 
     def _submit(self, samples: Sequence[RewardInput]) -> None:
         assert not self._is_closed, "the reward pool is closed"
-        tasks = [Task(self._num_submitted + i, sample) for i, sample in enumerate(samples)]
+        tasks = [
+            Task(self._num_submitted + i, sample, self._skipped_positions(sample.verifiers))
+            for i, sample in enumerate(samples)
+        ]
         self._num_submitted += len(tasks)
         self._num_outstanding += len(tasks)
         self._dispatcher.add(tasks)
+
+    def _skipped_positions(self, chosen: tuple[str, ...]) -> list[int]:
+        if chosen not in self._skipped:
+            self._selection.check_choices(chosen, "samples")
+            self._skipped[chosen] = self._selection.skipped_positions(chosen)
+        return self._skipped[chosen]
 
     def _finished(self) -> Iterator[tuple[int, RewardResult]]:
         while self._num_outstanding:

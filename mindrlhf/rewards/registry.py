@@ -2,7 +2,7 @@
 
 A verifier is ``def f(completion: str, answer: str, **context) -> float``. Of the context (``prompt``,
 ``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it
-takes ``**context``.
+takes ``**context``. Its other keyword-only parameters are options, which the run's config may set.
 
 Built-in verifiers are the functions marked with ``@register`` in the modules of ``mindrlhf.rewards.verifiers``.
 """
@@ -13,9 +13,10 @@ import inspect
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mindrlhf.errors import UserError
 
@@ -31,6 +32,12 @@ class Verifier:
     name: str
     function: Callable[..., float]
     context_keywords: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)  # keyword -> value, where the config sets one
+
+    def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
+        """Score one completion; of ``context`` the verifier gets what it asks for."""
+        keywords = {name: context[name] for name in self.context_keywords}
+        return self.function(completion, answer, **keywords, **self.options)
 
 
 def register(function: Callable[..., float]) -> Callable[..., float]:
@@ -81,19 +88,34 @@ def check(specification: str) -> None:
         )
 
 
-def resolve(specification: str) -> Verifier:
+def resolve(specification: str, options: Mapping[str, str] | None = None) -> Verifier:
     """Find the verifier called ``specification``, a built-in name or ``path/to/file.py:function``.
+
+    Args:
+        specification: the verifier.
+        options: its options as text, converted to the types of the parameters.
 
     Loading a user's file runs it: only reward workers do that; elsewhere use ``check``.
 
     Raises:
-        UserError: unknown name, missing file or function, a file that does not load, or a signature that
-            cannot take ``(completion, answer)``.
+        UserError: unknown name, missing file or function, a file that does not load, a signature that
+            cannot take ``(completion, answer)``, an unknown or missing option, or one of the wrong type.
     """
     check(specification)
     path, colon, name = specification.rpartition(":")
     function = _load_function(Path(path), name) if colon else _registered[specification]
-    return Verifier(name, function, _context_keywords(specification, function))
+    values = parse_options(specification, function, options or {})
+    return Verifier(name, function, _context_keywords(specification, function, values), values)
+
+
+def built_in(name: str) -> Callable[..., float]:
+    """Return the built-in verifier called ``name``.
+
+    Raises:
+        UserError: there is none.
+    """
+    check(name)
+    return _registered[name]
 
 
 def parse_verifiers(names: str, weights: str) -> tuple[list[str], list[float]]:
@@ -130,6 +152,56 @@ def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
             raise UserError(f"two verifiers would both be reported as '{name}': name each verifier once")
 
 
+def options_of(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
+    """Return the options of a verifier: its keyword-only parameters, but for the context."""
+    parameters = inspect.signature(function).parameters
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in CONTEXT_KEYWORDS
+    }
+
+
+def parse_options(specification: str, function: Callable[..., float], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Convert the options of one verifier from text, each to the type of its default or annotation.
+
+    Raises:
+        UserError: an unknown option, a missing one that has no default, or one of the wrong type.
+    """
+    parameters = options_of(function)
+    for name in texts:
+        if name not in parameters:
+            raise UserError(
+                f"verifier '{specification}' has no option '{name}'; it has {', '.join(parameters) or 'none'}"
+            )
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in texts]
+    if missing:
+        name = f"{part_name(specification)}.{missing[0]}"
+        raise UserError(f"verifier '{specification}' needs the option '{name}': set it in reward.options")
+    return {name: _option_value(specification, parameters[name], text) for name, text in texts.items()}
+
+
+def _option_value(specification: str, parameter: inspect.Parameter, text: str) -> Any:
+    # Annotations may be strings, after ``from __future__ import annotations``.
+    annotated = {"int": int, "float": float, "bool": bool, "str": str}.get(
+        getattr(parameter.annotation, "__name__", parameter.annotation), str
+    )
+    kind = annotated if parameter.default in (parameter.empty, None) else type(parameter.default)
+    if kind is bool:
+        value = {"true": True, "false": False}.get(text.lower())
+    elif kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+    else:
+        value = text
+    if value is None or (kind is float and not math.isfinite(value)):
+        words = {int: "an integer", float: "a number", bool: "true or false"}[kind]
+        raise UserError(f"option '{parameter.name}' of verifier '{specification}' is '{text}': it must be {words}")
+    return value
+
+
 def _parse_weight(text: str) -> float:
     try:
         return float(text)
@@ -161,7 +233,9 @@ def _load_function(path: Path, name: str) -> Callable[..., float]:
     return function
 
 
-def _context_keywords(specification: str, function: Callable[..., float]) -> tuple[str, ...]:
+def _context_keywords(
+    specification: str, function: Callable[..., float], options: Mapping[str, Any]
+) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         keywords = CONTEXT_KEYWORDS
@@ -169,7 +243,7 @@ def _context_keywords(specification: str, function: Callable[..., float]) -> tup
         named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         keywords = tuple(keyword for keyword in CONTEXT_KEYWORDS if keyword in named)
     try:
-        inspect.signature(function).bind("", "", **dict.fromkeys(keywords))
+        inspect.signature(function).bind("", "", **dict.fromkeys(keywords), **options)
     except TypeError as error:
         raise UserError(
             f"verifier '{specification}' cannot be called as f(completion, answer"

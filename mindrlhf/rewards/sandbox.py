@@ -81,9 +81,7 @@ def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None
     return run_files({"main.py": source}, "main.py", stdin, limits)
 
 
-def run_files(
-    files: Mapping[str, str], main: str, stdin: str = "", limits: SandboxLimits | None = None
-) -> SandboxRun:
+def run_files(files: Mapping[str, str], main: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxRun:
     """Run the script ``main`` of ``files`` (text by plain file name), in a directory that holds them.
 
     The interpreter is this one's base interpreter, with its standard library; packages of a virtual environment

@@ -104,9 +104,7 @@ def _close_file_system(settings: dict, environment: dict) -> None:
     """Let everything be read-only but the working directory, a memory disk that ends with the namespace."""
     _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     attributes = _MountAttributes(attr_set=_MOUNT_ATTR_RDONLY)
-    _libc.syscall(
-        _SYS_MOUNT_SETATTR, -100, b"/", _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
-    )
+    _libc.syscall(_SYS_MOUNT_SETATTR, -100, b"/", _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes))
     options = f"size={settings['disk_bytes']},mode=0777".encode()
     _libc.mount(b"tmpfs", settings["work_dir"].encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
     # The namespace's own processes only; a container that masks parts of /proc does not allow it.

@@ -59,12 +59,19 @@ class CallClock:
 
 
 _clock: CallClock | None = None
+_timeout_s = math.inf
 
 
-def install(clock: CallClock) -> None:
+def install(clock: CallClock, timeout_s: float = math.inf) -> None:
     """Make ``clock`` the one that this process's calls are timed by (done once, by a worker)."""
-    global _clock
-    _clock = clock
+    global _clock, _timeout_s
+    _clock, _timeout_s = clock, timeout_s
+
+
+def remaining_s() -> float:
+    """Return what is left of the time limit for the call under way; infinite outside a worker."""
+    running = _clock.running() if _clock is not None else None
+    return _timeout_s if running is None else max(0.0, running.started_at_s + _timeout_s - time.monotonic())
 
 
 @contextlib.contextmanager

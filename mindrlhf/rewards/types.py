@@ -13,6 +13,7 @@ class RewardInput:
     prompt: str = ""
     finish_reason: str = "stop"  # "stop" or "length"
     num_tokens: int = 0  # response tokens, stop token included
+    verifiers: tuple[str, ...] = ()  # names of the chosen verifiers, for those that apply by choice only
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,6 @@ class RewardResult:
     """The rewards of one completion."""
 
     index: int
-    parts: dict[str, float]  # by verifier name, unweighted
+    parts: dict[str, float]  # by name of the verifiers that apply to the prompt, unweighted
     total: float  # sum of weight * part
     failures: dict[str, str] = field(default_factory=dict)  # reason, by name of the verifier that gave no value

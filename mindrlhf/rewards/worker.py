@@ -1,9 +1,9 @@
 """One worker of the reward pool: ``python -m mindrlhf.rewards.worker CLOCK_FD PARENT_PID``.
 
-It speaks JSON lines. In: first the list of verifiers, then batches of samples ``[[sequence, skipped positions,
-completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or ``{"error": message}``, then
-batches of ``[[sequence, [outcome of each verifier, ...]], ...]``, where an outcome is a number, null (skipped),
-``{"failed": reason}`` or ``{"invalid": what was returned}``.
+It speaks JSON lines. In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed
+positions, skipped positions, completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or
+``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...]], ...]``, where an outcome is a
+number, null (failed before, or skipped) or ``{"failed": reason}``.
 
 The time limit is enforced from outside, by killing this process.
 """
@@ -11,15 +11,18 @@ The time limit is enforced from outside, by killing this process.
 import json
 import math
 import os
-import signal
+import resource
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards import time_limit
+from mindrlhf.rewards.processes import adopt_orphans, die_with_parent
 from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
+from mindrlhf.rewards.selection import MAX_MAGNITUDE
 
 # Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
 # little has to be done again when the worker is killed.
@@ -28,22 +31,37 @@ MAX_REASON_CHARS = 500
 MAX_SHOWN_CHARS = 80
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker is told before the first sample; lists are by position of the verifier."""
+
+    verifiers: list[str]
+    options: list[dict[str, str]]
+    gates: list[int | None]  # position of the verifier's gate
+    closed_gate_value: float
+    timeout_s: float
+    memory_limit_bytes: int  # 0 means none
+
+
 def main() -> int:
     """Serve until the pool closes its end of the pipe."""
     clock_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     requests, responses = _take_pipes()
-    _die_with_parent(parent_pid)
+    die_with_parent(parent_pid)
+    adopt_orphans()
+    settings = WorkerSettings(**json.loads(requests.readline()))
+    _limit_memory(settings.memory_limit_bytes)
     clock = time_limit.CallClock(clock_fd)
-    time_limit.install(clock)
+    time_limit.install(clock, settings.timeout_s)
     try:
-        verifiers = [resolve(specification) for specification in json.loads(requests.readline())]
+        verifiers = [resolve(name, options) for name, options in zip(settings.verifiers, settings.options)]
     except UserError as error:
         _send(responses, {"error": str(error)})
         return 1
     keywords = [keyword for keyword in CONTEXT_KEYWORDS if any(keyword in v.context_keywords for v in verifiers)]
     _send(responses, {"context": keywords})
     for line in requests:
-        _score_batch(verifiers, keywords, json.loads(line), clock, responses)
+        _score_batch(verifiers, keywords, json.loads(line), settings, clock, responses)
     return 0
 
 
@@ -58,15 +76,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, responses
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the pool's thread ends, even while a verifier hangs (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1  # include/uapi/linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
+def _limit_memory(limit_bytes: int) -> None:
+    """Limit what this process, and each that it starts, may allocate; mapped libraries do not count."""
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def _send(responses: BinaryIO, message: Any) -> None:
@@ -79,17 +92,22 @@ def _score_batch(
     verifiers: Sequence[Verifier],
     keywords: Sequence[str],
     samples: list[list],
+    settings: WorkerSettings,
     clock: time_limit.CallClock,
     responses: BinaryIO,
 ) -> None:
     finished: list[list] = []
     flushed_at_s = time.monotonic()
-    for sequence, skipped, completion, answer, *context_values in samples:
+    for sequence, failed, skipped, completion, answer, *context_values in samples:
         context = dict(zip(keywords, context_values))
         outcomes: list[Any] = []
         for position, verifier in enumerate(verifiers):
-            if position in skipped:
+            if position in failed or position in skipped:
                 outcomes.append(None)
+                continue
+            gate = settings.gates[position]
+            if gate is not None and gate not in skipped and not _is_open(outcomes[gate]):
+                outcomes.append(settings.closed_gate_value)
                 continue
             if finished and time.monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
                 _send(responses, finished)
@@ -102,9 +120,13 @@ def _score_batch(
     _send(responses, finished)
 
 
+def _is_open(outcome: float | dict[str, str] | None) -> bool:
+    return isinstance(outcome, float) and outcome > 0
+
+
 def _outcome(verifier: Verifier, completion: str, answer: str, context: dict[str, Any]) -> float | dict[str, str]:
     try:
-        value = verifier.function(completion, answer, **{name: context[name] for name in verifier.context_keywords})
+        value = verifier(completion, answer, context)
     except BaseException as error:  # SystemExit too: a verifier must not end its worker
         return {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
     try:
@@ -112,7 +134,9 @@ def _outcome(verifier: Verifier, completion: str, answer: str, context: dict[str
         reward = math.nan if isinstance(value, (str, bytes)) else float(value)
     except Exception:
         reward = math.nan
-    return reward if math.isfinite(reward) else {"invalid": _describe(value)}
+    if abs(reward) <= MAX_MAGNITUDE:
+        return reward
+    return {"failed": f"returned {_describe(value)}, which is no finite number"}
 
 
 def _describe(value: Any) -> str:

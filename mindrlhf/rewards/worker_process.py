@@ -1,20 +1,24 @@
 """The pool's side of one worker: its process, its pipes, and the samples it holds."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mindrlhf.rewards.processes import kill_marked, kill_tree
 from mindrlhf.rewards.time_limit import CallClock, Running
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.rewards.worker import WorkerSettings
 
 READ_SIZE_BYTES = 1 << 18
+# Set for the worker and inherited by all it starts, so that what survives a worker's own death can be found.
+MARKER = "MINDRLHF_REWARD_WORKER"
 
 
 @dataclass(slots=True)
@@ -23,6 +27,7 @@ class Task:
 
     sequence: int
     sample: RewardInput
+    skipped: list[int] = field(default_factory=list)  # positions of the verifiers that do not apply
     failures: dict[int, str] = field(default_factory=dict)  # reason, by position of the verifier
 
 
@@ -32,8 +37,9 @@ class WorkerProcess:
     The worker is a fresh interpreter, never a fork: the parent has MindSpore's threads and locks.
     """
 
-    def __init__(self, verifiers: Sequence[str]):
+    def __init__(self, settings: WorkerSettings):
         clock_fd = os.memfd_create("mindrlhf-reward-clock")
+        self._mark = uuid.uuid4().hex
         try:
             self.clock = CallClock(clock_fd)
             self.clock.stop()
@@ -43,7 +49,8 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=(clock_fd,),
-                start_new_session=True,  # a process group of its own, so that a verifier's children die with it
+                env={**os.environ, MARKER: self._mark},
+                start_new_session=True,  # so that an interrupt from the keyboard does not reach it
             )
         finally:
             os.close(clock_fd)
@@ -58,7 +65,7 @@ class WorkerProcess:
         self._unsent = memoryview(b"")
         self._queued: list[bytes] = []
         self._received: list[bytes] = []
-        self._queue(list(verifiers))
+        self._queue(asdict(settings))
 
     @property
     def is_ready(self) -> bool:
@@ -76,7 +83,8 @@ class WorkerProcess:
             sample = task.sample
             self.tasks[task.sequence] = task
             context = [getattr(sample, keyword) for keyword in keywords]
-            messages.append([task.sequence, list(task.failures), sample.completion, sample.answer, *context])
+            failed = list(task.failures)
+            messages.append([task.sequence, failed, task.skipped, sample.completion, sample.answer, *context])
         self._queue(messages)
 
     def send(self) -> None:
@@ -120,18 +128,18 @@ class WorkerProcess:
         return running
 
     def has_exited(self) -> bool:
-        """Whether the process has ended. It is not reaped yet, so its process group id is still its own."""
+        """Whether the process has ended. It is not reaped yet, so its number is still its own."""
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # someone else has reaped it
             return True
 
     def kill(self) -> str:
-        """End the process and its children, and say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
+        """End the process and all it has started; say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
         if self._process.returncode is None:  # once it is reaped, its number may belong to others
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_tree(self._process.pid)
         code = self._process.wait()
+        kill_marked(MARKER, self._mark)
         if code >= 0:
             return f"exit code {code}"
         try:

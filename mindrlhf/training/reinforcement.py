@@ -10,7 +10,7 @@ from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, reward_weights
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
 from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
 
 
@@ -83,10 +83,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
 
     output_dir = Path(config.run.output_dir)
     reward, training = config.reward, config.training
-    weights = reward_weights(reward)
-    rewards = stack.enter_context(
-        RewardPool(reward.verifier_function, weights, reward.num_workers, reward.timeout_s, reward.failure_value)
-    )
+    rewards = stack.enter_context(RewardPool.from_config(reward, output_dir / "reward_failures.jsonl"))
     team = Team(actor, connections)
     stack.callback(team.close)
     board = stack.enter_context(actor.create_board())

@@ -1,4 +1,5 @@
 import contextlib
+import json
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,6 +34,22 @@ def obedient(completion, answer):
         with open(answer, "w") as f:
             f.write(str(child.pid))
         time.sleep(1000)
+    if completion == "daemon":  # leaves the process group, and its parent
+        if os.fork() == 0:
+            os.setsid()
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(1000)
+            with open(answer, "w") as f:
+                f.write(str(pid))
+            os._exit(0)
+        os.wait()
+        time.sleep(1000)
+    if completion == "daemon and exit":
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with open(answer, "w") as f:
+            f.write(str(child.pid))
+        os._exit(4)
     if completion == "fork":  # the child keeps the worker's pipes open
         pid = os.fork()
         if pid == 0:
@@ -45,8 +63,10 @@ def obedient(completion, answer):
         os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "sys.exit":
         sys.exit("enough")
-    if completion == "raise":
+    if completion.startswith("raise"):
         raise KeyError("no such thing")
+    if completion == "allocate":
+        return float(len(bytearray(1 << 30)))
     if completion == "print":
         print("[[0, [1.0]]]", flush=True)
         return float(sys.stdin.read() == "")
@@ -57,12 +77,16 @@ def obedient(completion, answer):
             time.sleep(1.5)
     if completion.startswith("return "):
         return {"nan": float("nan"), "inf": float("-inf"), "none": None, "text": "1.0", "list": [1.0],
-                "true": True, "huge": 10**400}[completion[7:]]
+                "true": True, "huge": 10**400, "large": 1e30}[completion[7:]]
     return float(len(completion))
 
 
 def of_context(completion, answer, *, num_tokens, prompt, finish_reason):
     return num_tokens * 100 + len(prompt) * 10 + (finish_reason == "length")
+
+
+def scaled(completion, answer, *, factor: float = 1.0, bonus: int = 0):
+    return len(completion) * factor + bonus
 
 
 def meeting(completion, answer):
@@ -83,6 +107,13 @@ def verifier_file(tmp_path) -> Path:
     path = tmp_path / "user_verifiers.py"
     path.write_text(VERIFIERS)
     return path
+
+
+def open_pool(verifiers, weights, gates=(), closed_gate_value=0.0, by_choice=(), options=(), **limits) -> RewardPool:
+    selection = Selection(
+        tuple(verifiers), tuple(weights), dict(gates), closed_gate_value, tuple(by_choice), dict(options)
+    )
+    return RewardPool(selection, **limits)
 
 
 def inputs(*completions: str, answer: str = "") -> list[RewardInput]:
@@ -108,7 +139,7 @@ def test_scores_in_input_order_with_weights():
         RewardInput(3, "#### 42", "42", num_tokens=3072),
         RewardInput(5, "", "42"),
     ]
-    with RewardPool(["accuracy_reward", "format_reward", "length_reward"], [1.0, 0.5, -2.0]) as pool:
+    with open_pool(["accuracy_reward", "format_reward", "length_reward"], [1.0, 0.5, -2.0]) as pool:
         results = pool.score(samples)
         assert pool.score([]) == []
     names = ("accuracy_reward", "format_reward", "length_reward")
@@ -120,7 +151,7 @@ def test_scores_in_input_order_with_weights():
 
 
 def test_many_samples_over_several_workers_and_calls(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0], num_workers=3) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0], num_workers=3) as pool:
         for num_samples in (1, 2, 63, 65, 3000):
             results = pool.score([RewardInput(i, "x" * (i % 700), "") for i in range(num_samples)])
             assert [result.total for result in results] == [i % 700 for i in range(num_samples)]
@@ -128,7 +159,7 @@ def test_many_samples_over_several_workers_and_calls(verifier_file):
 
 
 def test_results_stream_while_others_are_submitted(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0]) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0]) as pool:
         assert list(pool.results()) == []
         pool.submit(RewardInput(0, "x", ""))
         seen = []
@@ -140,7 +171,7 @@ def test_results_stream_while_others_are_submitted(verifier_file):
 
 
 def test_a_result_comes_before_its_slower_neighbours(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0], timeout_s=2.0) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0], timeout_s=2.0) as pool:
         for sample in inputs("nap", "hang"):
             pool.submit(sample)
         results = pool.results()
@@ -151,7 +182,7 @@ def test_a_result_comes_before_its_slower_neighbours(verifier_file):
 def test_workers_run_side_by_side(verifier_file, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
-    with RewardPool([f"{verifier_file}:meeting"], [1.0], num_workers=2, timeout_s=60.0) as pool:
+    with open_pool([f"{verifier_file}:meeting"], [1.0], num_workers=2, timeout_s=60.0) as pool:
         pids = {result.total for result in pool.score(inputs("a", "b", "c", "d", answer=str(place)))}
     assert len(pids) == 2
     assert all(wait_until_gone(int(pid)) for pid in pids)
@@ -161,7 +192,7 @@ def test_workers_run_side_by_side(verifier_file, tmp_path):
 def test_a_hanging_verifier_costs_its_part_and_its_time_only(verifier_file, completion):
     samples = inputs("a", "bb", completion, "ccc", completion, "dddd")
     verifiers = [f"{verifier_file}:obedient", "format_reward"]
-    with RewardPool(verifiers, [1.0, 1.0], timeout_s=1.0, failure_value=-5.0) as pool:
+    with open_pool(verifiers, [1.0, 1.0], timeout_s=1.0, failure_value=-5.0) as pool:
         results = pool.score(samples)
     assert [result.parts["obedient"] for result in results] == [1.0, 2.0, -5.0, 3.0, -5.0, 4.0]
     assert [result.parts["format_reward"] for result in results] == [0.0] * 6
@@ -170,17 +201,25 @@ def test_a_hanging_verifier_costs_its_part_and_its_time_only(verifier_file, comp
     assert [result.failures for result in results] == [{}, {}, late, {}, late, {}]
 
 
-@pytest.mark.parametrize(("completion", "reason"), [("spawn", "timeout"), ("fork", "worker died: exit code 4")])
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("spawn", "timeout"),
+        ("daemon", "timeout"),
+        ("fork", "worker died: exit code 4"),
+        ("daemon and exit", "worker died: exit code 4"),
+    ],
+)
 def test_children_of_a_verifier_die_with_its_worker(verifier_file, tmp_path, completion, reason):
     note = tmp_path / "pid"
-    with RewardPool([f"{verifier_file}:obedient"], [1.0], timeout_s=2.0) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0], timeout_s=2.0) as pool:
         results = pool.score(inputs("a", completion, "bb", answer=str(note)))
         assert [result.failures.get("obedient") for result in results] == [None, reason, None]
         assert wait_until_gone(int(note.read_text()))
 
 
 def test_dying_workers_are_replaced(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient", "format_reward"], [1.0, 1.0], num_workers=2) as pool:
+    with open_pool([f"{verifier_file}:obedient", "format_reward"], [1.0, 1.0], num_workers=2) as pool:
         results = pool.score(inputs("a", "exit", "bb", "crash", "ccc", *["exit"] * 5, "dddd"))
         again = pool.score(inputs("a"))
     reasons = [result.failures.get("obedient") for result in results]
@@ -191,7 +230,7 @@ def test_dying_workers_are_replaced(verifier_file):
 
 
 def test_an_idle_worker_that_is_killed_is_replaced(verifier_file):
-    with RewardPool([f"{verifier_file}:pid"], [1.0]) as pool:
+    with open_pool([f"{verifier_file}:pid"], [1.0]) as pool:
         first = pool.score(inputs("a"))[0].total
         os.kill(int(first), signal.SIGKILL)
         second = pool.score(inputs("b"))[0]
@@ -203,56 +242,143 @@ def test_an_idle_worker_that_is_killed_is_replaced(verifier_file):
     ("completion", "reason"), [("raise", "KeyError: 'no such thing'"), ("sys.exit", "SystemExit: enough")]
 )
 def test_an_exception_costs_the_part(verifier_file, completion, reason):
-    with RewardPool([f"{verifier_file}:obedient"], [2.0], failure_value=-1.0) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [2.0], failure_value=-1.0) as pool:
         results = pool.score(inputs(completion, "aa"))
     assert results[0] == RewardResult(100, {"obedient": -1.0}, -2.0, {"obedient": reason})
     assert results[1] == RewardResult(101, {"obedient": 2.0}, 4.0, {})
 
 
 @pytest.mark.parametrize(
-    ("kind", "shown"), [("nan", "nan"), ("inf", "-inf"), ("none", "None"), ("text", "'1.0'"), ("list", "[1.0]")]
+    ("kind", "shown"),
+    [
+        ("nan", "nan"),
+        ("inf", "-inf"),
+        ("none", "None"),
+        ("text", "'1.0'"),
+        ("list", "[1.0]"),
+        ("huge", "1" + 79 * "0"),
+        ("large", "1e+30"),
+    ],
 )
-def test_a_reward_that_is_no_finite_number_is_a_user_error(verifier_file, kind, shown):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0]) as pool:
-        with pytest.raises(UserError) as caught:
-            pool.score(inputs("a", f"return {kind}"))
-    for part in ("'obedient'", f"returned {shown}", "sample 101", f"return {kind}", "finite number"):
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_a_reward_that_is_no_finite_number_costs_the_part(verifier_file, kind, shown):
+    with open_pool([f"{verifier_file}:obedient"], [2.0], failure_value=-1.0) as pool:
+        results = pool.score(inputs(f"return {kind}", "aa"))
+    failure = {"obedient": f"returned {shown}, which is no finite number"}
+    assert results[0] == RewardResult(100, {"obedient": -1.0}, -2.0, failure)
+    assert results[1] == RewardResult(101, {"obedient": 2.0}, 4.0, {})
 
 
-def test_booleans_count_as_numbers_and_overflow_does_not(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0]) as pool:
+def test_booleans_count_as_numbers(verifier_file):
+    with open_pool([f"{verifier_file}:obedient"], [1.0]) as pool:
         assert pool.score(inputs("return true"))[0].total == 1.0
-        with pytest.raises(UserError, match="returned 1000"):
-            pool.score(inputs("return huge"))
+
+
+def test_failures_are_logged_with_their_samples(verifier_file, tmp_path):
+    log = tmp_path / "failures.jsonl"
+    completions = ("raise", "a", "return nan", "hang", "raise" + "x" * 10_000 + "y")
+    samples = [RewardInput(i, text, "the answer", prompt="why \ud800?") for i, text in enumerate(completions)]
+    verifiers = [f"{verifier_file}:obedient", "format_reward"]
+    with open_pool(verifiers, [1.0, 1.0], timeout_s=1.0, failure_log=log) as pool:
+        pool.score(samples)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(record["index"], record["reason"]) for record in records] == [
+        (0, "KeyError: 'no such thing'"),
+        (2, "returned nan, which is no finite number"),
+        (3, "timeout"),
+        (4, "KeyError: 'no such thing'"),
+    ]
+    assert "[... 6006 characters ...]" in records[3]["completion"]
+    assert records[3]["completion"].endswith("xy")
+    assert {record["verifier"] for record in records} == {"obedient"}
+    shared = {"prompt": "why \ud800?", "answer": "the answer"}
+    assert records[0].items() >= {"completion": "raise", **shared}.items()
+
+
+def test_a_verifier_behind_a_closed_gate_is_not_asked(verifier_file):
+    verifiers = ["format_reward", f"{verifier_file}:obedient"]
+    good = "<think>a</think><answer>b</answer>"
+    gates = {f"{verifier_file}:obedient": "format_reward"}
+    with open_pool(verifiers, [1.0, 2.0], gates=gates, closed_gate_value=-1.0, timeout_s=1.0) as pool:
+        results = pool.score(inputs("hang", good, "raise"))
+    assert [result.parts for result in results] == [
+        {"format_reward": 0.0, "obedient": -1.0},
+        {"format_reward": 1.0, "obedient": float(len(good))},
+        {"format_reward": 0.0, "obedient": -1.0},
+    ]
+    assert [result.total for result in results] == [-2.0, 1.0 + 2 * len(good), -2.0]
+    assert not any(result.failures for result in results)
+
+
+def test_a_gate_that_fails_is_closed(verifier_file):
+    verifiers = [f"{verifier_file}:obedient", f"{verifier_file}:pid"]
+    with open_pool(verifiers, [1.0, 1.0], gates={"pid": "obedient"}, timeout_s=1.0, failure_value=5.0) as pool:
+        results = pool.score(inputs("hang", "raise", "exit"))
+    assert [result.parts for result in results] == [{"obedient": 5.0, "pid": 0.0}] * 3
+    assert [list(result.failures) for result in results] == [["obedient"]] * 3
+
+
+def test_prompts_choose_their_verifiers(verifier_file):
+    verifiers = ["format_reward", f"{verifier_file}:obedient", f"{verifier_file}:of_context"]
+    samples = [
+        RewardInput(0, "abc", "", num_tokens=2, verifiers=("obedient",)),
+        RewardInput(1, "abc", "", num_tokens=2, verifiers=("of_context",)),
+        RewardInput(2, "abc", "", num_tokens=2, verifiers=("obedient", "of_context")),
+        RewardInput(3, "abc", "", num_tokens=2),
+        RewardInput(4, "hang", "", verifiers=("obedient",)),
+    ]
+    gates = {"of_context": "obedient"}
+    with open_pool(verifiers, [1.0, 10.0, 0.5], gates, by_choice=["obedient", "of_context"], timeout_s=1.0) as pool:
+        results = pool.score(samples)
+        with pytest.raises(UserError, match="choose the verifier 'obedeint', which is not in reward.by_choice"):
+            pool.score([RewardInput(0, "abc", "", verifiers=("obedeint",))])
+    assert [result.parts for result in results] == [
+        {"format_reward": 0.0, "obedient": 3.0},
+        {"format_reward": 0.0, "of_context": 200.0},
+        {"format_reward": 0.0, "obedient": 3.0, "of_context": 200.0},
+        {"format_reward": 0.0},
+        {"format_reward": 0.0, "obedient": 0.0},
+    ]
+    assert [result.total for result in results] == [30.0, 100.0, 130.0, 0.0, 0.0]
+    assert results[4].failures == {"obedient": "timeout"}
+
+
+def test_options_reach_their_verifier(verifier_file):
+    with open_pool([f"{verifier_file}:scaled"], [1.0], options={"scaled.factor": "2.5", "scaled.bonus": "1"}) as pool:
+        assert pool.score(inputs("abcd"))[0].total == 11.0
+
+
+def test_a_worker_may_not_take_all_memory(verifier_file):
+    with open_pool([f"{verifier_file}:obedient"], [1.0], memory_limit_mib=300) as pool:
+        results = pool.score(inputs("allocate", "aa"))
+    assert results[0].failures["obedient"].startswith("MemoryError")
+    assert results[1].total == 2.0
 
 
 def test_printing_and_reading_do_not_disturb_the_pool(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0]) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0]) as pool:
         assert [result.total for result in pool.score(inputs("print", "aa"))] == [1.0, 2.0]
 
 
 def test_slow_imports_are_not_counted(verifier_file):
-    with RewardPool([f"{verifier_file}:obedient"], [1.0], timeout_s=1.0) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0], timeout_s=1.0) as pool:
         assert pool.score(inputs("import"))[0] == RewardResult(100, {"obedient": 6.0}, 6.0, {})
 
 
 def test_context_reaches_the_verifiers_that_name_it(verifier_file):
     sample = RewardInput(0, "abc", "", prompt="1234", finish_reason="length", num_tokens=7)
-    with RewardPool([f"{verifier_file}:obedient", f"{verifier_file}:of_context"], [1.0, 1.0]) as pool:
+    with open_pool([f"{verifier_file}:obedient", f"{verifier_file}:of_context"], [1.0, 1.0]) as pool:
         assert pool.score([sample])[0].parts == {"obedient": 3.0, "of_context": 741.0}
 
 
 def test_large_and_odd_texts_pass_unchanged(verifier_file):
     texts = ["x" * 10_000_000, "\ud800\n\r\u2028\x00", "\U0001f600" * 300_000]
-    with RewardPool([f"{verifier_file}:obedient"], [1.0]) as pool:
+    with open_pool([f"{verifier_file}:obedient"], [1.0]) as pool:
         assert [result.total for result in pool.score(inputs(*texts))] == [len(text) for text in texts]
 
 
 def test_hostile_answers_do_not_stall_the_pool():
     completions = ["{" * 10_000_000, "\\boxed{" * 1_000_000, "#### " + "(" * 300, "#### 9**9**9", "#### 42"]
-    with RewardPool(["accuracy_reward"], [1.0], timeout_s=5.0) as pool:
+    with open_pool(["accuracy_reward"], [1.0], timeout_s=5.0) as pool:
         results = pool.score(inputs(*completions, answer="42"))
     assert [result.total for result in results] == [0.0, 0.0, 0.0, 0.0, 1.0]
 
@@ -261,23 +387,29 @@ def test_hostile_answers_do_not_stall_the_pool():
     ("options", "message"),
     [
         ({"verifiers": ["format_rewards"]}, "did you mean format_reward"),
-        ({"verifiers": ["{file}:nothing"]}, "has no function 'nothing'; it has obedient, of_context, meeting, pid"),
+        (
+            {"verifiers": ["{file}:nothing"]},
+            "has no function 'nothing'; it has obedient, of_context, scaled, meeting, pid",
+        ),
         ({"weights": [1.0, 2.0]}, "1 verifiers"),
         ({"weights": [math.inf]}, "finite number"),
         ({"num_workers": 0}, "0 reward workers"),
         ({"timeout_s": 0.0}, "time limit"),
         ({"failure_value": math.nan}, "failed verifiers is nan"),
+        ({"closed_gate_value": math.inf}, "behind a closed gate is inf"),
+        ({"options": {"format_reward.bonus": "1"}}, "no option 'bonus'; it has none"),
+        ({"options": {"{file}:scaled.bonus": "1"}}, "'reward.options' names the verifier 'scaled'"),
     ],
 )
 def test_bad_options_are_user_errors(verifier_file, options, message):
     options = {"verifiers": ["format_reward"], "weights": [1.0], **options}
     options["verifiers"] = [name.replace("{file}", str(verifier_file)) for name in options["verifiers"]]
     with pytest.raises(UserError, match=message):
-        RewardPool(**options)
+        open_pool(**options)
 
 
 def test_close_ends_hanging_workers_and_may_be_repeated(verifier_file):
-    pool = RewardPool([f"{verifier_file}:pid"], [1.0])
+    pool = open_pool([f"{verifier_file}:pid"], [1.0])
     pid = int(pool.score(inputs("a"))[0].total)
     pool.submit(inputs("b")[0])
     pool.close()
@@ -291,8 +423,10 @@ def test_workers_do_not_outlive_a_killed_parent(verifier_file):
     script = f"""
 import time
 from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
-pool = RewardPool(["{verifier_file}:pid", "{verifier_file}:obedient"], [1.0, 1.0], timeout_s=1000.0)
+selection = Selection(("{verifier_file}:pid", "{verifier_file}:obedient"), (1.0, 1.0))
+pool = RewardPool(selection, timeout_s=1000.0)
 print(int(pool.score([RewardInput(0, "a", "")])[0].parts["pid"]), flush=True)
 pool.submit(RewardInput(1, "compute", ""))
 time.sleep(1000)

@@ -1,0 +1,136 @@
+"""Which verifiers score a run's samples, and how their parts make up the reward."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mindrlhf.errors import UserError
+from mindrlhf.rewards import registry
+
+if TYPE_CHECKING:
+    from mindrlhf.config.sections import RewardSection
+
+# Rewards and weights beyond it would overflow the float32 of training when they are multiplied.
+MAX_MAGNITUDE = 1e15
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The reward is the sum of weight * part over the verifiers that apply to the prompt.
+
+    ``gates`` maps a verifier to another that stands before it in ``verifiers``: where the gate's part is not
+    positive (or the gate failed), the verifier is not asked and its part is ``closed_gate_value``. A gate that does
+    not apply to the prompt is open.
+
+    ``by_choice`` names the verifiers that apply only to prompts which choose them (``RewardInput.verifiers``); the
+    others apply to every prompt.
+
+    ``options`` maps ``verifier.option`` to its value as text.
+    """
+
+    verifiers: tuple[str, ...]  # names, or path/to/file.py:function
+    weights: tuple[float, ...]
+    gates: Mapping[str, str] = field(default_factory=dict)
+    closed_gate_value: float = 0.0
+    by_choice: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, reward: "RewardSection") -> "Selection":
+        """Return the selection that a config's section describes; weights that are left out are 1."""
+        return cls(
+            verifiers=reward.verifier_function,
+            weights=reward.verifier_weight or (1.0,) * len(reward.verifier_function),
+            gates=reward.gates,
+            closed_gate_value=reward.closed_gate_value,
+            by_choice=reward.by_choice,
+            options=reward.options,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The names that parts are reported under, in order."""
+        return [registry.part_name(verifier) for verifier in self.verifiers]
+
+    def check(self) -> None:
+        """Check all that can be known without running a user's file.
+
+        Raises:
+            UserError: an unknown verifier, gate, choice or option, a weight or value that makes no sense.
+        """
+        registry.check_selection(self.verifiers, self.weights)
+        for name, weight in zip(self.names, self.weights):
+            if abs(weight) > MAX_MAGNITUDE:
+                raise UserError(f"the weight of verifier '{name}' is {weight:g}: at most {MAX_MAGNITUDE:g} is taken")
+        if not abs(self.closed_gate_value) <= MAX_MAGNITUDE:
+            raise UserError(f"the reward behind a closed gate is {self.closed_gate_value}: it must be finite")
+        for specification in self.verifiers:
+            registry.check(specification)
+        self.gate_positions()
+        for name in self.by_choice:
+            self._position(name, "reward.by_choice")
+        for dotted in self.options:
+            self._position(_owner(dotted), "reward.options")
+        for specification in self.verifiers:
+            if ":" not in specification:
+                function = registry.built_in(specification)
+                registry.parse_options(specification, function, self.options_for(specification))
+
+    def check_choices(self, chosen: Sequence[str], where: str) -> None:
+        """Check that each of the ``chosen`` verifiers may be chosen; ``where`` names who did.
+
+        Raises:
+            UserError: it is not one of ``by_choice``; or nothing is chosen though every verifier is by choice.
+        """
+        allowed = [registry.part_name(name) for name in self.by_choice]
+        for name in chosen:
+            if name not in allowed:
+                raise UserError(
+                    f"{where} choose the verifier '{name}', which is not in reward.by_choice "
+                    f"({', '.join(allowed) or 'empty'}): add it there and to reward.verifier_function"
+                )
+        if not chosen and set(allowed) == set(self.names):
+            raise UserError(
+                f"{where} choose no verifier, and all verifiers are in reward.by_choice: take one out of it, so that "
+                "it applies to every prompt"
+            )
+
+    def options_for(self, specification: str) -> dict[str, str]:
+        """Return the options of one verifier, by their own names."""
+        name = registry.part_name(specification)
+        return {dotted.rpartition(".")[2]: text for dotted, text in self.options.items() if _owner(dotted) == name}
+
+    def gate_positions(self) -> list[int | None]:
+        """Return, for each verifier, the position of its gate.
+
+        Raises:
+            UserError: a name that is not selected, or a gate that does not stand before its verifier.
+        """
+        positions: list[int | None] = [None] * len(self.verifiers)
+        for name, gate in self.gates.items():
+            position, gate_position = self._position(name, "reward.gates"), self._position(gate, "reward.gates")
+            if gate_position >= position:
+                raise UserError(
+                    f"'reward.gates' puts '{gate}' before '{name}', but it does not stand before it in "
+                    "reward.verifier_function: name the gate first there"
+                )
+            positions[position] = gate_position
+        return positions
+
+    def skipped_positions(self, chosen: Sequence[str]) -> list[int]:
+        """Return the positions of the verifiers that do not apply to a prompt which chooses ``chosen``."""
+        left_out = {registry.part_name(name) for name in self.by_choice} - set(chosen)
+        return [position for position, name in enumerate(self.names) if name in left_out]
+
+    def _position(self, name: str, key: str) -> int:
+        reported = registry.part_name(name)
+        if reported not in self.names:
+            raise UserError(
+                f"'{key}' names the verifier '{name}', which is not in reward.verifier_function "
+                f"({', '.join(self.names)})"
+            )
+        return self.names.index(reported)
+
+
+def _owner(dotted: str) -> str:
+    return registry.part_name(dotted.rpartition(".")[0])
