@@ -13,6 +13,7 @@ BARS_HEIGHT = 190
 _GAP = 66
 _LAYERS_HEIGHT = 430
 MAX_RANKS_NUMBERED = 64
+_LEGEND_COLUMNS = 4
 _FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 _INK, _FAINT, _GRID = "#1f2933", "#616e7c", "#d9dee4"
 # Hues of the tensor-parallel slices; copies of the same slice are the same colour.
@@ -49,7 +50,7 @@ def render_picture(plan: Plan) -> str:
         *_bars(plan, bars_top),
         *_legend(plan, legend_top),
     ]
-    height = legend_top + 66
+    height = legend_top + 44
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
         f'height="{height:.0f}" role="img" aria-label="{escape(_headline(plan))}" {_FONT}>'
@@ -175,10 +176,7 @@ def _node_axis(plan: Plan, bottom: float) -> list[str]:
 def _bars(plan: Plan, top: float) -> list[str]:
     """The memory of each rank in the fullest moment of its stage, stacked by part, against the device's."""
     device, bottom = plan.machine.device_bytes, top + BARS_HEIGHT
-    fullest = {
-        stage: max((one for one in plan.memory if one.stage == stage), key=lambda one: one.total)
-        for stage in range(plan.layout.pipeline_stage)
-    }
+    fullest = _fullest_phases(plan)
     high = max(device, plan.peak.total) * 1.06
     width = (RIGHT - LEFT) / plan.machine.world_size
     gap = 1.0 if width > 5 else 0.0
@@ -188,13 +186,16 @@ def _bars(plan: Plan, top: float) -> list[str]:
         parts.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="{_GRID}"/>')
         parts.append(_text(LEFT - 8, y + 4, f"{tick:g} GB", colour=_FAINT, size=11, anchor="end"))
     for stage, phase in fullest.items():
-        y = bottom
+        y, first = bottom, stage * plan.layout.stage_size
+        # Bars too thin to be told apart are drawn as one.
+        bars = plan.layout.stage_size if gap else 1
+        bar_width = width * plan.layout.stage_size / bars
         for part, size in memory_parts(phase).items():
             height = BARS_HEIGHT * size / high
             y -= height
-            for rank in range(stage * plan.layout.stage_size, (stage + 1) * plan.layout.stage_size):
+            for bar in range(bars):
                 parts.append(
-                    f'<rect x="{_x(plan, rank) + gap / 2:.2f}" y="{y:.1f}" width="{width - gap:.2f}" '
+                    f'<rect x="{_x(plan, first + bar) + gap / 2:.2f}" y="{y:.1f}" width="{bar_width - gap:.2f}" '
                     f'height="{height:.1f}" fill="{_PARTS[part]}"/>'
                 )
     limit = bottom - BARS_HEIGHT * device / high
@@ -206,18 +207,22 @@ def _bars(plan: Plan, top: float) -> list[str]:
     return parts
 
 
+def _fullest_phases(plan: Plan) -> dict[int, PhaseMemory]:
+    """The fullest moment of each pipeline stage."""
+    return {
+        stage: max((one for one in plan.memory if one.stage == stage), key=lambda one: one.total)
+        for stage in range(plan.layout.pipeline_stage)
+    }
+
+
 def _legend(plan: Plan, top: float) -> list[str]:
-    used = {part for phase in plan.memory for part in memory_parts(phase)}
-    parts, x, y = [], float(LEFT), top
-    for part, colour in _PARTS.items():
-        if part not in used:
-            continue
-        width = 28 + 7 * len(part)
-        if x + width > RIGHT:
-            x, y = float(LEFT), y + 22
-        parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" rx="2" fill="{colour}"/>')
-        parts.append(_text(x + 17, y, part, size=12))
-        x += width + 8
+    drawn = {part for phase in _fullest_phases(plan).values() for part in memory_parts(phase)}
+    parts = []
+    for index, part in enumerate(part for part in _PARTS if part in drawn):
+        row, column = divmod(index, _LEGEND_COLUMNS)
+        x, y = LEFT + column * (RIGHT - LEFT) / _LEGEND_COLUMNS, top + 22 * row
+        parts.append(f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" rx="2" fill="{_PARTS[part]}"/>')
+        parts.append(_text(x + 18, y, part, size=12))
     return parts
 
 

@@ -201,9 +201,8 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 
 def _short_name(name: str) -> str:
-    return (
-        name.removeprefix("decoder.").replace("layers.*.self_", "*.").replace("layers.*.", "*.").removesuffix(".weight")
-    )
+    name = name.removeprefix("decoder.").removesuffix(".weight")
+    return name.replace("layers.*.self_", "*.").replace("layers.*.", "*.")
 
 
 def _rollout_lines(plan: Plan) -> list[str]:

@@ -129,7 +129,6 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield changes, from those that cost nothing to those that cost speed."""
     config, layout = plan.config, plan.layout
     parallel, training, rollout = config.parallel_config, config.training, config.rollout
-    rows = plan.batch.num_pieces
     if layout.model_parallel > 1 and not layout.use_seq_parallel:
         yield {"parallel_config.use_seq_parallel": True}
     if parallel.vocab_emb_dp and layout.model_parallel > 1:
@@ -139,8 +138,9 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from _rollout_candidates(plan)
     if not config.model.recompute:
         yield {"model.recompute": True}
-    if training.batch_size // 2 >= rows and training.batch_size // 2 % rows == 0:
-        yield {"training.batch_size": training.batch_size // 2}
+    for factor in (2, 4, 8):
+        if training.batch_size % (factor * plan.batch.num_pieces) == 0:
+            yield {"training.batch_size": training.batch_size // factor}
     for factor in (2, 4, 8):
         if layout.data_parallel % factor == 0 and layout.model_parallel * factor <= plan.machine.node_size:
             keys = {

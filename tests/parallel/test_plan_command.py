@@ -1,0 +1,123 @@
+"""`mindrlhf plan` as a user runs it: examples, files, errors of one line."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from plan_cases import EXAMPLES, ROOT, example
+
+from mindrlhf.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _in_repository(monkeypatch):
+    """The examples name their model relative to the repository."""
+    monkeypatch.chdir(ROOT)
+
+
+def _plan(*words: str) -> int:
+    return main(["plan", *map(str, words)])
+
+
+@pytest.mark.parametrize("name, world_size", EXAMPLES.items())
+def test_examples_fit_their_machines(name, world_size, capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert _plan(example(name), "--world-size", world_size, "--json", out) == 0
+    text = capsys.readouterr().out
+    assert "\nFITS: " in text
+    assert max(map(len, text.splitlines())) <= 100
+    values = json.loads(out.read_text())
+    assert values["verdict"]["fits"]
+    assert values["machine"]["world_size"] == world_size
+    assert f"{values['model']['num_parameters']:,} parameters" in text
+    peak = max(phase["total"] for phase in values["memory"])
+    assert peak < 64e9
+    assert all(phase["total"] == sum(item["size_bytes"] for item in phase["items"]) for phase in values["memory"])
+    for kind in values["groups"]:
+        assert sorted(rank for group in kind["groups"] for rank in group) == list(range(world_size))
+
+
+@pytest.mark.parametrize("name, world_size", EXAMPLES.items())
+def test_picture_has_every_rank_once(name, world_size, tmp_path):
+    path = tmp_path / "plan.svg"
+    assert _plan(example(name), "--world-size", world_size, "--picture", path) == 0
+    root = ElementTree.parse(path).getroot()
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    titles = [title.text for title in root.iterfind(".//svg:rect/svg:title", space)]
+    assert [int(title.split()[1].rstrip(":")) for title in titles] == list(range(world_size))
+    width = float(root.get("width"))
+    for rect in root.iterfind(".//svg:rect", space):
+        assert 0 <= float(rect.get("x", 0)) <= float(rect.get("x", 0)) + float(rect.get("width")) <= width + 0.01
+        assert float(rect.get("height")) >= 0
+    assert any("fits" in (text.text or "") for text in root.iterfind(".//svg:text", space))
+
+
+def test_what_does_not_fit_ends_with_1(capsys):
+    assert _plan(example("qwen2_5_7b_8npu"), "--world-size", 8, "--device-memory", "30GB") == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_search_is_reported_and_its_best_layout_fits(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    words = [example("qwen2_5_7b_8npu"), "--world-size", 8]
+    assert _plan(*words, "--search", "--json", out) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    best = json.loads(out.read_text())["search"]["best"][0]
+    overrides = [f"{key}={str(value).lower()}" for key, value in best["keys"].items()]
+    assert all(f"  {override}\n" in text + "\n" for override in overrides)
+    assert _plan(*words, *overrides, "--json", out) == 0
+    assert max(phase["total"] for phase in json.loads(out.read_text())["memory"]) == best["peak_bytes"]
+
+
+BAD = {
+    "device memory": (["--world-size", 8, "--device-memory", "64XB"], "--device-memory '64XB' is not a size"),
+    "world size": (["--world-size", 12], "12 were started: set data_parallel to 3"),
+    "no devices": (["--world-size", 0], "--world-size is 0"),
+    "no node": (["--world-size", 8, "--node-size", 0], "--node-size is 0"),
+    "heads": (
+        ["--world-size", 8, "parallel_config.model_parallel=8", "parallel_config.data_parallel=1"],
+        "28 query heads: set it to one of 1, 2, 4",
+    ),
+    "layers": (
+        [
+            *("--world-size", 32, "rollout.num_replicas=16", "parallel_config.data_parallel=1"),
+            *("parallel_config.model_parallel=1", "parallel_config.use_seq_parallel=false"),
+            *("parallel_config.pipeline_stage=32", "parallel_config.micro_batch_num=32", "training.batch_size=32"),
+        ],
+        "28 layers: set it to 28 or less",
+    ),
+    "no experts": (["--world-size", 8, "parallel_config.expert_parallel=2"], "no experts: set it to 1"),
+    "pieces": (["--world-size", 8, "parallel_config.micro_batch_num=4"], "'training.batch_size' is 2"),
+    "rollout devices": (["--world-size", 8, "rollout.num_replicas=3"], "uses 6 devices of 8: set num_replicas to 4"),
+    "rollout heads": (
+        ["--world-size", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],
+        "'rollout.tensor_parallel' is 8, which does not divide the model's 28 query heads: set it to one of 1, 2, 4",
+    ),
+    "rows": (["--world-size", 8, "training.row_lengths=[4097]"], "set it to 4100"),
+    "model": (["--world-size", 8, "model.path=nowhere"], "nowhere"),
+    "json": (["--world-size", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
+    "picture": (["--world-size", 8, "--picture", "examples"], "--picture examples cannot be written"),
+}
+
+
+@pytest.mark.parametrize("words, message", BAD.values(), ids=BAD)
+def test_mistakes_are_one_line_with_the_fix(words, message, capsys):
+    assert _plan(example("qwen2_5_7b_8npu"), *words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mindrlhf plan: error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys; from mindrlhf.cli import main; "
+        f"main(['plan', {str(example('qwen2_5_7b_8npu'))!r}, '--world-size', '8']); "
+        "print([name for name in ('mindspore', 'mindformers', 'torch', 'vllm') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[]"
