@@ -109,3 +109,23 @@ class SupervisedLoss(nn.Cell):
         logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
         loss = -(logprobs * mask).sum() / num_tokens
         return loss, ops.stop_gradient(ops.stack((loss, entropy.sum()))), ops.stop_gradient(logprobs)
+
+
+class CoefficientLoss(nn.Cell):
+    """sum_t c_t y_t over the outputs y of a policy: its gradient is that of any loss whose derivative is dL/dy_t = c_t.
+
+    For losses of whole sequences or pairs, whose derivatives the host computes from the outputs of a first pass.
+    """
+
+    def __init__(self, policy):
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+
+    def construct(self, input_ids, segment_ids, labels, mask, coefficients, num_tokens):
+        """Return the loss, its statistics [2] (loss, entropy sum) and the outputs [rows, length].
+
+        ``coefficients`` is float32 [rows, length]; ``num_tokens`` divides them.
+        """
+        outputs, entropy = self.policy(input_ids, segment_ids, labels, mask)
+        loss = (coefficients * outputs * mask).sum() / num_tokens
+        return loss, ops.stop_gradient(ops.stack((loss, entropy.sum()))), ops.stop_gradient(outputs)

@@ -10,7 +10,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     check = actions.add_parser("check", help="check a config without touching a device")
     check.add_argument("config", help="YAML file")
     check.add_argument("overrides", nargs="*", metavar="section.key=value")
-    check.add_argument("--kind", choices=("train", "sft"), default="train", help="command the config is for")
+    kinds = ("train", "sft", "dpo", "reward-model")
+    check.add_argument("--kind", choices=kinds, default="train", help="command the config is for")
     check.add_argument("--workers", type=int, default=1, help="number of ranks it is to run on")
     check.set_defaults(run=_check)
     docs = actions.add_parser("docs", help="print the reference page (docs/config.md)")
@@ -18,10 +19,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from mindrlhf.config.schema import load_grpo_config, load_sft_config
+    from mindrlhf.config.schema import CONFIG_LOADERS
 
-    load_config = load_grpo_config if arguments.kind == "train" else load_sft_config
-    load_config(arguments.config, arguments.overrides, world_size=arguments.workers)
+    CONFIG_LOADERS[arguments.kind](arguments.config, arguments.overrides, world_size=arguments.workers)
     print(f"{arguments.config}: ok for {arguments.workers} rank{'s' if arguments.workers > 1 else ''}")
     return 0
 

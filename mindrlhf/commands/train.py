@@ -1,10 +1,10 @@
-"""`mindrlhf train` and `mindrlhf sft`: a run on one or more ranks of this machine."""
+"""`mindrlhf train`, `sft`, `dpo` and `reward-model`: a run on one or more ranks of this machine."""
 
 import argparse
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    """Add the parsers of both commands."""
+    """Add the parsers of all four commands."""
     train = _add(subparsers, "train", "reinforcement learning against verifiers (GRPO and relatives)")
     train.add_argument(
         "--resume",
@@ -21,6 +21,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="start a failed run again up to N times, from its newest checkpoint (default: 0)",
     )
     _add(subparsers, "sft", "supervised fine-tuning on the same cells")
+    _add(subparsers, "dpo", "direct preference optimisation on pairs of responses")
+    _add(subparsers, "reward-model", "train a model that scores responses on pairs of them")
 
 
 def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
@@ -28,7 +30,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> arg
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--workers", type=int, default=1, help="trainer ranks on this machine (default: 1)")
-    parser.set_defaults(run=_run_train if name == "train" else _run_sft)
+    parser.set_defaults(run=_run_train if name == "train" else _run_offline)
     return parser
 
 
@@ -67,17 +69,19 @@ def _run_train(arguments: argparse.Namespace) -> int:
     )
 
 
-def _run_sft(arguments: argparse.Namespace) -> int:
+def _run_offline(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from mindrlhf.config.schema import load_sft_config
+    from mindrlhf.config.schema import CONFIG_LOADERS
     from mindrlhf.training.launch import launch
-    from mindrlhf.training.preflight import FINAL_NAME, check_free, check_sft_inputs
+    from mindrlhf.training.preflight import FINAL_NAME, check_free, check_preference_inputs, check_sft_inputs
 
-    config = load_sft_config(arguments.config, arguments.overrides, world_size=arguments.workers)
-    check_sft_inputs(config)
+    load_config = CONFIG_LOADERS[arguments.command]
+    config = load_config(arguments.config, arguments.overrides, world_size=arguments.workers)
+    check_inputs = check_sft_inputs if arguments.command == "sft" else check_preference_inputs
+    check_inputs(config)
     check_free(Path(config.run.output_dir) / FINAL_NAME)
-    command = ["-m", "mindrlhf.training.main", "sft", arguments.config, *arguments.overrides]
+    command = ["-m", "mindrlhf.training.main", arguments.command, arguments.config, *arguments.overrides]
     log_dir = Path(config.run.output_dir) / "logs"
     return launch(command, arguments.workers, log_dir, hang_timeout_s=config.run.hang_timeout_s)
 

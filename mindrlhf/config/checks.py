@@ -7,7 +7,7 @@ from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from mindrlhf.config.schema import GrpoConfig, SftConfig
+    from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 
 def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | None) -> None:
@@ -39,6 +39,26 @@ def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> No
             f"'supervised.rows_per_step' is {config.supervised.rows_per_step}, not a multiple of batch_size * ranks "
             f"= {unit}: "
             f"set it to {_next_multiple(config.supervised.rows_per_step, unit)}"
+        )
+
+
+def check_preference(config: "DpoConfig | RewardModelConfig", given: frozenset[str], world_size: int) -> None:
+    """Check what `mindrlhf dpo` and `mindrlhf reward-model` configs share."""
+    _check_device(config.run, config.model, config.parallel_config)
+    _check_schedule(config.optimizer, given)
+    if "observe.samples_per_step" in given:
+        raise UserError("'observe.samples_per_step' is set, but preference learning draws no samples: remove it")
+    if config.preference.eval_every_steps and not config.data.eval_file:
+        raise UserError("'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it")
+    resolve_data_parallel(config.parallel_config, world_size)
+
+
+def check_dpo(config: "DpoConfig", given: frozenset[str]) -> None:
+    """Check the objective of a `mindrlhf dpo` config."""
+    if config.dpo.loss != "sigmoid" and config.dpo.label_smoothing:
+        raise UserError(
+            f"'dpo.label_smoothing' is {config.dpo.label_smoothing:g}, which loss={config.dpo.loss} does not have: "
+            "set it to 0, or loss to sigmoid"
         )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 
 from mindrlhf.config.loader import type_name
-from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 _HEAD = """# Configuration reference
 
@@ -19,11 +19,15 @@ def render() -> str:
     grpo_sections = {field.name: field.metadata["section"] for field in dataclasses.fields(GrpoConfig)}
     parts.append("## `mindrlhf train`\n\n" + _sentence(GrpoConfig))
     parts.extend(_section(name, cls) for name, cls in grpo_sections.items())
-    shared = [f"`{field.name}`" for field in dataclasses.fields(SftConfig) if field.name in grpo_sections]
-    parts.append(f"## `mindrlhf sft`\n\n{_sentence(SftConfig)} It shares the sections {', '.join(shared)}, and has:\n")
-    for field in dataclasses.fields(SftConfig):
-        if field.name not in grpo_sections:
-            parts.append(_section(field.name, field.metadata["section"]))
+    described = set(grpo_sections)
+    for command, config in (("sft", SftConfig), ("dpo", DpoConfig), ("reward-model", RewardModelConfig)):
+        shared = [f"`{field.name}`" for field in dataclasses.fields(config) if field.name in described]
+        sentence = f"{_sentence(config)} It shares the sections {', '.join(shared)}, and has:\n"
+        parts.append(f"## `mindrlhf {command}`\n\n{sentence}")
+        for field in dataclasses.fields(config):
+            if field.name not in described:
+                parts.append(_section(field.name, field.metadata["section"]))
+                described.add(field.name)
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The two kinds of run, and the one function that gives a checked config."""
+"""The kinds of run, and the one function that gives a checked config."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from mindrlhf.config import checks, sections
 from mindrlhf.config.keys import section
 from mindrlhf.config.loader import load, root_config
 from mindrlhf.config.presets import apply_preset
+from mindrlhf.errors import UserError
 
 
 @root_config
@@ -44,6 +45,36 @@ class SftConfig:
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 
+@root_config
+@dataclass(frozen=True)
+class DpoConfig:
+    """A `mindrlhf dpo` run: direct preference optimisation on pairs of responses."""
+
+    model: sections.ModelSection = section(sections.ModelSection, "the model")
+    data: sections.DataSection = section(sections.DataSection, "the pairs")
+    run: sections.RunSection = section(sections.RunSection, "the run")
+    preference: sections.PreferenceSection = section(sections.PreferenceSection, "the batches")
+    dpo: sections.DpoSection = section(sections.DpoSection, "the objective")
+    optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+
+
+@root_config
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A `mindrlhf reward-model` run: a model that scores responses, from pairs of them."""
+
+    model: sections.ModelSection = section(sections.ModelSection, "the model")
+    data: sections.DataSection = section(sections.DataSection, "the pairs")
+    run: sections.RunSection = section(sections.RunSection, "the run")
+    preference: sections.PreferenceSection = section(sections.PreferenceSection, "the batches")
+    reward_model: sections.RewardModelSection = section(sections.RewardModelSection, "the objective")
+    optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+
+
 def load_grpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int | None = 1) -> GrpoConfig:
     """Read and check a `mindrlhf train` config for a number of ranks; None leaves out what depends on it.
 
@@ -61,3 +92,30 @@ def load_sft_config(path: str | Path, overrides: Iterable[str] = (), *, world_si
     config, given = load(SftConfig, path, overrides)
     checks.check_sft(config, given, world_size)
     return config
+
+
+def load_dpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int = 1) -> DpoConfig:
+    """Read and check a `mindrlhf dpo` config for a number of ranks; raises UserError like the others."""
+    config, given = load(DpoConfig, path, overrides)
+    checks.check_preference(config, given, world_size)
+    checks.check_dpo(config, given)
+    return config
+
+
+def load_reward_model_config(
+    path: str | Path, overrides: Iterable[str] = (), *, world_size: int = 1
+) -> RewardModelConfig:
+    """Read and check a `mindrlhf reward-model` config for a number of ranks; raises UserError like the others."""
+    config, given = load(RewardModelConfig, path, overrides)
+    checks.check_preference(config, given, world_size)
+    if "model.reference_path" in given:
+        raise UserError("'model.reference_path' is set, but a reward model is trained without reference: remove it")
+    return config
+
+
+CONFIG_LOADERS = {
+    "train": load_grpo_config,
+    "sft": load_sft_config,
+    "dpo": load_dpo_config,
+    "reward-model": load_reward_model_config,
+}

@@ -7,6 +7,8 @@ from mindspore import nn, ops
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.models.spec.scoring import SCORE_NAME
+from mindrlhf.parallel.layout import Layout
 
 # Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
 _PARALLEL_KEYS = {
@@ -16,8 +18,9 @@ _PARALLEL_KEYS = {
     "context_parallel": "context_parallel_size",
     "use_seq_parallel": "sequence_parallel",
     "micro_batch_num": "micro_batch_num",
+    "expert_parallel": "expert_model_parallel_size",
 }
-_SPLITTING_KEYS = ("model_parallel", "pipeline_stage", "context_parallel")
+_SPLITTING_KEYS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
 
 
 class CausalLM(nn.Cell):
@@ -28,6 +31,7 @@ class CausalLM(nn.Cell):
         dims: its sizes.
         hf_config: the config.json it was built from.
         splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
+        score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
     """
 
     def __init__(
@@ -48,6 +52,9 @@ class CausalLM(nn.Cell):
         self.dims = dims
         self.hf_config = hf_config
         self.splits = splits
+        if spec.is_scorer:
+            dtype = model.embedding.word_embeddings.weight.dtype
+            self.score_weight = ms.Parameter(ops.zeros((1, dims.hidden_size), dtype), name=SCORE_NAME)
 
     @property
     def head_weight(self) -> ms.Parameter:
@@ -99,7 +106,7 @@ def build_model(
         seq_length: longest row; shorter rows work too (each length compiles once).
         compute_dtype: dtype of activations.
         param_dtype: dtype of parameters.
-        device: `cpu` (cells of `cpu_cells`) or `ascend` (MindFormers' own cells).
+        device: `cpu` (cells of `cpu_decoder`) or `ascend` (MindFormers' own cells).
         parallel_config: MindFormers' keys (`data_parallel`, `model_parallel`, `pipeline_stage`, ...); on the CPU only
             data parallelism exists, and the model does not need to know of it.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
@@ -108,7 +115,7 @@ def build_model(
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
     """
     from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
-    from mindformers.parallel_core.transformer_config import TransformerConfig
+    from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
 
     parallel_config = dict(parallel_config or {})
     if device == "cpu":
@@ -116,7 +123,8 @@ def build_model(
         parallel_config = {}
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    config = TransformerConfig(
+    config_class = MLATransformerConfig if dims.latent else TransformerConfig
+    config = config_class(
         **spec.mcore_config(dims),
         **{mf_key: parallel_config[key] for key, mf_key in _PARALLEL_KEYS.items() if key in parallel_config},
         seq_length=seq_length,
@@ -127,23 +135,24 @@ def build_model(
         softmax_compute_dtype="float32",
         rotary_dtype="float32",
         recompute=recompute,
+        offset=list(Layout(pipeline_stage=parallel_config.get("pipeline_stage", 1)).layer_offsets(dims.num_layers)),
     )
     if device == "cpu":
-        from mindrlhf.models import cpu_cells as cells
+        from mindrlhf.models import cpu_decoder as cells
     else:
         from mindrlhf.models import ascend_cells as cells
     model = GPTModel(
         config=config,
-        transformer_layer_spec=cells.decoder_spec(config),
+        transformer_layer_spec=cells.decoder_spec(config, dims),
         vocab_size=dims.vocab_size,
         max_sequence_length=seq_length,
-        position_embedding_type="rope",
+        position_embedding_type=config.position_embedding_type,
         rotary_base=dims.rope_theta,
         share_embeddings_and_output_weights=dims.tied,
     )
-    if parallel_config.get("vocab_emb_dp") and parallel_config.get("model_parallel", 1) > 1:
-        cells.keep_embedding_whole(model, config)
-    inputs = cells.DecoderInputs(model, config, seq_length, dims.rope_theta)
+    if parallel_config.get("model_parallel", 1) > 1:
+        cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not dims.tied)
+    inputs = cells.DecoderInputs(model, config, seq_length, dims)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
 

@@ -1,4 +1,4 @@
-"""The program that every rank starts: ``python -m mindrlhf.training.main train|sft CONFIG [section.key=value ...]``."""
+"""The program that every rank starts: ``python -m mindrlhf.training.main TASK CONFIG [section.key=value ...]``."""
 
 import argparse
 import signal
@@ -10,11 +10,13 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.training.processes import die_with_launcher
 from mindrlhf.training.runtime import num_ranks_from_environment
 
+TASKS = ("train", "sft", "dpo", "reward-model")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run this rank to the end and return the exit code."""
     parser = argparse.ArgumentParser(prog="mindrlhf")
-    parser.add_argument("task", choices=("train", "sft"))
+    parser.add_argument("task", choices=TASKS)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--resume", action="store_true")
@@ -40,18 +42,22 @@ def guarded(program: str, run: Callable[[], None]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from mindrlhf.config.schema import load_grpo_config, load_sft_config
+    from mindrlhf.config.schema import CONFIG_LOADERS
 
-    world_size = num_ranks_from_environment()
-    if arguments.task == "sft":
-        from mindrlhf.training.supervised import run_supervised_rank
-
-        run_supervised_rank(load_sft_config(arguments.config, arguments.overrides, world_size=world_size))
-    else:
+    load_config = CONFIG_LOADERS[arguments.task]
+    config = load_config(arguments.config, arguments.overrides, world_size=num_ranks_from_environment())
+    if arguments.task == "train":
         from mindrlhf.training.reinforcement import run_rank
 
-        config = load_grpo_config(arguments.config, arguments.overrides, world_size=world_size)
         run_rank(config, resume=arguments.resume)
+    elif arguments.task == "sft":
+        from mindrlhf.training.supervised import run_supervised_rank
+
+        run_supervised_rank(config)
+    else:
+        from mindrlhf.training.preference import run_preference_rank
+
+        run_preference_rank(config)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection, RewardSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
@@ -67,6 +67,22 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
     what = f"the longest record of {longer.path} ({longest} tokens)"
     row_lengths = choose_row_length(config.supervised.row_lengths, longest, what)
     _check_model(config.model, config.model.path, tokenizer)
+    return RunInputs(tokenizer, records, held_out, row_lengths, 0)
+
+
+def check_preference_inputs(config: DpoConfig | RewardModelConfig) -> RunInputs:
+    """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
+    _check_layout(config.parallel_config)
+    tokenizer, records = _open_data(config.data, config.data.train_file, "preference")
+    held_out = _open_data(config.data, config.data.eval_file, "preference")[1] if config.data.eval_file else None
+    longer = max((records, *([held_out] if held_out else [])), key=lambda file: _longest_record(file.header))
+    longest = _longest_record(longer.header)
+    what = f"the longest pair of {longer.path} ({longest} tokens)"
+    row_lengths = choose_row_length(config.preference.row_lengths, longest, what)
+    for path in filter(None, (config.model.path, config.model.reference_path)):
+        _check_model(config.model, path, tokenizer)
+        if isinstance(config, DpoConfig) and find_spec(read_hf_config(path)).is_scorer:
+            raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
     return RunInputs(tokenizer, records, held_out, row_lengths, 0)
 
 

@@ -10,6 +10,7 @@ from mindrlhf.models.spec.dims import ExpertDims, LatentDims, ModelDims, YarnDim
 from mindrlhf.models.spec.model import ModelSpec
 from mindrlhf.models.spec.qwen import QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.models.spec.rules import ParameterRule
+from mindrlhf.models.spec.scoring import scorer_of
 
 __all__ = [
     "DEEPSEEK_V3",
@@ -26,7 +27,8 @@ __all__ = [
     "find_spec",
 ]
 
-SPECS = {spec.hf_architecture: spec for spec in (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)}
+_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
+SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
 
 
 def find_spec(hf_config: dict) -> ModelSpec:

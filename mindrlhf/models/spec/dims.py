@@ -89,7 +89,7 @@ class ModelDims:
         rms_norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary position embedding.
         initializer_range: standard deviation of random weights.
-        tied: the output projection is the embedding itself.
+        tied: no output projection of its own: it is the embedding itself, or the model gives scores.
         experts: the mixture of experts; None in a dense model.
         latent: latent attention; None when queries, keys and values are projected directly.
         yarn: context extension; None for plain rotary embeddings.

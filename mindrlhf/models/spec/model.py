@@ -21,6 +21,7 @@ class ModelSpec:
         unsupported: config.json keys whose truth makes a variant that is not supported, with the reason.
         read_dims: reads the attributes of `ModelDims` that only this architecture has, or has elsewhere.
         supports_yarn: rotary embeddings may be extended.
+        is_scorer: the output is a score for each token instead of a distribution over the next one.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelSpec:
     unsupported: dict[str, str]
     read_dims: Callable[[dict], dict] = lambda hf_config: {}
     supports_yarn: bool = False
+    is_scorer: bool = False
 
     def dims(self, hf_config: dict) -> ModelDims:
         """Read the sizes from config.json.
@@ -61,7 +63,7 @@ class ModelSpec:
             "rope_theta": rope_theta(hf_config),
             "yarn": yarn_dims(hf_config, supported=self.supports_yarn),
             "initializer_range": float(hf_config.get("initializer_range", 0.02)),
-            "tied": bool(hf_config.get("tie_word_embeddings", False)),
+            "tied": self.is_scorer or bool(hf_config.get("tie_word_embeddings", False)),
             **self.read_dims(hf_config),
         }
         if "head_dim" not in sizes:

@@ -29,7 +29,9 @@ def _key(dims: ModelDims) -> int:
 
 def _qwen3_experts(hf_config: dict) -> dict:
     num_layers = positive_int(hf_config, "num_hidden_layers")
-    num_experts, num_active = (positive_int(hf_config, key) for key in ("num_experts", "num_experts_per_tok"))
+    # transformers 5 writes the second name.
+    count_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    num_experts, num_active = (positive_int(hf_config, key) for key in (count_key, "num_experts_per_tok"))
     if num_active > num_experts:
         raise UserError(
             f"config.json has num_experts_per_tok={num_active} and num_experts={num_experts}: "
