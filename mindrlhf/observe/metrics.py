@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# Rewards of one group that lie within this range are equal up to rounding: the group has no gradient.
-NO_SIGNAL_RANGE = 1e-8
+from mindrlhf.algorithms.selection import groups_with_signal
 
 
 def reward_metrics(
@@ -30,15 +29,11 @@ def reward_metrics(
     rewards = _filled(rewards, "rewards")
     group_ids = np.asarray(group_ids)
     assert group_ids.shape == rewards.shape, f"group_ids {group_ids.shape} must match rewards {rewards.shape}"
-    _, group_of_sample = np.unique(group_ids, return_inverse=True)
-    num_groups = group_of_sample.max() + 1
-    highest, lowest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
-    np.maximum.at(highest, group_of_sample, rewards)
-    np.minimum.at(lowest, group_of_sample, rewards)
+    _, has_signal = groups_with_signal(rewards, group_ids)
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/groups_without_signal": np.mean(highest - lowest <= NO_SIGNAL_RANGE),
+        "reward/groups_without_signal": np.mean(~has_signal),
     }
     for name, values in rewards_by_verifier.items():
         values = _filled(values, f"rewards of {name}")

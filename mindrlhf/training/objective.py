@@ -50,8 +50,8 @@ class Objective:
     def rewards(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the rewards that advantages are computed from, float64 [samples]."""
         rewards = np.array([sample.reward for sample in samples], np.float64)
-        buffer = round(self._algorithm.overlong_buffer * self._max_length)
-        if buffer:
+        if self._algorithm.overlong_buffer:
+            buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
             lengths = np.array([len(sample.response_ids) for sample in samples])
             rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
         return rewards

@@ -13,6 +13,7 @@ from mindrlhf.observe.metrics import (
     packing_metrics,
     reward_metrics,
     rollout_diff_metrics,
+    rollout_ratio_metrics,
 )
 
 
@@ -68,6 +69,29 @@ def test_lengths_by_hand():
         "response_length/max": 16.0,
         "response_length/cut_fraction": 0.25,
     }
+
+
+def test_rollout_ratios_by_hand():
+    log2 = math.log(2.0)
+    rollout = [np.array([-1.0, -3.0]), np.array([-0.5]), np.array([-2.0, -2.0])]
+    train = [np.array([-1.0 + log2, -3.0 + log2]), np.array([-0.5 - log2]), np.array([-2.0, -2.0])]
+    # Ratios 2, 2; 1/2; 1, 1. Their sum is 6.5, that of their squares 10.25.
+    assert rollout_ratio_metrics(rollout, train) == pytest.approx(
+        {
+            "rollout_ratio/mean": 6.5 / 5,
+            "rollout_ratio/min": 0.5,
+            "rollout_ratio/max": 2.0,
+            "rollout_ratio/effective": 6.5**2 / (5 * 10.25),
+            "rollout_ratio/sequence_min": 0.5,
+            "rollout_ratio/sequence_max": 4.0,
+        }
+    )
+
+
+def test_rollout_ratios_too_large_for_a_float_stay_finite():
+    metrics = rollout_ratio_metrics([np.array([-2000.0, -1.0])], [np.array([0.0, -1.0])])
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["rollout_ratio/max"] == pytest.approx(math.exp(50.0))
 
 
 def test_rollout_difference_by_hand():

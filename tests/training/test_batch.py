@@ -68,6 +68,11 @@ def test_collect_inverts_placement(shapes, options):
     assert [response.tolist() for response in collected] == [s.response_ids.tolist() for s in sequences]
     for response, sequence in zip(batch.collect(shares, "advantages"), sequences):
         np.testing.assert_array_equal(response, sequence.values["advantages"])
+    # Laid out again from the responses, they are where packing put them.
+    for share, spread in zip(shares, batch.spread(batch.collect(shares, "advantages"), "advantages", len(shares))):
+        assert spread.keys() == {name for name in share if name.endswith("advantages")}
+        for name, array in spread.items():
+            np.testing.assert_array_equal(array, share[name])
 
 
 @settings(max_examples=50, deadline=None)
