@@ -1,4 +1,4 @@
-"""Signs of life: each rank says in a small file, once a second, that it lives, what it does and that it moves on.
+"""Signs of life: each rank says in a small file what it does and, once a second, how much it has done.
 
 The launcher reads the files (see :mod:`mindrlhf.training.health`). There is one heartbeat per process, so the
 functions need no object; until ``start`` they do nothing, as in tests and in ranks started by a plain ``msrun``.
@@ -27,7 +27,6 @@ class Beat:
     """What a rank last said."""
 
     pid: int
-    num_beats: int  # grows every second while the process runs
     num_ticks: int  # grows with every piece of work done
     activity: str
 
@@ -35,7 +34,7 @@ class Beat:
 class _Heartbeat:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._num_beats = self._num_ticks = 0
+        self._num_ticks = 0
         self._activity = "starting"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self.write()
@@ -57,9 +56,8 @@ class _Heartbeat:
 
     def write(self) -> None:
         with self._lock:
-            self._num_beats += 1
             activity = self._activity.encode("ascii", "replace").decode()[:_MAX_ACTIVITY_CHARS]
-            record = json.dumps(asdict(Beat(os.getpid(), self._num_beats, self._num_ticks, activity)))
+            record = json.dumps(asdict(Beat(os.getpid(), self._num_ticks, activity)))
             with contextlib.suppress(OSError):  # a full disk must not end a run that a missed beat would not
                 os.pwrite(self._file, record.ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
 

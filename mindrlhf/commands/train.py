@@ -60,6 +60,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
             arguments.workers,
             log_dir,
             hang_timeout_s=config.run.hang_timeout_s,
+            computes_on_cpu=config.run.device == "cpu",
             lead_signals=(signal.SIGTERM, signal.SIGUSR1),
             advice=lambda: _advice(find_checkpoint(config), again),
         )
@@ -83,7 +84,13 @@ def _run_offline(arguments: argparse.Namespace) -> int:
     check_free(Path(config.run.output_dir) / FINAL_NAME)
     command = ["-m", "mindrlhf.training.main", arguments.command, arguments.config, *arguments.overrides]
     log_dir = Path(config.run.output_dir) / "logs"
-    return launch(command, arguments.workers, log_dir, hang_timeout_s=config.run.hang_timeout_s)
+    return launch(
+        command,
+        arguments.workers,
+        log_dir,
+        hang_timeout_s=config.run.hang_timeout_s,
+        computes_on_cpu=config.run.device == "cpu",
+    )
 
 
 def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:

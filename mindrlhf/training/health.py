@@ -1,36 +1,41 @@
-"""Whether the ranks of a run still move, as the launcher sees it from outside.
+"""Whether a run still moves, as the launcher sees it from outside.
 
-Two signs, both on this process's own clock, so that a clock that jumps deceives neither:
+Three signs, all on this process's own clock, so that a clock that jumps deceives none of them:
 
-- A rank that has stopped altogether (a stopped process, a deadlock that holds the interpreter lock) beats no more. A
-  compiler that holds the lock for minutes does not beat either, but it uses processor time, and a process that waits
-  for a disk is in the kernel's state D: neither counts as stopped.
-- A run whose ranks wait for each other, or for something that never comes, goes on beating without any progress of
-  rank 0, which drives it. How long that may last only the user knows.
+- A rank that was stopped is in the kernel's state T.
+- Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other. A
+  process that waits for a disk (state D) and verifiers that wait for a service do not count: these have limits of
+  their own.
+- Anywhere, rank 0, which drives the run, counts what it gets done. How long one piece of work may take only the user
+  knows.
+
+The beats themselves prove nothing: MindSpore holds the interpreter's lock while it compiles, or waits for other ranks
+to join, and no Python thread beats meanwhile.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindrlhf.heartbeat import Beat, heartbeat_path, read_beat
 from mindrlhf.training import processes
 
-SILENCE_LIMIT_S = 8.0
+STILLNESS_LIMIT_S = 8.0
 _CHECK_INTERVAL_S = 1.0
-_WAITS_FOR_DISK = "D"
-# Less than this in the whole time of silence is no work: the clock of the kernel ticks in hundredths.
-_IDLE_CPU_S = 0.05
+_STOPPED, _WAITS_FOR_DISK = "T", "D"
+# Heartbeats, and the threads by which MindSpore's ranks stay in touch, use less than this share of a core each.
+_IDLE_SHARE_PER_PROCESS = 0.01
+_WAITS_FOR_VERIFIERS = (": rollout", ": evaluation")
 
 
 @dataclass
-class _Sign:
-    """When something last changed, and the processor time used until then."""
+class _Since:
+    """Since when something has had its value."""
 
-    value: tuple[int, ...]
+    value: Any
     time_s: float
-    cpu_time_s: float
 
 
 class HealthMonitor:
@@ -38,68 +43,73 @@ class HealthMonitor:
 
     Args:
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
+        computes_on_cpu: whether all work takes processor time.
     """
 
-    def __init__(self, directory: Path, hang_timeout_s: float) -> None:
+    def __init__(self, directory: Path, hang_timeout_s: float, *, computes_on_cpu: bool) -> None:
         self._directory = directory
         self._hang_timeout_s = hang_timeout_s
+        self._computes_on_cpu = computes_on_cpu
         self._beats: dict[str, Beat] = {}
-        self._last_beat: dict[str, _Sign] = {}
-        self._progress: _Sign | None = None
+        self._stopped: dict[int, float] = {}
+        self._progress = _Since(None, 0.0)
+        self._work = _Since(0.0, 0.0)
         self._next_check_s = 0.0
 
-    def find_hang(self, pids: Mapping[str, int]) -> tuple[str, str] | None:
-        """Return which of the running ranks hangs and how, None when none does.
+    def find_hang(self, ranks: Mapping[str, int], list_pids: Callable[[], Collection[int]]) -> tuple[str, str] | None:
+        """Return who hangs and how, None when nobody does.
 
         Args:
-            pids: running ranks by name.
+            ranks: pids of the running ranks by name.
+            list_pids: returns the pids of all running processes of the run.
         """
         now_s = time.monotonic()
         if now_s < self._next_check_s:
             return None
         self._next_check_s = now_s + _CHECK_INTERVAL_S
-        for name, pid in pids.items():
-            if self.listening_pid(name, pids) is not None and self._is_silent(name, pid, now_s):
-                return name, f"has not moved for {now_s - self._last_beat[name].time_s:.0f} s"
-        return self._find_standstill(now_s)
+        for name, pid in ranks.items():
+            self.listening_pid(name, ranks)
+            if processes.state(pid) != _STOPPED:
+                self._stopped.pop(pid, None)
+            elif now_s - self._stopped.setdefault(pid, now_s) >= STILLNESS_LIMIT_S:
+                return name, f"has been stopped for {now_s - self._stopped[pid]:.0f} s"
+        beat = self._beats.get("rank 0")
+        if beat is None:
+            return None
+        if self._progress.value != beat:
+            self._progress = _Since(beat, now_s)
+            self._work = _Since(-1.0, now_s)
+            return None
+        elapsed_s = now_s - self._progress.time_s
+        if 0 < self._hang_timeout_s < elapsed_s:
+            limit = f"run.hang_timeout_s is {self._hang_timeout_s:g}"
+            return "rank 0", f"has made no progress for {elapsed_s:.0f} s ({limit})"
+        if self._computes_on_cpu and self._is_still(beat, list_pids(), now_s):
+            idle_s = now_s - self._work.time_s
+            return "rank 0", f"waits in vain: no process of the run has done anything for {idle_s:.0f} s"
+        return None
 
-    def listening_pid(self, name: str, pids: Mapping[str, int]) -> int | None:
+    def listening_pid(self, name: str, ranks: Mapping[str, int]) -> int | None:
         """Return the pid of a running rank that has begun to beat, and so is prepared for our signals."""
-        beat = read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
+        beat = self._read(name)
         # A file that an earlier process left does not count.
-        if beat is None or name not in pids or beat.pid != pids[name]:
+        if beat is None or name not in ranks or beat.pid != ranks[name]:
             return None
         self._beats[name] = beat
         return beat.pid
 
     def activities(self) -> dict[str, str]:
         """Return what each rank said last, by name."""
-        return {name: read.activity for name, beat in self._beats.items() if (read := self._reread(name) or beat)}
+        return {name: (self._read(name) or beat).activity for name, beat in self._beats.items()}
 
-    def _reread(self, name: str) -> Beat | None:
+    def _read(self, name: str) -> Beat | None:
         return read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
 
-    def _is_silent(self, name: str, pid: int, now_s: float) -> bool:
-        value = (pid, self._beats[name].num_beats)
-        last = self._last_beat.get(name)
-        if last is None or last.value != value or processes.state(pid) == _WAITS_FOR_DISK:
-            self._last_beat[name] = _Sign(value, now_s, processes.cpu_time_s(pid))
-            return False
-        if now_s - last.time_s < SILENCE_LIMIT_S:
-            return False
-        if processes.cpu_time_s(pid) - last.cpu_time_s > _IDLE_CPU_S:
-            self._last_beat[name] = _Sign(value, now_s, processes.cpu_time_s(pid))
-            return False
-        return True
-
-    def _find_standstill(self, now_s: float) -> tuple[str, str] | None:
-        beat = self._beats.get("rank 0")
-        if beat is None:
-            return None
-        value = (beat.pid, beat.num_ticks)
-        if self._progress is None or self._progress.value != value:
-            self._progress = _Sign(value, now_s, 0.0)
-        elapsed_s = now_s - self._progress.time_s
-        if not 0 < self._hang_timeout_s < elapsed_s:
-            return None
-        return "rank 0", f"has made no progress for {elapsed_s:.0f} s (run.hang_timeout_s is {self._hang_timeout_s:g})"
+    def _is_still(self, beat: Beat, pids: Collection[int], now_s: float) -> bool:
+        used_s = sum(map(processes.cpu_time_s, pids))
+        idle_s = _IDLE_SHARE_PER_PROCESS * len(pids) * STILLNESS_LIMIT_S
+        is_waiting = beat.activity.endswith(_WAITS_FOR_VERIFIERS)
+        is_waiting = is_waiting or any(processes.state(pid) == _WAITS_FOR_DISK for pid in pids)
+        if is_waiting or abs(used_s - self._work.value) > idle_s:
+            self._work = _Since(used_s, now_s)
+        return now_s - self._work.time_s >= STILLNESS_LIMIT_S

@@ -52,6 +52,7 @@ def launch(
     grace_s: float = 5.0,
     out: TextIO | None = None,
     hang_timeout_s: float = 0.0,
+    computes_on_cpu: bool = False,
     lead_signals: Collection[int] = (),
     advice: Callable[[], str] = lambda: "",
 ) -> int:
@@ -69,6 +70,7 @@ def launch(
         env: added to this process's environment for the ranks; wins over this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
+        computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
         lead_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
             instead of ending the run. SIGTERM is meant to have it end the run in its own time: the next signal is not
             passed on.
@@ -102,7 +104,7 @@ def launch(
         run = _Watch(
             RunProcesses(root, num_workers, log_dir, bystanders),
             LogFollower({rank: log_dir / f"worker_{rank}.log" for rank in range(num_workers)}, out or sys.stdout),
-            HealthMonitor(log_dir, hang_timeout_s),
+            HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu),
             received,
             lead_signals,
             log_dir,
@@ -246,7 +248,7 @@ class _Watch:
                 if returncode != 0:
                     say(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
                 return exit_code(returncode)
-            if (hang := self._health.find_hang(self._run.rank_pids())) is not None:
+            if (hang := self._health.find_hang(self._run.rank_pids(), self._run.pids)) is not None:
                 return self._report_hang(*hang)
             time.sleep(POLL_INTERVAL_S)
 

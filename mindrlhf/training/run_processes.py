@@ -72,7 +72,7 @@ class RunProcesses:
         # What a dead rank leaves behind (its rollout server) is now a child of this process.
         self._ask(signal.SIGTERM, self._running_others, min(grace_s, _ORPHAN_GRACE_S), wait)
         deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while remaining := self._running():
+        while remaining := self.pids():
             if time.monotonic() > deadline:
                 raise RunFailure(f"processes {sorted(remaining)} of this run could not be killed; end them by hand")
             processes.signal_all(remaining, signal.SIGKILL)
@@ -88,12 +88,12 @@ class RunProcesses:
             time.sleep(POLL_INTERVAL_S)
 
     def _running_ranks(self) -> list[int]:
-        return [pid for pid in self._running() if pid in self._names]
+        return [pid for pid in self.pids() if pid in self._names]
 
     def _running_others(self) -> list[int]:
-        return [pid for pid in self._running() if pid != self._root.pid]
+        return [pid for pid in self.pids() if pid != self._root.pid]
 
-    def _running(self) -> list[int]:
+    def pids(self) -> list[int]:
         """Return the pids of the run that still run; its dead that are this process's to bury are buried."""
         self._root.poll()
         running = []

@@ -1,6 +1,7 @@
 """The one place that sets MindSpore's global state: context, communication, MindFormers' switches."""
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,9 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         from mindspore.communication import get_rank, init
 
         init()
+        # MindSpore has put a handler of its own there, which ends the process without cleaning up.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.getsignal(number))
         # The parallel mode stays stand-alone: OptimizerStep holds the only collective of data parallelism.
         index = get_rank()
     cores = os.sched_getaffinity(0)

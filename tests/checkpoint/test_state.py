@@ -50,7 +50,8 @@ def test_a_prompt_stream_continues_from_the_state(tmp_path):
 
 
 def test_tuples_become_lists_and_the_values_of_a_run_in_trouble_survive(tmp_path):
-    write_state(tmp_path, make_state(config={"lengths": (8, 16)}, algorithm_state={"loss": math.nan, "best": -math.inf}))
+    troubled = {"loss": math.nan, "best": -math.inf}
+    write_state(tmp_path, make_state(config={"lengths": (8, 16)}, algorithm_state=troubled))
     state = read_state(tmp_path)
     assert state.config == {"lengths": [8, 16]}
     assert math.isnan(state.algorithm_state["loss"]) and state.algorithm_state["best"] == -math.inf

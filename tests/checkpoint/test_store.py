@@ -263,3 +263,13 @@ def test_what_a_living_process_is_writing_is_left_alone(tmp_path, start_writer):
     process.wait(timeout=30)
     CheckpointStore(tmp_path, keep_last=1)
     assert names(tmp_path) == []
+
+
+def test_the_best_is_kept_beside_the_newest(store):
+    for step in range(1, 8):
+        with store.writing(step, size_bytes=10, best_step=3 if step >= 3 else None) as directory:
+            (directory / "state.json").write_text("{}")
+    assert store.steps() == [3, 6, 7]
+    with store.writing(8, size_bytes=10, best_step=8) as directory:
+        (directory / "state.json").write_text("{}")
+    assert store.steps() == [7, 8]
