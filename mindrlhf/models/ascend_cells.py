@@ -5,23 +5,24 @@ ranks heads, channels and vocabulary; with sequence parallelism, they share each
 """
 
 import numpy as np
-from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
 
-def decoder_spec(config):
-    """MindFormers' dense layer, unchanged: fused attention, fused norms, interleaved weights."""
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+def decoder_spec(config, dims):
+    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts."""
+    del dims  # MindFormers' config knows which layers have experts
+    return get_gpt_decoder_block_spec(config)
 
 
 class DecoderInputs(nn.Cell):
     """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary angles."""
 
-    def __init__(self, model, config, max_length: int, rope_theta: float):
+    def __init__(self, model, config, max_length: int, dims):
         super().__init__(auto_prefix=False)
-        del rope_theta  # MindFormers' rotary cell knows it
+        del dims  # MindFormers' rotary cell knows the angles
         self.embedding = model.embedding
         self.rotary = model.rotary_pos_emb
         self.causal = Tensor(np.triu(np.ones((1, max_length, max_length), np.uint8), k=1))

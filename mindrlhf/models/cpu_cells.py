@@ -1,4 +1,4 @@
-"""CPU stand-ins for MindFormers' Ascend-only kernels, as sub-modules of its own decoder.
+"""CPU stand-ins for MindFormers' Ascend-only kernels in dense layers, as sub-modules of its own decoder.
 
 The parameters keep MindFormers' names and layouts (query/key/value grouped per key/value head, gate and up
 rows alternating). Inside the decoder the hidden states are `[B*S, H]`, batch-major: attention is the only cell that
@@ -10,27 +10,8 @@ activations.
 """
 
 import numpy as np
-from mindformers.parallel_core.training_graph.transformer.transformer_block import TransformerBlockSubmodules
-from mindformers.parallel_core.training_graph.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
-from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
-
-HIDDEN_SCORE = -1e9
-
-
-def decoder_spec(config) -> TransformerBlockSubmodules:
-    """The decoder of `config.num_layers` layers built from the cells below."""
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm, self_attention=SelfAttention, pre_mlp_layernorm=RmsNorm, mlp=GatedMlp
-        ),
-    )
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RmsNorm)
 
 
 class _RmsNormFunction(nn.Cell):
@@ -77,7 +58,7 @@ class RmsNorm(nn.Cell):
         return ops.reshape(rows, x.shape)
 
 
-class _Weights(nn.Cell):
+class Weights(nn.Cell):
     """Holds the weight `[out, in]` and optional bias of a projection under MindFormers' names."""
 
     def __init__(self, config, shape: tuple[int, int], bias: bool):
@@ -86,7 +67,7 @@ class _Weights(nn.Cell):
         self.bias = Parameter(initializer("zeros", (shape[0],), config.params_dtype), name="bias") if bias else None
 
 
-class _AttentionFunction(nn.Cell):
+class AttentionFunction(nn.Cell):
     """Softmax attention with grouped heads, and its gradient.
 
     The row sums of dP * P in the softmax gradient are those of dO * O, which is S / head_dim times smaller
@@ -136,6 +117,22 @@ class _LinearFunction(nn.Cell):
         return self.matmul(dout, weight), self.matmul_transpose_a(dout, x), ops.reshape(dbias, bias.shape)
 
 
+class Rotate(nn.Cell):
+    """Rotary embedding of `[.., S, d]`: x * cos + (x @ turn) * sin.
+
+    Su et al. 2021, arXiv:2104.09864, eq. 34.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+        self.matmul = ops.MatMul()
+
+    def construct(self, heads, cos, sin, turn):
+        turned = ops.reshape(self.matmul(ops.reshape(heads, (-1, self.dim)), turn), heads.shape)
+        return heads * cos + turned * sin
+
+
 class SelfAttention(nn.Cell):
     """Grouped-query self-attention with rotary embedding; the interface of MindFormers' SelfAttention."""
 
@@ -147,18 +144,18 @@ class SelfAttention(nn.Cell):
         self.head_dim = config.kv_channels
         self.query_size = config.num_attention_heads * self.head_dim
         qkv_size = self.query_size + 2 * self.num_groups * self.head_dim
-        self.linear_qkv = _Weights(config, (qkv_size, config.hidden_size), config.add_qkv_bias)
-        self.linear_proj = _Weights(config, (config.hidden_size, self.query_size), bias=False)
+        self.linear_qkv = Weights(config, (qkv_size, config.hidden_size), config.add_qkv_bias)
+        self.linear_proj = Weights(config, (config.hidden_size, self.query_size), bias=False)
         self.has_bias = config.add_qkv_bias
         self.has_norms = config.qk_layernorm
         if self.has_norms:
             self.q_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
             self.k_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
         self.linear = _LinearFunction()
-        self.matmul = ops.MatMul()
+        self.rotate = Rotate(self.head_dim)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split_heads = ops.auto_generate.SplitWithSize()
-        self.attention = _AttentionFunction()
+        self.attention = AttentionFunction()
 
     def _project(self, hidden_states, batch: int, length: int):
         """hidden `[B*S, H]` -> query `[B, G, r, S, d]`, key and value `[B, G, 1, S, d]`."""
@@ -169,14 +166,6 @@ class SelfAttention(nn.Cell):
         heads = ops.reshape(heads, (batch, length, self.num_groups, self.heads_per_group + 2, self.head_dim))
         return self.split_heads(ops.transpose(heads, (0, 2, 3, 1, 4)), (self.heads_per_group, 1, 1), 2)
 
-    def _rotate(self, heads, cos, sin, half_turn):
-        """Rotary embedding of `[.., S, d]`, halves paired as Hugging Face does.
-
-        Su et al. 2021, arXiv:2104.09864, eq. 34.
-        """
-        turned = ops.reshape(self.matmul(ops.reshape(heads, (-1, self.head_dim)), half_turn), heads.shape)
-        return heads * cos + turned * sin
-
     def construct(
         self, hidden_states, attention_mask=None, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
     ):
@@ -185,9 +174,9 @@ class SelfAttention(nn.Cell):
         if self.has_norms:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
-        cos, sin, scaled_cos, scaled_sin, half_turn = rotary_pos_emb
-        query = self._rotate(query, scaled_cos, scaled_sin, half_turn)
-        key = self._rotate(key, cos, sin, half_turn)
+        cos, sin, scaled_cos, scaled_sin, turn, _ = rotary_pos_emb
+        query = self.rotate(query, scaled_cos, scaled_sin, turn)
+        key = self.rotate(key, cos, sin, turn)
         shared_shape = (batch, self.num_groups, length, self.head_dim)
         query = ops.reshape(query, (batch, self.num_groups, self.heads_per_group * length, self.head_dim))
         output, _ = self.attention(
@@ -235,12 +224,12 @@ class _GatedMlpFunction(nn.Cell):
 class GatedMlp(nn.Cell):
     """SwiGLU feed-forward; the interface of MindFormers' MLP."""
 
-    def __init__(self, config):
+    def __init__(self, config, intermediate_size: int | None = None):
         super().__init__()
         self.hidden_size = config.hidden_size
-        self.intermediate_size = config.ffn_hidden_size
-        self.linear_fc1 = _Weights(config, (2 * self.intermediate_size, self.hidden_size), bias=False)
-        self.linear_fc2 = _Weights(config, (self.hidden_size, self.intermediate_size), bias=False)
+        self.intermediate_size = intermediate_size or config.ffn_hidden_size
+        self.linear_fc1 = Weights(config, (2 * self.intermediate_size, self.hidden_size), bias=False)
+        self.linear_fc2 = Weights(config, (self.hidden_size, self.intermediate_size), bias=False)
         self.split = ops.Split(0, 2)
         self.function = _GatedMlpFunction()
 
@@ -252,55 +241,3 @@ class GatedMlp(nn.Cell):
             hidden_states, ops.reshape(gate_weight, shape), ops.reshape(up_weight, shape), self.linear_fc2.weight
         )
         return outputs[0], None, extra_loss
-
-
-class DecoderInputs(nn.Cell):
-    """What the CPU decoder needs: embedded tokens, the mask added to the scores, and the rotary tables."""
-
-    def __init__(self, model, config, max_length: int, rope_theta: float):
-        super().__init__(auto_prefix=False)
-        self.word_embeddings = model.embedding.word_embeddings
-        self.num_groups = config.num_query_groups
-        self.heads_per_group = config.num_attention_heads // config.num_query_groups
-        self.hidden_size = config.hidden_size
-        cos, sin = rotary_tables(max_length, config.kv_channels, rope_theta)
-        scale = config.kv_channels**-0.5
-        self.tables = tuple(Tensor(table) for table in (cos, sin, cos * np.float32(scale), sin * np.float32(scale)))
-        self.half_turn = Tensor(half_turn_matrix(config.kv_channels))
-        self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
-
-    def construct(self, input_ids, segment_ids):
-        batch, length = input_ids.shape
-        hidden_states = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
-        other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
-        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
-        mask = ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
-        tables = ()
-        for table in self.tables:
-            tables += (table[:length],)
-        return hidden_states, mask, tables + (self.half_turn,)
-
-
-class DecoderOutputs(nn.Cell):
-    """`[B*S, H]` to `[B, S, H]`."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.hidden_size = config.hidden_size
-
-    def construct(self, hidden_states, input_ids):
-        return ops.reshape(hidden_states, input_ids.shape + (self.hidden_size,))
-
-
-def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines `[length, head_dim]`, float32, of position * theta^(-2i/head_dim), both halves alike."""
-    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
-    angles = np.outer(np.arange(length, dtype=np.float32), frequencies.astype(np.float32))
-    angles = np.concatenate([angles, angles], axis=1)
-    return np.cos(angles), np.sin(angles)
-
-
-def half_turn_matrix(head_dim: int) -> np.ndarray:
-    """Matrix R `[d, d]` with x @ R = (-x[d/2:], x[:d/2])."""
-    half = np.eye(head_dim // 2, dtype=np.float32)
-    return np.block([[np.zeros_like(half), half], [-half, np.zeros_like(half)]])

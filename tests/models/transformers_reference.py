@@ -20,12 +20,32 @@ def write_reference(out_dir: Path, config_options: dict) -> None:
         for name, parameter in model.named_parameters():
             # Far from the initial values, so that a forgotten bias or norm shows.
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # As large as differences of scores, so that it changes who is chosen.
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     input_ids = torch.randint(0, config.vocab_size, (3, 12))
     logits = model(input_ids).logits
     logits.square().mean().backward()
     model.save_pretrained(out_dir)
     np.savez(out_dir / "logits.npz", input_ids=input_ids.numpy().astype(np.int32), logits=logits.detach().numpy())
-    np.savez(out_dir / "gradients.npz", **{name: value.grad.numpy() for name, value in model.named_parameters()})
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients.update(_checkpoint_tensors(name, parameter.grad.numpy()))
+    np.savez(out_dir / "gradients.npz", **gradients)
+
+
+def _checkpoint_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """By names of checkpoint files: experts, which transformers stacks, one by one."""
+    prefix, is_expert, part = name.partition(".experts.")
+    if not is_expert:
+        return {name: array}
+    names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{prefix}.experts.{expert}.{short}.weight": piece
+        for expert, stacked in enumerate(array)
+        for short, piece in zip(names, np.split(stacked, len(names)))
+    }
 
 
 torch.set_num_threads(1)

@@ -1,0 +1,75 @@
+"""The CPU decoder: which cells stand in for MindFormers' own, and what goes in and comes out."""
+
+import numpy as np
+from mindformers.parallel_core.training_graph.transformer.transformer_block import TransformerBlockSubmodules
+from mindformers.parallel_core.training_graph.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from mindformers.parallel_core.utils.spec_utils import ModuleSpec
+from mindspore import Tensor, nn, ops
+
+from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention
+from mindrlhf.models.cpu_expert_cells import ExpertMlp
+from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
+from mindrlhf.models.rotary import rotary_tables, score_scale, turn_matrix
+from mindrlhf.models.spec import ModelDims
+
+HIDDEN_SCORE = -1e9
+
+
+def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
+    """The decoder of `dims.num_layers` layers built from CPU cells."""
+    attention = LatentSelfAttention if dims.latent else SelfAttention
+    layers = [
+        ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RmsNorm,
+                self_attention=attention,
+                pre_mlp_layernorm=RmsNorm,
+                mlp=ExpertMlp if dims.has_experts(layer) else GatedMlp,
+            ),
+        )
+        for layer in range(dims.num_layers)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+class DecoderInputs(nn.Cell):
+    """What the CPU decoder needs: embedded tokens, the mask added to the scores, and the rotary tables."""
+
+    def __init__(self, model, config, max_length: int, dims: ModelDims):
+        super().__init__(auto_prefix=False)
+        self.word_embeddings = model.embedding.word_embeddings
+        self.num_groups = dims.num_kv_heads
+        self.heads_per_group = dims.heads_per_group
+        self.hidden_size = dims.hidden_size
+        cos, sin = rotary_tables(max_length, dims)
+        self.scale = score_scale(dims)
+        scale = np.float32(self.scale)
+        self.tables = tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
+        self.turn = Tensor(turn_matrix(dims))
+        self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
+
+    def construct(self, input_ids, segment_ids):
+        batch, length = input_ids.shape
+        hidden_states = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+        other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
+        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
+        mask = ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
+        tables = ()
+        for table in self.tables:
+            tables += (table[:length],)
+        return hidden_states, mask, tables + (self.turn, self.scale)
+
+
+class DecoderOutputs(nn.Cell):
+    """`[B*S, H]` to `[B, S, H]`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+
+    def construct(self, hidden_states, input_ids):
+        return ops.reshape(hidden_states, input_ids.shape + (self.hidden_size,))

@@ -1,0 +1,65 @@
+"""Tables of rotary position embeddings (NumPy only)."""
+
+import math
+
+import numpy as np
+
+from mindrlhf.models.spec import ModelDims, YarnDims
+
+
+def rotary_dim(dims: ModelDims) -> int:
+    """Channels per head that are rotated."""
+    return dims.latent.rope_dim if dims.latent else dims.head_dim
+
+
+def rotary_frequencies(dims: ModelDims) -> np.ndarray:
+    """Radians per position of each pair of channels, `[rotary_dim / 2]`, float32."""
+    width = rotary_dim(dims)
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    frequencies = (1.0 / dims.rope_theta**exponents).astype(np.float32)
+    return _extend(frequencies, dims.yarn, dims.rope_theta) if dims.yarn else frequencies
+
+
+def score_scale(dims: ModelDims) -> float:
+    """What products of queries and keys are multiplied by; YaRN sharpens them (arXiv:2309.00071, section 3.4)."""
+    sharpness = 0.1 * dims.yarn.mscale * math.log(dims.yarn.factor) + 1.0 if dims.yarn and dims.yarn.factor > 1 else 1.0
+    return sharpness**2 * dims.head_dim**-0.5
+
+
+def rotary_tables(length: int, dims: ModelDims) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines `[length, rotary_dim]`, float32, each in the place of the channel that it belongs to."""
+    angles = np.outer(np.arange(length, dtype=np.float32), rotary_frequencies(dims))
+    angles = np.repeat(angles, 2, axis=1) if _is_interleaved(dims) else np.concatenate([angles, angles], axis=1)
+    return np.cos(angles), np.sin(angles)
+
+
+def turn_matrix(dims: ModelDims) -> np.ndarray:
+    """Matrix R `[rotary_dim, rotary_dim]` with (x @ R) = x, turned a quarter in the plane of each pair of channels."""
+    if _is_interleaved(dims):
+        return np.kron(np.eye(rotary_dim(dims) // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], np.float32))
+    half = np.eye(rotary_dim(dims) // 2, dtype=np.float32)
+    return np.block([[np.zeros_like(half), half], [-half, np.zeros_like(half)]])
+
+
+def _is_interleaved(dims: ModelDims) -> bool:
+    """Whether neighbours are a pair, as in latent attention; else channel i and i + rotary_dim / 2 are."""
+    return dims.latent is not None
+
+
+def _extend(frequencies: np.ndarray, yarn: YarnDims, theta: float) -> np.ndarray:
+    """YaRN's mixture of kept and slowed frequencies ("NTK-by-parts", arXiv:2309.00071, section 3.2).
+
+    The ramp runs between the whole channels next to those that turn `beta_fast` and `beta_slow` times in the original
+    context length.
+    """
+    width = 2 * len(frequencies)
+
+    def channel(num_turns: float) -> float:
+        return width * math.log(yarn.original_length / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(channel(yarn.beta_fast)), 0)
+    high = min(math.ceil(channel(yarn.beta_slow)), width - 1)
+    # A step where the ramp has no length.
+    run = (high - low) or 0.001
+    slowed = np.clip((np.arange(width // 2, dtype=np.float32) - low) / np.float32(run), 0, 1)
+    return (frequencies / np.float32(yarn.factor) * slowed + frequencies * (1 - slowed)).astype(np.float32)
