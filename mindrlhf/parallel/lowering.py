@@ -32,10 +32,9 @@ from mindrlhf.parallel.lowering_graph import (
     output_types,
     scalar,
 )
+from mindrlhf.parallel.lowering_inline import inline_functions
 from mindrlhf.parallel.lowering_kernels import LOWER_KERNEL
 
-# Flags of a function that is not to be inlined.
-_KEPT_APART = frozenset({"cell_reuse", "no_inline"})
 _CPU_COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 # Operators with an input that names the dtype of their output, and which one it is.
 _DTYPE_INPUTS = {
@@ -74,11 +73,11 @@ def lower_graph(path: str | os.PathLike, rank: int, out_path: str | os.PathLike)
         LoweringError: the file is damaged, or the graph does something the CPU cannot.
     """
     program = Program.load(path)
+    inline_functions(program)
     groups = Groups(rank)
     for primitive in program.model.primitives:
         groups.adopt(primitive)
     use_float32(program)
-    allow_inlining(program)
     replaced: Counter[str] = Counter()
     for graph in program.graphs:
         _lower_nodes(program, graph, groups, replaced)
@@ -110,18 +109,6 @@ def _lower_nodes(program: Program, graph: ir.GraphProto, groups: Groups, replace
 def _replace_nodes(graph: ir.GraphProto, nodes: Sequence[ir.NodeProto]) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def allow_inlining(program: Program) -> None:
-    """Let MindSpore merge the functions of a program into one graph when it loads it.
-
-    The compiler keeps the graph of a micro-batch apart to compile it once. The CPU would run it as a graph of its own,
-    and no order of collectives holds between graphs.
-    """
-    for graph in program.model.functions:
-        kept = [entry for entry in graph.attribute if entry.name not in _KEPT_APART]
-        del graph.attribute[:]
-        graph.attribute.extend(kept)
 
 
 def order_collectives(program: Program, graph: ir.GraphProto) -> None:
