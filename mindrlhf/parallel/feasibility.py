@@ -5,8 +5,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import ModelDims
 from mindrlhf.parallel.layout import Layout, check_divisible
-from mindrlhf.parallel.plan import check_pieces
-from mindrlhf.parallel.plan_batch import BatchPlan, plan_batch
+from mindrlhf.parallel.plan_batch import BatchPlan, check_pieces, plan_batch
 
 
 def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> BatchPlan:

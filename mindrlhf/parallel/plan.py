@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.errors import UserError
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.parallel.feasibility import check_feasible
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.plan_activations import LayerWidths, model_widths
-from mindrlhf.parallel.plan_batch import BatchPlan, plan_batch
+from mindrlhf.parallel.plan_batch import BatchPlan
 from mindrlhf.parallel.plan_groups import GroupKind, num_communicators, plan_groups
 from mindrlhf.parallel.plan_memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.parallel.plan_parameters import (
@@ -126,8 +126,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
         UserError: the model cannot be cut this way, or the numbers do not fit together; names the fix.
     """
     layout = Layout.from_config(config.parallel_config, machine.world_size)
-    batch = plan_batch(config, layout.data_parallel)
-    check_pieces(layout, batch)
+    batch = check_feasible(config, model.dims, layout)
     check_rollout(config.rollout, model.dims, machine.world_size)
     layouts, states = _state(model, layout, config.model.param_dtype)
     inputs = MemoryInputs(
@@ -174,23 +173,3 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
             config, inputs.layout, layouts, rollout_rank_bytes=inputs.rollout.weights, node_size=machine.node_size
         ),
     )
-
-
-def check_pieces(layout: Layout, batch: BatchPlan) -> None:
-    """Check that there are pieces for every stage, and that rows divide over the ranks that share a sequence.
-
-    Raises:
-        UserError: they do not.
-    """
-    if batch.num_pieces < layout.pipeline_stage:
-        raise UserError(
-            f"'parallel_config.micro_batch_num' is {batch.num_pieces}, but a pipeline of {layout.pipeline_stage} "
-            f"stages needs at least {layout.pipeline_stage}: set it to that, and training.batch_size to a multiple"
-        )
-    parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
-    if batch.row_length % parts:
-        raise UserError(
-            f"'training.row_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share a "
-            f"sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
-            f"{-(-batch.row_length // parts) * parts}"
-        )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
+from mindrlhf.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,26 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
         num_tokens_per_update=num_micro_batches * data_parallel * training.batch_size * row_length,
         max_response_tokens=num_samples * config.rollout.max_response_length,
     )
+
+
+def check_pieces(layout: Layout, batch: BatchPlan) -> None:
+    """Check that there are pieces for every stage, and that rows divide over the ranks that share a sequence.
+
+    Raises:
+        UserError: they do not.
+    """
+    if batch.num_pieces < layout.pipeline_stage:
+        raise UserError(
+            f"'parallel_config.micro_batch_num' is {batch.num_pieces}, but a pipeline of {layout.pipeline_stage} "
+            f"stages needs at least {layout.pipeline_stage}: set it to that, and training.batch_size to a multiple"
+        )
+    parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
+    if batch.row_length % parts:
+        raise UserError(
+            f"'training.row_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share a "
+            f"sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
+            f"{-(-batch.row_length // parts) * parts}"
+        )
 
 
 def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> list[tuple[str, str, str]]:
