@@ -185,7 +185,7 @@ def test_by_hand():
 
 
 def test_pass_at_k_is_the_closed_form_of_the_paper_for_right_and_wrong():
-    """Eq. 14 and 15 of arXiv:2508.10751: with R = 1 - C(wrong, k) / C(n, k) and s = sqrt(R (1 - R))."""
+    """The analytical derivation of arXiv:2508.10751: with R = 1 - C(wrong, k) / C(n, k) and s = sqrt(R (1 - R))."""
     for size, right, k in itertools.product((4, 8), (1, 2, 3), (2, 3)):
         rewards = np.array([1.0] * right + [0.0] * (size - right))
         wrong = size - right

@@ -146,7 +146,7 @@ def test_corrections_equal_the_formula(name, on_policy):
     assert 0 < changed.sum() < changed.size
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("name", ["sequence truncation", "geometric mask", "veto"])
 def test_corrections_do_not_depend_on_the_cutting(name):
     from mindrlhf.training.batch import RowOptions
 

@@ -3,7 +3,7 @@
     delta_t = r_t + gamma V_{t+1} - V_t
     A_t = sum_{l >= 0} (gamma gae_lambda)^l delta_{t+l}
 
-Schulman et al. 2015 (arXiv:1506.02438), eq. 12 and 16. V_t is the value of the text before token t, and 0 after the
+Schulman et al. 2015 (arXiv:1506.02438), eq. 16. V_t is the value of the text before token t, and 0 after the
 last token; r_t is a token's penalty, and at the last token the response's reward. With `whiten_advantages` the result
 is shifted and scaled to mean 0 and standard deviation 1 over all tokens of the batch.
 """

@@ -4,8 +4,8 @@ With g(S) = max_{j in S} r_j over all subsets S of `pass_k` samples of a group o
 
     A_i = (mean of g over the S that hold i - mean of g over all S) / std of g over all S
 
-For rewards of 0 and 1 this is the closed form of Chen et al. 2025 (arXiv:2508.10751), eq. 14 and 15, there for the
-right and the wrong samples; the mean over all S is the unbiased estimate of pass@k of Chen et al. 2021
+For rewards of 0 and 1 this is the closed form of Chen et al. 2025 (arXiv:2508.10751), the analytical derivation, there
+for the right and the wrong samples; the mean over all S is the unbiased estimate of pass@k of Chen et al. 2021
 (arXiv:2107.03374), eq. 1. Written with order statistics, so that nothing is sampled and any rewards will do.
 A group whose subsets all have the same best, and one of fewer than `pass_k` + 1 samples, has advantage 0.
 """

@@ -2,8 +2,9 @@
 
     A_i = r_i - 1 / (n - 1) sum_{j != i} r_j
 
-Ahmadian et al. 2024 (arXiv:2402.14740), section 2.2; the estimator of Kool et al. 2019. With KL in the reward, r_i is
-the reward minus the response's whole penalty. A group of one sample, or whose rewards are all equal, has advantage 0.
+Ahmadian et al. 2024 (arXiv:2402.14740), the RLOO estimator, which is that of Kool et al. 2019. With KL in the reward,
+r_i is the reward minus the response's whole penalty. A group of one sample, or whose rewards are all equal, has
+advantage 0.
 """
 
 import numpy as np

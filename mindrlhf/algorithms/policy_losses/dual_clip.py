@@ -3,7 +3,7 @@
     A >= 0: -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
     A < 0:  -max(min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), dual_clip A)
 
-with rho = pi / pi_old of the token: Ye et al. 2020 (arXiv:1912.09729), section 3.4, eq. 8, there with dual_clip 3.
+with rho = pi / pi_old of the token: Ye et al. 2020 (arXiv:1912.09729), "dual-clip PPO", there with dual_clip 3.
 Tokens beyond dual_clip are counted with the upper bound.
 """
 

@@ -2,9 +2,9 @@
 
     -A log pi(y) + mirror_tau / 2 (log pi(y) / pi_old(y))^2  for each response y
 
-Kimi k1.5 (arXiv:2501.12599), eq. 4 (its negative), with A the reward minus the group's mean, so
-:mod:`mindrlhf.algorithms.advantages.dr_grpo`. Every token carries an equal part of the response's square, so that
-summed over the tokens (`sequence_sum`) it is whole. Nothing is clipped, so nothing is counted.
+Kimi k1.5 (arXiv:2501.12599), section 2.3.2, where it is the gradient that is given, with A the reward minus the group's
+mean, so :mod:`mindrlhf.algorithms.advantages.dr_grpo`. Every token carries an equal part of the response's square, so
+that summed over the tokens (`sequence_sum`) it is whole. Nothing is clipped, so nothing is counted.
 """
 
 from mindspore import nn, ops

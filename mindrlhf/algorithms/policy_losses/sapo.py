@@ -2,7 +2,7 @@
 
     -4 / tau sigmoid(tau (rho - 1)) A,  tau = sapo_tau_positive where A > 0, else sapo_tau_negative
 
-with rho = pi / pi_old of the token: Gao et al. 2025 (arXiv:2511.20347), eq. 5 and 6, with temperatures 1.0 and 1.05.
+with rho = pi / pi_old of the token: Gao et al. 2025 (arXiv:2511.20347), with temperatures 1.0 and 1.05.
 The gradient at ratio 1 is that of -rho A, and fades away from it. The paper means over tokens, then over responses
 (`sequence_mean`). Nothing is clipped, so nothing is counted.
 """

@@ -2,9 +2,9 @@
 
     rho = prod_t pi / pi_old,  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
 
-Schulman et al. 2017 (arXiv:1707.06347), eq. 7, with the action of RLOO, Ahmadian et al. 2024 (arXiv:2402.14740),
-section 2; at ratio 1 its gradient is theirs, A times that of log pi(response). Each token carries the response's loss,
-so that the aggregation `sequence_mean` is the mean over responses. The advantages must be constant within a response.
+Schulman et al. 2017 (arXiv:1707.06347), eq. 7, with the action of RLOO, Ahmadian et al. 2024 (arXiv:2402.14740); at
+ratio 1 its gradient is theirs, A times that of log pi(response). Each token carries the response's loss, so that the
+aggregation `sequence_mean` is the mean over responses. The advantages must be constant within a response.
 """
 
 from mindspore import nn, ops
