@@ -80,7 +80,8 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     strategy_file = Path(request.strategy_file or directory / f"strategy_{os.getpid()}.ckpt")
     simulation.set_rank(request.rank, world_size)
     _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
-    step = build_update(request, parallel)
+    with _placeholders():
+        step = build_update(request, parallel)
     inputs = example_inputs(request, parallel)
 
     from mindrlhf.parallel.compile_graph import compile_graph, plan_memory, read_shards, write_graph
@@ -131,6 +132,13 @@ def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, stra
         strategy_ckpt_config={"save_file": str(strategy_file), "only_trainable_params": False},
         **options,
     )
+
+
+def _placeholders():
+    """Parameters without data, which would be the whole model's."""
+    from mindspore.nn.utils import no_init_parameters
+
+    return no_init_parameters()
 
 
 def build_update(request: CompileRequest, parallel: ParallelSection):

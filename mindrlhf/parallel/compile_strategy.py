@@ -22,8 +22,6 @@ from mindrlhf.parallel.strategy_files import finish_strategy_directory, stage_pa
 
 ROLLOUT_NAME = "rollout"
 ALL_LAYERS = 0
-# At a time; each takes up to a few GB.
-_NUM_PROCESSES = 2
 _LAYER_MARK = "decoder.layers."
 
 
@@ -64,7 +62,8 @@ def compile_strategy(
             f"{', '.join(str(request.rank) for request in requests)} of {layout.world_size}, one of each distinct "
             "pipeline stage"
         )
-        reports = compile_ranks(requests, num_processes=min(_NUM_PROCESSES, os.cpu_count() or 1))
+        # One after the other: each takes up to a few GB.
+        reports = compile_ranks(requests)
         extend_strategies(temporary, spec, dims, layout, reports[0].num_layers)
         finish_strategy_directory(temporary, dims, layout, {"compiled_layers": reports[0].num_layers})
         write_strategy_directory(temporary / ROLLOUT_NAME, dims, *rollout)
