@@ -12,9 +12,10 @@ from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
 
-# Sample i of a request "generates" the prompt, i times. Prompts that begin with 666 kill the server, with 13 fail.
+# Sample i of a request "generates" the prompt, i times. Prompts that begin with 666 kill the server, with 13 fail,
+# with 5050 sleep, with 4711 work for seconds.
 STAND_IN = '''
-import json, os, sys, socket
+import json, os, sys, socket, time
 import numpy as np
 from mindrlhf.wire import receive_message, send_message
 
@@ -35,6 +36,12 @@ while True:
             if prompt[0] == 666:
                 print("stand-in hit by a bus", flush=True)
                 os.kill(os.getpid(), 9)
+            if prompt[0] == 5050:
+                time.sleep(600)
+            if prompt[0] == 4711:
+                end = time.monotonic() + 4
+                while time.monotonic() < end:
+                    pass
             if prompt[0] == 13:
                 send_message(connection, {"kind": "failed", "message": "unlucky"})
                 break
@@ -137,6 +144,17 @@ def test_a_death_while_generating_is_reported_and_restart_mends_it(options):
             list(generator.generate([GenerationRequest(0, (666,), 1, seed=0)], SamplingParams(max_tokens=1)))
         with pytest.raises(RunFailure, match="the rollout server is closed"):
             generator.ping()
+        generator.restart()
+        generator.ping()
+
+
+def test_a_server_that_sleeps_on_its_work_is_given_up_and_one_that_works_is_not(options):
+    with VllmGenerator.start(change(options, stall_timeout_s=2.0)) as generator:
+        list(generator.generate([GenerationRequest(0, (4711,), 1, seed=0)], SamplingParams(max_tokens=8)))
+        assert generator.is_running
+        with pytest.raises(RunFailure, match=r"has been stuck for 2 s in 'generate'; log .* ends: stand-in up"):
+            list(generator.generate([GenerationRequest(0, (5050,), 1, seed=0)], SamplingParams(max_tokens=8)))
+        assert not generator.is_running
         generator.restart()
         generator.ping()
 

@@ -171,7 +171,8 @@ class Job:
         self.output_dir = directory / "run"
         self.mark = uuid.uuid4().hex
         self.err_path, self.out_path = directory / "err", directory / "out"
-        arguments = sanity_inputs.overrides(inputs_dir, self.output_dir, training__epochs=1000, run__max_steps=5000)
+        endless = {"training__epochs": 1000, "run__max_steps": 5000, "rollout__restarts": 0}
+        arguments = sanity_inputs.overrides(inputs_dir, self.output_dir, **endless)
         with self.out_path.open("w") as out, self.err_path.open("w") as err:
             self.process = subprocess.Popen(
                 sanity_inputs.command("train", "examples/sanity/config.yaml", *arguments, "--workers", world_size),

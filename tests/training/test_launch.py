@@ -98,9 +98,9 @@ def test_a_senseless_number_of_workers_is_a_user_error(tmp_path, num_workers):
         launch(["main.py"], num_workers, tmp_path)
 
 
-def start_launcher(tmp_path: Path, command: list[str], grace_s: float) -> subprocess.Popen:
-    code = "import sys; from mindrlhf.training.launch import launch;"
-    code += f"sys.exit(launch(sys.argv[2:], 1, sys.argv[1], grace_s={grace_s}))"
+def start_launcher(tmp_path: Path, command: list[str], grace_s: float, options: str = "") -> subprocess.Popen:
+    code = "import signal, sys; from mindrlhf.training.launch import launch;"
+    code += f"sys.exit(launch(sys.argv[2:], 1, sys.argv[1], grace_s={grace_s}, {options}))"
     argv = [sys.executable, "-c", code, str(tmp_path / "logs"), *command]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -127,6 +127,54 @@ def test_a_signal_lets_the_rank_clean_up_and_gives_the_conventional_exit_code(tm
     assert launcher.returncode == 128 + number
     assert signal.Signals(number).name in errors
     assert (tmp_path / "cleaned").exists()
+
+
+LISTENING_WORKER = """
+    import pathlib, signal, sys, time
+    from mindrlhf import heartbeat
+    here = pathlib.Path(__file__).parent
+    signal.signal(signal.SIGUSR1, lambda *_: (here / "saved").write_text("yes"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    heartbeat.start()
+    (here / "ready").write_text("yes")
+    while True:
+        time.sleep(0.05)
+"""
+PASS_ON = "lead_signals=(signal.SIGTERM, signal.SIGUSR1)"
+
+
+def test_signals_for_the_lead_are_passed_on_and_the_run_ends_its_own_way(tmp_path):
+    launcher = start_launcher(tmp_path, write_worker(tmp_path, LISTENING_WORKER), 20, PASS_ON)
+    wait_for(tmp_path / "ready")
+    launcher.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "saved")
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=30)
+    assert (launcher.returncode, errors) == (0, "")
+
+
+def test_a_lead_that_does_not_listen_yet_is_stopped_and_not_asked_to_save(tmp_path):
+    worker = """
+        import pathlib, time
+        pathlib.Path(__file__).with_name("ready").write_text("yes")
+        time.sleep(600)
+    """
+    launcher = start_launcher(tmp_path, write_worker(tmp_path, worker), 20, PASS_ON)
+    wait_for(tmp_path / "ready")
+    launcher.send_signal(signal.SIGUSR1)  # would kill a process without a handler
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert errors.startswith("mindrlhf: SIGTERM received: stopping all processes")
+
+
+def test_a_run_without_progress_is_stopped_with_the_stacks_in_its_log(tmp_path, capsys):
+    command = write_worker(tmp_path, LISTENING_WORKER)
+    assert launch(command, 1, tmp_path / "logs", out=io.StringIO(), hang_timeout_s=1.0, advice=lambda: "try again") == 1
+    report = capsys.readouterr().err.splitlines()
+    assert report[0].startswith("mindrlhf: rank 0 has made no progress for ")
+    assert report[1:] == ["  rank 0 was in: starting", "  try again"]
+    assert "Current thread" in (tmp_path / "logs" / "worker_0.log").read_text()
 
 
 def test_a_second_interrupt_does_not_wait_for_the_grace_to_end(tmp_path):

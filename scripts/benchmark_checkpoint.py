@@ -1,0 +1,126 @@
+"""What checkpoints cost: updates of a model with a checkpoint every few steps, and without, in turns.
+
+    python scripts/benchmark_checkpoint.py [--num-params 100000000] [--every-steps 5] [--rounds 3] [--no-asynchronous]
+
+A round is one block of steps without a checkpoint and one with a checkpoint after its first step, in an order that
+changes from round to round; a block ends when its checkpoint is on the disk. Steps are updates alone: those of a real
+run also sample and evaluate, so that the share of a checkpoint is smaller there.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from benchmark_weight_transfer import model_config
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.training.actor import Actor
+from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.learner import load_model
+from mindrlhf.training.policy_loss import build_policy_loss
+from mindrlhf.training.runtime import start_runtime
+from mindrlhf.training.save_requests import SaveRequests
+from mindrlhf.training.team import Team
+
+RESPONSE_LENGTH = 64
+
+
+def make_config(directory: Path, *, asynchronous: bool) -> GrpoConfig:
+    return GrpoConfig(
+        run=sections.RunSection(output_dir=str(directory / "run")),
+        model=sections.ModelSection(path=str(directory / "model"), random_init=True),
+        data=sections.DataSection(train_file="none", tokenizer_dir="none"),
+        reward=sections.RewardSection(verifier_function=("none",)),
+        checkpoint=sections.CheckpointSection(keep_last=1, asynchronous=asynchronous),
+    )
+
+
+def build(config: GrpoConfig, row_length: int) -> Actor:
+    rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
+    network = load_model(config.model, config.model.path, config.run, row_length)
+    loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, config.run.device))
+    return Actor(network, loss, config.optimizer, rank, config.run.device, None, saves_reference=False)
+
+
+def random_batch(vocab_size: int, num_samples: int, row_length: int) -> dict:
+    generator = np.random.default_rng(0)
+    sequences = [
+        TokenSequence(
+            generator.integers(0, vocab_size, row_length - RESPONSE_LENGTH).astype(np.int32),
+            generator.integers(0, vocab_size, RESPONSE_LENGTH).astype(np.int32),
+            {
+                "advantages": np.full(RESPONSE_LENGTH, generator.standard_normal(), np.float32),
+                "weights": np.ones(RESPONSE_LENGTH, np.float32),
+            },
+        )
+        for _ in range(num_samples)
+    ]
+    return make_batch(sequences, RowOptions((row_length,), num_samples, 1, False)).share(0, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-params", type=int, default=100_000_000)
+    parser.add_argument("--every-steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-samples", type=int, default=8, help="sequences of an update")
+    parser.add_argument("--row-length", type=int, default=128, help="tokens of each")
+    parser.add_argument("--no-asynchronous", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(measure(Path(directory), arguments), indent=1))
+
+
+def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text(json.dumps(model_config(arguments.num_params)))
+    config = make_config(directory, asynchronous=not arguments.no_asynchronous)
+    actor = build(config, arguments.row_length)
+    checkpoints = RunCheckpoints(config, Team(actor), PromptStream(8, seed=0), SaveRequests())
+    batch = random_batch(actor.network.dims.vocab_size, arguments.num_samples, arguments.row_length)
+    progress, blocking_s = Progress(), []
+
+    def block(saves: bool) -> float:
+        start = time.perf_counter()
+        for index in range(arguments.every_steps):
+            checkpoints.begin_step(progress)
+            actor.receive_batch(is_first=True, **batch)
+            actor.update(batch=0, lr=1e-6, kl_coefficient=0.0)
+            progress.step += 1
+            if saves and index == 0:
+                saving = time.perf_counter()
+                checkpoints.save(progress)
+                blocking_s.append(time.perf_counter() - saving)
+        checkpoints.wait()
+        return (time.perf_counter() - start) / arguments.every_steps
+
+    block(saves=True)  # compiles, and takes the memory of the copy
+    blocking_s.clear()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(arguments.rounds):
+        for saves in (False, True) if number % 2 else (True, False):
+            seconds[saves].append(block(saves))
+    off_s, on_s = (statistics.median(seconds[saves]) for saves in (False, True))
+    return {
+        "num_parameters": sum(parameter.size for parameter in actor.network.get_parameters()),
+        "checkpoint_gb": actor.state_size_bytes() / 1e9,
+        "every_steps": arguments.every_steps,
+        "step_without_s": off_s,
+        "step_with_s": on_s,
+        "overhead_percent": 100 * (on_s / off_s - 1),
+        "blocking_s": statistics.median(blocking_s),
+        "blocking_percent": 100 * statistics.median(blocking_s) / (off_s * arguments.every_steps),
+    }
+
+
+if __name__ == "__main__":
+    main()
