@@ -35,6 +35,7 @@ class CompileRequest:
         recompute: recompute activations in the backward pass.
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
+        epsilon: AdamW's, a constant of the graph.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: where to export the rank's sliced graph (`.mindir`), an absolute path; empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
@@ -53,6 +54,7 @@ class CompileRequest:
     recompute: bool = False
     plan_memory: bool = False
     beta: float = 0.04
+    epsilon: float = 1e-8
     strategy_file: str = ""
     mindir_file: str = ""
 

@@ -175,7 +175,7 @@ def build_update(request: CompileRequest, parallel: ParallelSection):
     loss = ShardedPolicyLoss(
         policy, make_loss, parallel.data_parallel, parallel.context_parallel, parallel.pipeline_stage - 1
     )
-    options = OptimizerSection()
+    options = OptimizerSection(epsilon=request.epsilon)
     optimizer = make_optimizer(network.trainable_params(), options)
     return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel)
 
