@@ -40,7 +40,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from mindrlhf.config.schema import load_grpo_config
-    from mindrlhf.training.checkpoints import check_output, find_checkpoint
+    from mindrlhf.training.checkpoints import check_output, newest_checkpoint
     from mindrlhf.training.launch import launch
     from mindrlhf.training.preflight import check_grpo_inputs
     from mindrlhf.training.restarts import run_with_restarts
@@ -62,11 +62,11 @@ def _run_train(arguments: argparse.Namespace) -> int:
             hang_timeout_s=config.run.hang_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             lead_signals=(signal.SIGTERM, signal.SIGUSR1),
-            advice=lambda: _advice(find_checkpoint(config), again),
+            advice=lambda: _advice(newest_checkpoint(config), again),
         )
 
     return run_with_restarts(
-        start, lambda: find_checkpoint(config) is not None, arguments.max_restarts, log_dir, resume=is_resumed
+        start, lambda: newest_checkpoint(config) is not None, arguments.max_restarts, log_dir, resume=is_resumed
     )
 
 

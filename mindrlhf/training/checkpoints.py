@@ -63,9 +63,11 @@ def check_output(config: GrpoConfig, *, resume: bool) -> None:
         raise _nothing_to_resume(store)
 
 
-def find_checkpoint(config: GrpoConfig) -> Path | None:
-    """Return the newest whole checkpoint of a run, None when there is none."""
-    return CheckpointStore(save_dir(config), config.checkpoint.keep_last).latest()
+def newest_checkpoint(config: GrpoConfig) -> Path | None:
+    """Return the newest checkpoint of a run, not verified, None when there is none."""
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
+    steps = store.steps()
+    return store.path(steps[-1]) if steps else None
 
 
 class RunCheckpoints:

@@ -278,7 +278,9 @@ class _Watch:
             self._follower.poll(final=final)
 
     def _report_end(self, name: str, returncode: int) -> int:
-        if not (self._is_ending and returncode == 128 + signal.SIGTERM):
+        if self._is_ending and returncode == 128 + signal.SIGTERM:
+            say("SIGTERM ended the run before it had anything to save")
+        else:
             # The last lines of a failing rank may still be on their way to its log.
             time.sleep(POLL_INTERVAL_S)
             self._follower.poll()

@@ -114,10 +114,11 @@ class Trainer:
             if self.parts.held_out and (is_last or (every_eval and self.progress.step % every_eval == 0)):
                 metrics |= self.evaluate()
             self.parts.sinks.write(self.progress.step, metrics)
+            must_stop = checkpoints.must_stop  # read first: a later request breaks off the next step
             if checkpoints.is_due(self.progress):
                 with self.timer.stage("checkpoint"):
                     checkpoints.save(self.progress)
-            if checkpoints.must_stop:
+            if must_stop:
                 return False
         return True
 

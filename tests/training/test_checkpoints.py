@@ -16,7 +16,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation
-from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output, find_checkpoint
+from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output, newest_checkpoint
 from mindrlhf.training.save_requests import SaveRequests, StopRequested
 
 
@@ -117,7 +117,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
     assert not list(run.checkpoints._store.save_dir.glob("step_*"))
     run.lead.may_write.set()
     assert run.steps() == [1]
-    directory = find_checkpoint(run.config)
+    directory = newest_checkpoint(run.config)
     assert (directory / "weights").read_text() == "1"
     state = read_state(directory)
     assert state.algorithm_state == {"kl": {"coefficient": 1.0}} and state.evaluations == []
