@@ -8,6 +8,7 @@ from mindrlhf.rewards.numeric import last_number
 MAX_BOXED_CHARS = 10_000
 
 _BOX = "\\boxed{"
+_ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_ \t]{0,8}([^\n]*)", re.IGNORECASE)
 # An escaped character (\{ and \} are printed braces, \\ a line break) is skipped as one.
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -18,16 +19,29 @@ def last_boxed(text: str) -> str | None:
     return None if start < 0 else _braced(text, start + len(_BOX))
 
 
-def final_answer(text: str) -> str | None:
+def final_answer(text: str, is_marked: bool = False) -> str | None:
     """The final answer of a completion, or None.
 
     Of these three the one that begins last in the text decides: the line after ``#### ``, the content of
-    ``<answer>...</answer>``, the content of ``\\boxed{...}``. Without any, it is the last number in the text.
+    ``<answer>...</answer>``, the content of ``\\boxed{...}``. Without any, it is the last number in the text, unless
+    ``is_marked`` asks for one of the three.
     """
     candidates = [found for found in (_last_hashes(text), _last_answer_tag(text), _last_box(text)) if found]
     if candidates:
         return max(candidates)[1]
-    return last_number(text)
+    return None if is_marked else last_number(text)
+
+
+def answer_line(text: str) -> str | None:
+    """What follows the last ``Answer:`` up to the end of its line, out of its box if it is in one; or None.
+
+    Emphasis and case do not matter. Only the end of the text is searched, ``MAX_BOXED_CHARS`` of it.
+    """
+    lines = _ANSWER_LINE.findall(text[-MAX_BOXED_CHARS:])
+    if not lines:
+        return None
+    boxed = last_boxed(lines[-1])
+    return lines[-1] if boxed is None else boxed
 
 
 def _last_hashes(text: str) -> tuple[int, str] | None:

@@ -4,7 +4,8 @@ What counts as a number, after surrounding spaces, ``$...$``, ``**`` and a closi
 
 - ``42``, ``-3``, ``+3``, ``42.``, ``42.0``, ``.5``, ``1e-3``; a minus sign may be the Unicode one;
 - commas that separate thousands (``1,042``; also ``1{,}042`` and ``1\\,042`` of LaTeX), not others (``1,04``);
-- fractions of those: ``3/4``, ``\\frac{3}{4}``, ``\\frac34``;
+- fractions of those: ``3/4``, ``\\frac{3}{4}``, ``\\frac34``; mixed numbers: ``1 3/4``, ``1\\frac{3}{4}``;
+- powers of ten behind: ``1.5 \\times 10^{3}``, ``1.5*10^3``; repeating decimals: ``0.1\\overline{6}``;
 - with a currency sign before (``$42``, ``-$3``), which is ignored;
 - with a per cent sign behind. ``42%`` equals ``42%`` and, beside a number without the sign, both ``42``
   ("what percentage ...?") and ``0.42``.
@@ -28,6 +29,15 @@ _LATEX_FRACTION = re.compile(
     r"(?P<sign>[-+]?)\\[dt]?frac\s?(?:\{(?P<inner_sign>[-+]?)(?P<top>[0-9]+)\}\{(?P<bottom>[0-9]+)\}"
     r"|(?P<top_digit>[0-9])(?P<bottom_digit>[0-9]))(?P<percent>%?)\.?"
 )
+_MIXED = re.compile(
+    r"(?P<sign>[-+]?)(?P<whole>[0-9]+)(?:\s+(?P<top>[0-9]+)/(?P<bottom>[0-9]+)"
+    r"|\s*\\[dt]?frac\{(?P<latex_top>[0-9]+)\}\{(?P<latex_bottom>[0-9]+)\})"
+)
+_SCIENTIFIC = re.compile(
+    r"(?P<sign>[-+]?)(?P<factor>[0-9]+(?:\.[0-9]+)?)\s*(?:\\times|\\cdot|\*|\u00d7)\s*10\^(?:\{(?P<braced>[-+]?[0-9]{1,3})\}"
+    r"|(?P<bare>[-+]?[0-9]{1,3}))"
+)
+_REPEATING = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\overline\s*\{?(?P<period>[0-9]+)\}?")
 _IN_PROSE = re.compile(
     r"(?:(?<![\w)\]}])[-+])?[$€£¥]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?(?:/[0-9]+(?:\.[0-9]+)?)?(?:\s?\\?%)?"
@@ -51,7 +61,7 @@ def parse_number(text: str) -> Number | None:
         text = text.replace(written, plain)
     match = _PLAIN.fullmatch(text) or _LATEX_FRACTION.fullmatch(text)
     if match is None:
-        return None
+        return _parse_composed(text)
     groups = match.groupdict()
     if groups["sign"] and groups["inner_sign"]:
         return None
@@ -65,6 +75,26 @@ def parse_number(text: str) -> Number | None:
     if "-" in (groups["sign"], groups["inner_sign"]):
         value = -value
     return Number(value, bool(groups["percent"]))
+
+
+def _parse_composed(text: str) -> Number | None:
+    """Read a mixed number, one with a power of ten behind, or a repeating decimal."""
+    match = _MIXED.fullmatch(text)
+    if match is not None:
+        top, bottom = match["top"] or match["latex_top"], match["bottom"] or match["latex_bottom"]
+        if int(bottom) == 0:
+            return None
+        value = int(match["whole"]) + Fraction(int(top), int(bottom))
+    elif (match := _REPEATING.fullmatch(text)) is not None:
+        fixed, period = match["fixed"], match["period"]
+        repeated = Fraction(int(period), 10 ** len(fixed) * (10 ** len(period) - 1))
+        value = Fraction(f"{match['whole'] or 0}.{fixed or 0}") + repeated
+    else:
+        match = _SCIENTIFIC.fullmatch(text)
+        if match is None:
+            return None
+        value = _to_fraction(match["factor"]) * Fraction(10) ** int(match["braced"] or match["bare"])
+    return Number(-value if match["sign"] == "-" else value, is_percentage=False)
 
 
 def numbers_equal(a: Number, b: Number) -> bool:

@@ -3,6 +3,24 @@ import pytest
 from mindrlhf.errors import UserError
 from mindrlhf.rewards import registry
 
+BUILT_IN = [
+    "acc_for_dapo",
+    "accuracy_reward",
+    "base_acc",
+    "code_execution",
+    "format_reward",
+    "knights_and_knaves",
+    "length_reward",
+    "llm_judge",
+    "loose_format",
+    "math_17k_acc",
+    "overlong_penalty",
+    "qwen_accuracy_reward",
+    "reasoning_steps",
+    "repetition_penalty",
+    "strict_format",
+]
+
 
 def written(tmp_path, source, name="mine.py"):
     path = tmp_path / name
@@ -11,7 +29,7 @@ def written(tmp_path, source, name="mine.py"):
 
 
 def test_built_in_verifiers_are_found():
-    assert registry.built_in_names() == ["accuracy_reward", "format_reward", "length_reward", "qwen_accuracy_reward"]
+    assert registry.built_in_names() == BUILT_IN
     verifier = registry.resolve("length_reward")
     assert verifier.name == "length_reward"
     assert verifier.context_keywords == ("finish_reason", "num_tokens")
@@ -39,7 +57,7 @@ def test_a_file_may_import_its_neighbour(tmp_path):
     ("name", "message"),
     [
         ("acuracy_reward", "unknown verifier 'acuracy_reward': did you mean accuracy_reward"),
-        ("zzz", "did you mean accuracy_reward or format_reward or length_reward or qwen_accuracy_reward"),
+        ("zzz", f"did you mean {' or '.join(BUILT_IN)}?"),
         ("missing.py:f", "there is no file missing.py"),
         ("missing.py", "missing.py:function"),
         ("missing.py:", "path/to/file.py:function"),
@@ -72,6 +90,38 @@ def test_files_that_hold_no_verifier_are_user_errors(tmp_path, source, message):
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+OPTIONED = """
+def f(completion, answer, *, prompt, ratio: float = 0.5, count: int = 3, is_on: bool = False, name: str = "n"): return 0
+def g(completion, answer, *, needed: "float"): return needed
+"""
+
+
+def test_options_are_converted_to_the_types_of_the_parameters(tmp_path):
+    path = written(tmp_path, OPTIONED)
+    texts = {"ratio": "2", "count": "7", "is_on": "True", "name": "1.5"}
+    assert registry.resolve(f"{path}:f", texts).options == {"ratio": 2.0, "count": 7, "is_on": True, "name": "1.5"}
+    assert registry.resolve(f"{path}:g", {"needed": "1e-3"}).function("", "", needed=1e-3) == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("f", {"rate": "1"}, "has no option 'rate'; it has ratio, count, is_on, name"),
+        ("f", {"prompt": "1"}, "has no option 'prompt'"),
+        ("f", {"ratio": "x"}, "is 'x': it must be a number"),
+        ("f", {"ratio": "nan"}, "is 'nan': it must be a number"),
+        ("f", {"count": "1.5"}, "is '1.5': it must be an integer"),
+        ("f", {"is_on": "1"}, "is '1': it must be true or false"),
+        ("g", {}, "needs the option 'g.needed': set it in reward.options"),
+    ],
+)
+def test_wrong_options_are_user_errors(tmp_path, function, options, message):
+    path = written(tmp_path, OPTIONED)
+    with pytest.raises(UserError) as caught:
+        registry.resolve(f"{path}:{function}", options)
+    assert message in str(caught.value)
 
 
 def test_names_and_weights_are_split():

@@ -1,0 +1,101 @@
+"""Asks an OpenAI-compatible server for a chat completion, with the standard library only."""
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from mindrlhf.rewards import time_limit
+
+MAX_REPLY_BYTES = 1 << 20
+READ_SIZE_BYTES = 1 << 14
+FIRST_PAUSE_S = 0.5
+# Of the sample's time limit, left for reading the reply and going on.
+MARGIN_S = 0.25
+RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+MAX_SHOWN_CHARS = 200
+
+
+class ChatError(RuntimeError):
+    """The server gave no usable answer; the message is one line that names it and the reason."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key to a host that the user has not named."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirect)
+
+
+def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeout_s: float, num_retries: int) -> str:
+    """Post ``body`` to ``url/chat/completions`` and return the text of the first choice.
+
+    Busy and failing servers are asked again, after pauses that double or that the server asks for, as long as the
+    sample's time limit allows.
+
+    Raises:
+        ChatError: no usable answer.
+    """
+    deadline_s = time.monotonic() + time_limit.remaining_s() - MARGIN_S
+    request = _request(url, body, api_key_variable)
+    pause_s = FIRST_PAUSE_S
+    for attempt in range(num_retries + 1):
+        timeout_s = min(request_timeout_s, deadline_s - time.monotonic())
+        if timeout_s <= 0:
+            raise ChatError(f"{url} gave no answer within the time limit of the sample")
+        try:
+            return _content(url, _post(request, timeout_s))
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = f"HTTP {error.code} {error.read(MAX_SHOWN_CHARS).decode(errors='replace')}".strip()
+            if error.code not in RETRIED_STATUSES:
+                raise ChatError(f"{url} answered {reason}") from None
+            wanted = error.headers.get("Retry-After", "")
+            pause_s = max(pause_s, float(wanted)) if wanted.isdigit() else pause_s
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+        if attempt == num_retries or time.monotonic() + pause_s >= deadline_s:
+            break
+        time.sleep(pause_s)
+        pause_s *= 2
+    raise ChatError(f"{url} gave no answer in {attempt + 1} attempts: {reason}")
+
+
+def _request(url: str, body: dict[str, Any], api_key_variable: str) -> urllib.request.Request:
+    if not url.startswith(("http://", "https://")):
+        raise ChatError(f"{url!r} is no address of a server: give http://HOST:PORT/v1")
+    headers = {"Content-Type": "application/json"}
+    key = os.environ.get(api_key_variable, "")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+
+
+def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
+    deadline_s = time.monotonic() + timeout_s
+    with _opener.open(request, timeout=timeout_s) as response:
+        reply = bytearray()
+        # The timeout of the socket is for one read only: a server that sends a byte at a time would never meet it.
+        while chunk := response.read1(READ_SIZE_BYTES):
+            reply += chunk
+            if len(reply) > MAX_REPLY_BYTES:
+                raise ChatError(f"{request.full_url} answered more than {MAX_REPLY_BYTES} bytes")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the answer took longer than {timeout_s:.1f} s")
+        return bytes(reply)
+
+
+def _content(url: str, reply: bytes) -> str:
+    try:
+        content = json.loads(reply)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise ChatError(f"{url} answered no chat completion: {reply[:MAX_SHOWN_CHARS].decode(errors='replace')!r}")
+    return content

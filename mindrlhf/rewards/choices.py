@@ -1,0 +1,60 @@
+"""Answers to multiple-choice questions: which letters are chosen."""
+
+import re
+
+# Where prose states its choice; no more of its end is searched.
+MAX_TAIL_CHARS = 300
+# No written choice is longer, the option's text included.
+MAX_CHOICE_CHARS = 500
+
+_WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"\(?([A-J])\)?\.?")
+_LIST = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|;|&|and|\s)\s*\(?[A-J]\)?)+")
+_WITH_TEXT = re.compile(
+    r"(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-J])\)|([A-J])[.):])(?:\s.*)?", re.DOTALL | re.IGNORECASE
+)
+_NAMED = re.compile(r"(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?\.?", re.IGNORECASE)
+_STATED = re.compile(
+    r"\b(?:answer|option|choice)\b(?:\s+is)?\s*:?\s*(?:option\s+)?[*$({]*([A-J])\b(?![A-Za-z'])", re.IGNORECASE
+)
+_IN_PARENTHESES = re.compile(r"\(([A-J])\)")
+
+
+def reference_choices(text: str) -> frozenset[str] | None:
+    """The letters of a reference answer that is one letter, or letters separated by commas; else None."""
+    text = unwrapped(text)
+    match = _LETTER.fullmatch(text)
+    if match is not None:
+        return frozenset(match[1])
+    return frozenset(re.findall("[A-J]", text)) if _LIST.fullmatch(text) else None
+
+
+def chosen(text: str) -> frozenset[str] | None:
+    """The letters that a final answer chooses: ``B``, ``(B)``, ``B. 42``, ``option B``, ``A, C``, ``AC``; or None."""
+    text = unwrapped(text)
+    if len(text) > MAX_CHOICE_CHARS:
+        return None
+    letters = reference_choices(text)
+    if letters is not None:
+        return letters
+    if re.fullmatch("[A-J]{2,}", text):
+        return frozenset(text)
+    match = _NAMED.fullmatch(text) or _WITH_TEXT.fullmatch(text)
+    if match is None:
+        return None
+    # "(A) and (B)" chooses two; it is not option A with the text "and (B)".
+    others = set(_IN_PARENTHESES.findall(text))
+    letter = next(group for group in match.groups() if group).upper()
+    return frozenset({letter, *others})
+
+
+def stated_choice(text: str) -> str | None:
+    """The letter that running text ends up with ("So the answer is (B)."), or None."""
+    tail = text[-MAX_TAIL_CHARS:]
+    stated = _STATED.findall(tail) or _IN_PARENTHESES.findall(tail)
+    return stated[-1].upper() if stated else None
+
+
+def unwrapped(text: str) -> str:
+    """Text without LaTeX's marks of text and bold around it."""
+    return _WRAPPING.sub(r"\1", text).strip().strip("*$").strip()

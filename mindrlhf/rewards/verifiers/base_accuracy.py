@@ -1,0 +1,18 @@
+"""Accuracy for models that start without a chat format."""
+
+from mindrlhf.rewards.extraction import last_boxed
+from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.verifiers.strict_format import strict_format
+
+
+@register
+def base_acc(completion: str, answer: str) -> float:
+    """1 if the completion has the ``strict_format`` and its box equals ``answer``, else 0.
+
+    The rule of the verifier of this name in MindSpeed-RL.
+
+    Raises:
+        ValueError: the reference answer is empty.
+    """
+    return strict_format(completion, answer) * is_correct(last_boxed(completion), answer)

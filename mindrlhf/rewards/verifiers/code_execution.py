@@ -1,0 +1,56 @@
+"""Does the program pass its unit tests?"""
+
+import re
+
+from mindrlhf.rewards import time_limit
+from mindrlhf.rewards.registry import register
+from mindrlhf.rewards.sandbox import SandboxLimits
+from mindrlhf.rewards.unit_tests import UnitTests
+
+# What the tests leave of the pool's time limit for ending their processes, so that a slow program earns 0 for its
+# tests instead of failing the verifier.
+MARGIN_S = 1.0
+MAX_PROGRAM_CHARS = 100_000
+_BLOCK = re.compile(r"^```[ \t]*([A-Za-z0-9+]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@register
+def code_execution(
+    completion: str,
+    answer: str,
+    *,
+    time_limit_s: float = 6.0,
+    memory_limit_mib: int = 512,
+    partial: bool = False,
+) -> float:
+    """1 if the program passes all unit tests, else 0; with ``partial``, the share of the tests it passes.
+
+    The program is the last block between ``` fences, by preference one marked as Python. ``answer`` holds the tests:
+    Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs`` (``mindrlhf.rewards.unit_tests``).
+    All tests together have ``time_limit_s``, and no more than ``reward.timeout_s`` less a second; each process has
+    ``memory_limit_mib``. See ``mindrlhf.rewards.sandbox`` for what the program cannot do.
+
+    Statements run in one process with the program, so a program written to deceive them can; inputs and outputs
+    are safe from that.
+
+    Raises:
+        ValueError: the answer holds no unit tests.
+        RuntimeError: the sandbox cannot run programs here.
+    """
+    tests = UnitTests.parse(answer)
+    program = _program(completion)
+    if program is None or len(program) > MAX_PROGRAM_CHARS:
+        return 0.0
+    limits = SandboxLimits(
+        time_s=max(0.0, min(time_limit_s, time_limit.remaining_s() - MARGIN_S)), memory_bytes=memory_limit_mib << 20
+    )
+    passed = tests.run(program, limits, stop_at_failure=not partial)
+    return sum(passed) / len(passed) if partial else float(all(passed))
+
+
+def _program(completion: str) -> str | None:
+    # The program comes last: this bounds the search in hostile completions.
+    blocks = _BLOCK.findall(completion[-4 * MAX_PROGRAM_CHARS :])
+    marked = [source for language, source in blocks if language.lower() in ("python", "python3", "py")]
+    sources = marked or [source for _, source in blocks]
+    return sources[-1] if sources else None

@@ -1,0 +1,22 @@
+"""Accuracy as DAPO rewards it."""
+
+from mindrlhf.rewards.extraction import answer_line
+from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.registry import register
+
+# In the reference implementation too; it keeps answers in the middle of the reasoning from counting.
+MAX_TAIL_CHARS = 300
+
+
+@register
+def acc_for_dapo(completion: str, answer: str) -> float:
+    """1 if the last ``Answer: ...`` in the last 300 characters equals ``answer``, else -1.
+
+    Rewards as in Yu et al. 2025 (arXiv:2503.14476), eq. 7; the line and the tail as in the authors' code (verl,
+    ``math_dapo``). Behind a gate set ``reward.closed_gate_value`` to -1, or a closed gate pays more than a
+    wrong answer.
+
+    Raises:
+        ValueError: the reference answer is empty.
+    """
+    return 1.0 if is_correct(answer_line(completion[-MAX_TAIL_CHARS:]), answer) else -1.0

@@ -1,0 +1,19 @@
+"""Accuracy on DAPO-Math-17k and other data of competition problems."""
+
+from mindrlhf.rewards.extraction import answer_line, last_boxed
+from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.registry import register
+
+
+@register
+def math_17k_acc(completion: str, answer: str) -> float:
+    """1 if the last ``\\boxed{...}``, or without one the last ``Answer: ...``, equals ``answer``; else 0.
+
+    The rule of the verifier of this name in MindSpeed-RL, which grades the box; the line is what the prompts of
+    DAPO-Math-17k ask for (Yu et al. 2025, arXiv:2503.14476).
+
+    Raises:
+        ValueError: the reference answer is empty.
+    """
+    boxed = last_boxed(completion)
+    return float(is_correct(answer_line(completion) if boxed is None else boxed, answer))

@@ -1,0 +1,19 @@
+"""Is the response about to be cut off?"""
+
+from mindrlhf.algorithms.overlong import soft_punishment
+from mindrlhf.rewards.registry import register
+
+
+@register
+def overlong_penalty(completion: str, answer: str, *, num_tokens: int, max_length: int, buffer: int) -> float:
+    """0 up to ``max_length - buffer`` tokens, from there linearly down to -1 at ``max_length``.
+
+    Soft overlong punishment: Yu et al. 2025 (arXiv:2503.14476), eq. 13. As a verifier it can be gated and is
+    reported by itself; do not combine it with the penalty that the algorithm may add.
+
+    Raises:
+        ValueError: the buffer is not between 1 and ``max_length``.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer is {buffer}: it must be between 1 and max_length = {max_length}")
+    return float(soft_punishment(num_tokens, max_length, buffer))
