@@ -1,0 +1,79 @@
+"""A tiny model, three batches and seven layouts of it, for the execution of parallel graphs on CPU ranks."""
+
+import numpy as np
+
+from mindrlhf.models.layouts import fuse
+from mindrlhf.models.spec import find_spec
+from mindrlhf.weights.convert import hf_shapes
+
+NUM_ROWS, ROW_LENGTH, VOCABULARY = 4, 32, 128
+LEARNING_RATE = 1e-2
+# As large as a gradient here. With a tiny one the first steps of AdamW are the signs of the gradients, and those of
+# gradients near zero depend on the order of sums.
+EPSILON = 1e-3
+# Large enough that the optimiser shard takes hold: MindSpore leaves slices below 64 KiB whole.
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+# By number of ranks, name -> parallel_config.
+LAYOUTS = {
+    2: {
+        "tp2": {"data_parallel": 1, "model_parallel": 2},
+        "tp2_sequence_parallel": {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True},
+        "dp2": {"data_parallel": 2},
+        "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
+        "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
+    },
+    4: {
+        "tp2_dp2": {"data_parallel": 2, "model_parallel": 2},
+        "tp2_pp2": {"data_parallel": 1, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2},
+    },
+}
+
+
+def hf_weights() -> dict[str, np.ndarray]:
+    """Random float32 tensors by Hugging Face name; norms and biases are not trivial either."""
+    spec = find_spec(MODEL)
+    random = np.random.default_rng(0)
+    return {
+        name: ((1.0 if "norm" in name else 0.0) + 0.05 * random.standard_normal(shape)).astype(np.float32)
+        for name, shape in hf_shapes(spec, spec.dims(MODEL)).items()
+    }
+
+
+def mf_weights() -> dict[str, np.ndarray]:
+    """The same by MindFormers name."""
+    spec = find_spec(MODEL)
+    dims, tensors = spec.dims(MODEL), hf_weights()
+    return {rule.mf_name: fuse(rule, dims, [tensors[name] for name in rule.hf_names]) for rule in spec.rules(dims)}
+
+
+def batches(num_steps: int = 3) -> list[list[np.ndarray]]:
+    """For each step the inputs of the update: two sequences to a row, padding, positions without weight."""
+    result = []
+    for step in range(num_steps):
+        random = np.random.default_rng(step)
+        shape = (NUM_ROWS, ROW_LENGTH)
+        input_ids, labels = random.integers(1, VOCABULARY, (2, *shape)).astype(np.int32)
+        segment_ids = np.ones(shape, np.int32)
+        segment_ids[:, 20:] = 2
+        segment_ids[1, 28:] = 0
+        mask = ((random.random(shape) > 0.3) & (segment_ids > 0)).astype(np.float32)
+        advantages = random.standard_normal(shape).astype(np.float32) * mask
+        logprobs = (-4.85 + 0.2 * random.standard_normal((3, *shape))).astype(np.float32) * mask
+        scalars = np.tile(np.array([[0.04, mask.sum()]], np.float32), (NUM_ROWS, 1))
+        result.append([input_ids, segment_ids, labels, mask, advantages, mask.copy(), *logprobs, scalars])
+    return result
