@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.hf import FILE_CODES, STORAGE_DTYPES, SafetensorsFile, release_pages
@@ -27,7 +28,8 @@ _DTYPE_OF_CKPT_TYPE = {code: dtype for dtype, code in _CKPT_TYPES.items()}
 _ALIGNMENT_BYTES = 8
 # MindSpore cuts larger parameters into several records of one name (`SLICE_SIZE` of its serialization).
 _MAX_RECORD_BYTES = 512 * 2**20
-_MAX_WRITE_BYTES = 2**30
+# Data is written and summed piece by piece, so that the sum finds the piece in the cache.
+_PIECE_BYTES = 2**19
 # Keys of protobuf fields of the wire type "length-delimited", by field number, and of dims (number 1, a varint).
 _FIELD_1, _FIELD_2, _FIELD_3, _DIMS = 0x0A, 0x12, 0x1A, 0x08
 
@@ -47,6 +49,11 @@ class ArrayInfo:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+
+def checksum(array: np.ndarray) -> str:
+    """XXH3-64 (xxhash.com) of a contiguous array's bytes, in hex: it finds damage and mistakes, not an attacker."""
+    return xxhash.xxh3_64_hexdigest(array.reshape(-1).view(np.uint8).data)
 
 
 class ShardWriter:
@@ -70,19 +77,24 @@ class ShardWriter:
             self.discard()
             raise
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Write the data of an array; it must be contiguous and as its info says."""
+    def write(self, name: str, array: np.ndarray) -> str:
+        """Write the data of an array, which must be contiguous and as its info says; return its checksum."""
         info = self._infos[name]
         assert array.flags.c_contiguous, f"array {name!r} is not contiguous"
         assert (array.dtype, array.shape) == (info.numpy_dtype, info.shape), (
             f"array {name!r} comes as {array.dtype} {array.shape}, not {info.numpy_dtype} {info.shape}"
         )
         data = memoryview(array.reshape(-1).view(np.uint8))
+        digest = xxhash.xxh3_64()
         for offset, size_bytes in self._places[name]:
-            _write_at(self._fd, data[:size_bytes], offset)
+            for start in range(0, size_bytes, _PIECE_BYTES):
+                piece = data[start : min(start + _PIECE_BYTES, size_bytes)]
+                _write_at(self._fd, piece, offset + start)
+                digest.update(piece)
             # The disk starts now, while the next array is cut, and what it has written need not stay in memory.
             os.posix_fadvise(self._fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
             data = data[size_bytes:]
+        return digest.hexdigest()
 
     def finish(self) -> None:
         """Force the data to the disk and give the file its name."""
@@ -290,5 +302,5 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:
     while len(data):
-        written = os.pwrite(fd, data[:_MAX_WRITE_BYTES], offset)
+        written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written

@@ -2,15 +2,14 @@
 
 ::
 
-    sharded.json                     every array: dtype, shape, checksum, how it is cut; every Hugging Face tensor
+    sharded.json                     every array: dtype, shape, how it is cut; checksum of every Hugging Face tensor
     config.json, tokenizer files     as in the Hugging Face directory
     strategy/                        MindSpore's strategy files of the layout
     rank_0/checkpoint_0.safetensors  the slices of rank 0, by MindFormers name (or checkpoint_0.ckpt)
     rank_0/manifest.json             checksum of each slice
 
 Arrays are parameters and, where there is any, optimiser state (`exp_avg.NAME`, `exp_avg_sq.NAME`, cut as parameter
-NAME, and `global_step`, whole on each rank). Checksums are XXH3-64 (xxhash.com) over the bytes in C order, in hex: they
-find damage and mistakes, not an attacker.
+NAME, and `global_step`, whole on each rank).
 """
 
 import dataclasses
@@ -22,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 from mindrlhf.models.layouts import split
 from mindrlhf.models.spec import find_spec
 from mindrlhf.parallel.parameter_layout import ParameterLayout
-from mindrlhf.parallel.shard_files import FILE_FORMATS, ArrayInfo, open_shard
+from mindrlhf.parallel.shard_files import FILE_FORMATS, ArrayInfo, checksum, open_shard
 from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, convert_dtype, read_hf_config, read_json_object
 
 FORMAT_VERSION = 1
@@ -38,11 +36,6 @@ RANK_MANIFEST_NAME = "manifest.json"
 STRATEGY_NAME = "strategy"
 STATE_PREFIXES = ("exp_avg.", "exp_avg_sq.")
 GLOBAL_STEP_NAME = "global_step"
-
-
-def checksum(array: np.ndarray) -> str:
-    """XXH3-64 of a contiguous array's bytes, in hex."""
-    return xxhash.xxh3_64_hexdigest(array.reshape(-1).view(np.uint8).data)
 
 
 def rank_file(directory: Path, rank: int, file_format: str) -> Path:
@@ -57,7 +50,8 @@ class ShardedArray:
     Attributes:
         dtype: name of its dtype.
         layout: its name, whole shape and slices.
-        checksum: of the whole array; empty while it is not known.
+        checksum: of the whole array; empty for a parameter, whose Hugging Face tensors have their own, and while it is
+            not known.
     """
 
     dtype: str
@@ -180,6 +174,7 @@ class ShardedDirectory(TensorDirectory):
         self.spec = find_spec(self.hf_config)
         self.dims = self.spec.dims(self.hf_config)
         self._rules = self.spec.rules(self.dims)
+        self._rule_of_parameter = {rule.mf_name: rule for rule in self._rules}
         self._rule_of = {name: rule for rule in self._rules for name in rule.hf_names}
         self._shapes = {
             name: shape for rule in self._rules for name, shape in zip(rule.hf_names, rule.shape(self.dims))
@@ -241,27 +236,53 @@ class ShardedDirectory(TensorDirectory):
         return self._last[1][name]
 
     def read_tensors(self, rule) -> dict[str, np.ndarray]:
-        """The Hugging Face tensors of one parameter, by name, in their own dtypes."""
-        return self.split(rule, self.read_array(rule.mf_name))
-
-    def split(self, rule, whole: np.ndarray) -> dict[str, np.ndarray]:
-        """The Hugging Face tensors in the whole array of a parameter."""
-        dtype = self.manifest.arrays[rule.mf_name].dtype
-        parts = zip(rule.hf_names, split(rule, self.dims, whole))
-        return {name: convert_dtype(part, dtype, self.manifest.tensors[name][0]) for name, part in parts}
-
-    def read_array(self, name: str) -> np.ndarray:
-        """The whole array of a parameter or of optimiser state.
+        """The Hugging Face tensors of one parameter, by name, in their own dtypes.
 
         Raises:
-            UserError: a slice is damaged.
+            UserError: a slice is damaged, or the slices do not make the tensors of the original.
         """
+        return self.split(rule, self._assemble(rule.mf_name))
+
+    def split(self, rule, whole: np.ndarray) -> dict[str, np.ndarray]:
+        """The Hugging Face tensors in the whole array of a parameter, compared with the checksums of the original."""
+        dtype = self.manifest.arrays[rule.mf_name].dtype
+        tensors = {}
+        for name, part in zip(rule.hf_names, split(rule, self.dims, whole)):
+            tensors[name] = np.ascontiguousarray(convert_dtype(part, dtype, self.manifest.tensors[name][0]))
+            self._compare(name, tensors[name], self.manifest.tensors[name][1])
+        return tensors
+
+    def read_array(self, name: str) -> np.ndarray:
+        """The whole array of a parameter or of optimiser state; checked as `read_tensors` does."""
+        whole = self._assemble(name)
+        self.check_array(name, whole)
+        return whole
+
+    def check_array(self, name: str, whole: np.ndarray) -> None:
+        """Compare an array that was put together with the original, by the checksum of its tensors or its own.
+
+        Raises:
+            UserError: they differ.
+        """
+        if name in self._rule_of_parameter:
+            self.split(self._rule_of_parameter[name], whole)
+        else:
+            self._compare(name, whole, self.manifest.arrays[name].checksum)
+
+    def _assemble(self, name: str) -> np.ndarray:
         array = self.manifest.arrays[name]
         whole = np.empty(array.layout.shape, array.info.numpy_dtype)
         for rank in array.layout.writers():
             whole[array.layout.slice_of(rank)] = self.read_slice(rank, name)
             self.release(rank, name)
         return whole
+
+    def _compare(self, name: str, array: np.ndarray, expected: str) -> None:
+        if (found := checksum(array)) != expected:
+            raise UserError(
+                f"{self.directory}: the slices of {name} do not make the original (checksum {found}, not {expected}): "
+                "shard again"
+            )
 
     def read_slice(self, rank: int, name: str) -> np.ndarray:
         """What a rank holds of an array; for safetensors a view of the mapped file.
@@ -293,8 +314,7 @@ class ShardedDirectory(TensorDirectory):
 
     def state_names(self) -> list[str]:
         """Names of the optimiser state."""
-        parameters = {rule.mf_name for rule in self._rules}
-        return [name for name in self.manifest.arrays if name not in parameters]
+        return [name for name in self.manifest.arrays if name not in self._rule_of_parameter]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

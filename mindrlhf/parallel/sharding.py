@@ -24,7 +24,14 @@ from mindrlhf.errors import UserError
 from mindrlhf.parallel.array_sources import ArraySource, HuggingFaceSource, ShardedSource
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.parameter_layout import ParameterLayout
-from mindrlhf.parallel.shard_files import FILE_FORMATS, SHARD_DTYPES, ShardWriter, file_size_bytes, partial_path
+from mindrlhf.parallel.shard_files import (
+    FILE_FORMATS,
+    SHARD_DTYPES,
+    ShardWriter,
+    checksum,
+    file_size_bytes,
+    partial_path,
+)
 from mindrlhf.parallel.sharded_directory import (
     GLOBAL_STEP_NAME,
     PROGRESS_NAME,
@@ -32,7 +39,6 @@ from mindrlhf.parallel.sharded_directory import (
     STRATEGY_NAME,
     ShardedArray,
     ShardedManifest,
-    checksum,
     rank_file,
     write_json,
 )
@@ -241,24 +247,20 @@ class _Sharding:
                 writer.discard()
 
     def _write_array(self, name: str, writers: Mapping[int, ShardWriter]) -> dict[str, Any]:
-        """Write one array's slices; return its checksums: whole, of its tensors, and of each rank's slice."""
+        """Write one array's slices; return the checksums of its tensors, else of the whole, and of each slice."""
         layout = self._manifest.arrays[name].layout
         whole, tensors = self._source.read(name)
-        checksums: dict[tuple, str] = {}
         slices = {}
         for box, ranks in layout.replicas().items():
             here = [rank for rank in ranks if rank in writers]
-            if here:
-                part = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in box)])
-                checksums[box] = checksum(part)
+            part = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in box)]) if here else None
             for rank in here:
-                writers[rank].write(name, part)
                 slices[rank] = {
                     "offset": [start for start, _ in box],
                     "shape": list(layout.slice_shape),
-                    "checksum": checksums[box],
+                    "checksum": writers[rank].write(name, part),
                 }
-        entry = {"name": name, "whole": checksum(whole), "tensors": tensors, "slices": slices}
+        entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "slices": slices}
         self._source.release(name)
         return entry
 

@@ -144,7 +144,7 @@ def test_a_source_that_changes_meanwhile(tmp_path, model, monkeypatch):
     def changing(self, name):
         array, checksums = original(self, name)
         reads.append(name)
-        return (array + 1 if reads.count(name) > 1 else array), checksums
+        return array, checksums if reads.count(name) == 1 else dict.fromkeys(checksums, "0" * 16)
 
     monkeypatch.setattr(sharding.HuggingFaceSource, "read", changing)
     message = refused(shard_directory, model, tmp_path / "out", parallel=LAYOUT)
