@@ -1,6 +1,10 @@
 """Time the weight board against a plain copy of the same bytes: write, verify, and reload by vLLM.
 
     python scripts/benchmark_weight_transfer.py [--rollout-python PATH] [--num-params 100000000] [--repeats 5]
+        [--parallel dp=2,mp=2 ...]
+
+With layouts, also the write of every rank's own slices: the bytes they move against the fewest that could (each
+element once), and the time of the slowest rank, which is how long the write takes where every rank has a core.
 """
 
 import argparse
@@ -12,6 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.models.layouts import fuse
+from mindrlhf.models.spec import find_spec
+from mindrlhf.parallel.layout import Layout, parameter_layouts
+from mindrlhf.parallel.publishing import plan_publication, write_slices
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
 from mindrlhf.weights.board import TensorInfo, WeightBoard
@@ -81,17 +89,52 @@ def report(times: dict[str, np.ndarray], size_bytes: int) -> None:
         print(f"{name:12s} {milliseconds:>26s} {size_bytes / np.median(values) / 1e9:12.2f} {spread:>28s}")
 
 
+def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np.ndarray], repeats: int) -> None:
+    """Write and seal a board from the slices of each layout, rank after rank, and print a line for each."""
+    spec = find_spec(config)
+    dims = spec.dims(config)
+    rules = {rule.mf_name: rule for rule in spec.rules(dims)}
+    fused = {name: fuse(rule, dims, [sources[hf_name] for hf_name in rule.hf_names]) for name, rule in rules.items()}
+    for layout in layouts:
+        placed = parameter_layouts(spec, dims, layout)
+        publications = [plan_publication(placed, rules, dims, rank) for rank in range(layout.world_size)]
+        places = {entry.name: entry for entry in placed}
+        arrays = [
+            {name: np.ascontiguousarray(fused[name][places[name].slice_of(rank)]) for name in publication}
+            for rank, publication in enumerate(publications)
+        ]
+        seconds = np.zeros((repeats + 1, layout.world_size))
+        with WeightBoard.create(tensor_infos(config)) as board:
+            for repeat in range(repeats + 1):
+                board.begin(repeat)
+                written = []
+                for rank, publication in enumerate(publications):
+                    start = time.perf_counter()
+                    written.append(write_slices(board, publication, arrays[rank]))
+                    seconds[repeat, rank] = time.perf_counter() - start
+                board.seal()
+            bound = board.size_bytes
+        slowest = np.median(seconds[1:].max(axis=1))  # the first round warms up
+        print(
+            f"{layout!s:24s} {layout.world_size:3d} ranks: {sum(written):,} bytes moved, {sum(written) / bound:.3f} of "
+            f"the fewest; slowest rank {max(written) / bound:.3f} of them in {slowest * 1e3:.1f} ms"
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollout-python", default=find_rollout_python())
     parser.add_argument("--num-params", type=int, default=100_000_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parallel", nargs="*", type=Layout.parse, default=[], metavar="dp=2,mp=2")
     options = parser.parse_args(arguments)
     config = model_config(options.num_params)
     infos = tensor_infos(config)
     random = np.random.default_rng(0)
     sources = {info.name: random.standard_normal(info.shape, np.float32) * 0.02 for info in infos}
     copies = {name: np.empty_like(source) for name, source in sources.items()}
+
+    write_layouts(options.parallel, config, sources, options.repeats)
 
     def memcpy(repeat: int) -> None:
         for name, source in sources.items():

@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import mindspore as ms
@@ -25,7 +25,7 @@ from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.lowering import LoweredGraph, lower_graph
 from mindrlhf.parallel.lowering_graph import LOWERED_PREFIX, LoweringError
 from mindrlhf.parallel.parameter_layout import ParameterLayout
-from mindrlhf.parallel.publishing import PublishedSlice, plan_publication
+from mindrlhf.parallel.publishing import plan_publication, write_slices
 from mindrlhf.training.processes import die_with_launcher
 from mindrlhf.weights.board import WeightBoard
 
@@ -130,19 +130,6 @@ class _Execution:
             written_bytes = write_slices(board, publication, arrays)
             seconds = time.perf_counter() - start_s
             return {"contribution": board.contribution(), "written_bytes": written_bytes, "seconds": seconds}
-
-
-def write_slices(
-    board: WeightBoard, publication: dict[str, Sequence[PublishedSlice]], arrays: dict[str, np.ndarray]
-) -> int:
-    """Write the planned parts of ``arrays`` to the board; return the bytes."""
-    written_bytes = 0
-    for name, parts in publication.items():
-        for part in parts:
-            array = arrays[name][part.rows]
-            board.write(part.hf_name, array, part.region)
-            written_bytes += array.nbytes
-    return written_bytes
 
 
 def make_groups(lowered: LoweredGraph, made: dict[str, tuple[int, ...]]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from mindrlhf.models.layouts import fuse
 from mindrlhf.models.spec import ModelDims, ParameterRule
 from mindrlhf.parallel.parameter_layout import ParameterLayout
+from mindrlhf.weights.board import WeightBoard
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ def published_slices(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
             assert last - first == len(rows) - 1, f"{rule.mf_name}: its rows come from scattered rows of {hf_name}"
             slices.append(PublishedSlice(hf_name, _as_slice(rows), (slice(first, last + 1), *held[1:])))
     return slices
+
+
+def write_slices(
+    board: WeightBoard, publication: Mapping[str, Sequence[PublishedSlice]], arrays: Mapping[str, np.ndarray]
+) -> int:
+    """Write the planned parts of a rank's slices, ``arrays`` by MindFormers name, to the board; return the bytes."""
+    written_bytes = 0
+    for name, parts in publication.items():
+        for part in parts:
+            array = arrays[name][part.rows]
+            board.write(part.hf_name, array, part.region)
+            written_bytes += array.nbytes
+    return written_bytes
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
