@@ -21,7 +21,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.parallel import simulation
 from mindrlhf.parallel.collectives import read_collectives
 from mindrlhf.parallel.compile import EXIT_USER_ERROR, CompiledParameter, CompileReport, CompileRequest
+from mindrlhf.parallel.layout import Layout, parameter_layouts
 
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -81,7 +83,7 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     simulation.set_rank(request.rank, world_size)
     _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
     with _placeholders():
-        step = build_update(request, parallel)
+        step = build_update(request, parallel, world_size)
     inputs = example_inputs(request, parallel)
 
     from mindrlhf.parallel.compile_graph import compile_graph, plan_memory, read_shards, write_graph
@@ -141,7 +143,7 @@ def _placeholders():
     return no_init_parameters()
 
 
-def build_update(request: CompileRequest, parallel: ParallelSection):
+def build_update(request: CompileRequest, parallel: ParallelSection, world_size: int):
     """Return the cell of one update; see :class:`mindrlhf.training.parallel_cells.ParallelUpdate`."""
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
@@ -177,7 +179,10 @@ def build_update(request: CompileRequest, parallel: ParallelSection):
     )
     options = OptimizerSection(epsilon=request.epsilon)
     optimizer = make_optimizer(network.trainable_params(), options)
-    return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel)
+    layout = Layout.from_config(parallel, world_size)
+    layouts = parameter_layouts(network.spec, network.dims, layout, _ELEMENT_BYTES[request.param_dtype])
+    num_replicas = {one.name: one.num_replicas for one in layouts}
+    return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, world_size)
 
 
 def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:

@@ -4,7 +4,7 @@ MindSpore slices what is written here for whole tensors: operators carry `.shard
 collectives. Micro-batches are cut inside the graph, as its pipeline scheduler demands.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mindspore as ms
 from mindformers.parallel_core.training_graph.device_matrix import layout
@@ -131,9 +131,19 @@ class ParallelUpdate(nn.Cell):
         optimizer: MindFormers AdamW over the trained parameters.
         max_grad_norm: 0 leaves the gradients as they are.
         parallel: the layout, with `data_parallel` filled in.
+        num_replicas: how many ranks hold each slice of a parameter, by its name.
+        world_size: number of ranks.
     """
 
-    def __init__(self, loss: ShardedPolicyLoss, optimizer: nn.Cell, max_grad_norm: float, parallel: ParallelSection):
+    def __init__(
+        self,
+        loss: ShardedPolicyLoss,
+        optimizer: nn.Cell,
+        max_grad_norm: float,
+        parallel: ParallelSection,
+        num_replicas: Mapping[str, int],
+        world_size: int,
+    ):
         super().__init__(auto_prefix=False)
         self.network = _VirtualDatasetCell(split_into_micro_batches(loss, parallel))
         self.network.set_train(True)
@@ -148,15 +158,18 @@ class ParallelUpdate(nn.Cell):
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = ms.Tensor([1.0] * NUM_STATISTICS, ms.float32)
         self.hyper_map = ops.HyperMap()
+        # The optimiser's part of the graph is not sliced by the compiler: gradients are the slices of this rank there.
+        self.shares = tuple(1.0 / num_replicas[weight.name] for weight in self.weights)
+        self.all_reduce = ops.AllReduce() if world_size > 1 else None
 
     def construct(self, *inputs):
-        """Return the statistics, summed over micro-batches (zeros before the last stage), and the gradient norm."""
+        """Return the statistics, summed over micro-batches (zeros before the last stage), and the gradient norm [1]."""
         statistics = self.network(*inputs)
         gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
-        norm = ops.sqrt(ops.addn(self.hyper_map(_square_sum, accumulated)))
+        norm = self._norm(accumulated)
         scaled = accumulated
         if self.max_grad_norm > 0:
             scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
@@ -167,13 +180,15 @@ class ParallelUpdate(nn.Cell):
             statistics = ops.depend(statistics, cleared)
         return statistics, norm
 
+    def _norm(self, gradients):
+        squares = ops.addn(self.hyper_map(_square_share, self.shares, gradients))
+        return ops.sqrt(squares if self.all_reduce is None else self.all_reduce(squares))
 
-# The compiler adds the squares of a sharded gradient over its ranks where it finds this attribute.
-_mark_as_norm = ops.ExpandDims().add_prim_attr("grad_scale", True)
 
-
-def _square_sum(gradient):
-    return _mark_as_norm(ops.ReduceSum(False)(ops.square(ops.cast(gradient, ms.float32)), ()), 0)
+def _square_share(share, gradient):
+    """This rank's share [1] in the square of a gradient, slices of which several ranks hold."""
+    # Collectives take no scalars.
+    return ops.ExpandDims()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), ()) * share, 0)
 
 
 def _scale(scale, gradient):
