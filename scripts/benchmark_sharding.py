@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Throughput of offline sharding against `cp` of the same bytes and against MindSpore's `transform_checkpoints`.
 
-    python scripts/benchmark_sharding.py [--gib 1.5] [--parallel dp=1,mp=4,pp=2] [--rounds 5] [--threads 2] [--dir DIR]
+    python scripts/benchmark_sharding.py [--gib 1.5] [--format ckpt] [--rounds 5] [--threads 2] [--dir DIR]
 
-A random model of about that size is written once. Then each round runs, alternated: `cp` of the model's files until
-they are on the disk (cp, then fsync of each copy); sharding by this package, which ends with fsync as well; every other
-round MindSpore's own tool on the same arrays with the same strategy file; merging back. All read from the page
-cache, so what is compared is work, not the disk's reading. MindSpore is imported before any clock runs. Throughput is
-the model's bytes over wall time; ratios are taken within a round, and their median, least and greatest are printed.
+A random model of about that size is written once. Then each round runs, alternated: `cp` of the model's files, sharding
+by this package, merging back, and MindSpore's own tool on the same arrays with the same strategy file. This package
+forces its files to the disk, so the files of the others are forced too, on their clocks. All read from the page cache:
+what is compared is work, not the disk's reading. MindSpore is imported before any clock runs. Throughput is the model's
+bytes over wall time; processor time counts child processes too. Ratios are taken within a round; their median, least
+and greatest are printed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -70,65 +72,110 @@ def copy_files(source: Path, target: Path) -> None:
         sync(target / file.name)
 
 
-def measure(work: Path, action: Callable[[Path], None]) -> float:
-    """Wall time in seconds of an action that writes a new directory, which is removed afterwards."""
+@dataclass(frozen=True)
+class Measured:
+    """Wall and processor time of one action, in seconds."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def measure(work: Path, action: Callable[[Path], None]) -> Measured:
+    """Time an action that writes a new directory, which is removed afterwards."""
     target = work / "target"
-    started = time.perf_counter()
+    started, used = time.perf_counter(), cpu_s()
     action(target)
-    seconds = time.perf_counter() - started
+    measured = Measured(time.perf_counter() - started, cpu_s() - used)
     shutil.rmtree(target)
-    return seconds
+    return measured
+
+
+def cpu_s() -> float:
+    """Processor time of this process and its ended children."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def make_actions(work: Path, options: argparse.Namespace) -> dict[str, Callable[[Path], None]]:
+    """What is compared, by name; each fills the directory that it is given."""
+    import mindspore
+
+    def shard(target: Path) -> None:
+        shard_directory(
+            work / "hf",
+            target,
+            parallel=options.parallel,
+            file_format=options.format,
+            num_workers=options.threads,
+        )
+
+    def transform(target: Path) -> None:
+        mindspore.transform_checkpoints(
+            str(work / "full"),
+            str(target),
+            "checkpoint_",
+            None,
+            str(work / "sharded" / "strategy" / "merged.ckpt"),
+            process_num=options.threads,
+            output_format=options.format,
+        )
+        for file in target.rglob(f"*.{options.format}"):
+            sync(file)
+
+    return {
+        "cp": lambda target: copy_files(work / "hf", target),
+        "shard": shard,
+        "merge": lambda target: merge_directory(work / "sharded", target, num_workers=options.threads),
+        "transform": transform,
+    }
+
+
+def write_whole(work: Path, options: argparse.Namespace) -> None:
+    """The model in one rank directory under MindFormers names, as `transform_checkpoints` wants it."""
+    import mindspore
+
+    import_directory(work / "hf", work / "full" / "rank_0")
+    if options.format == "ckpt":
+        path = work / "full" / "rank_0" / "model.safetensors"
+        mindspore.save_checkpoint(
+            [
+                {"name": name, "data": one}
+                for name, one in mindspore.load_checkpoint(str(path), format="safetensors").items()
+            ],
+            str(path.with_suffix(".ckpt")),
+        )
+        path.unlink()
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
     """Make the model, run the rounds, print what was measured."""
-    import mindspore
-
-    hf_dir, full, sharded = work / "hf", work / "full", work / "sharded"
-    size_bytes = make_model(hf_dir, options.gib)
-    import_directory(hf_dir, full / "rank_0")
-    shard_directory(hf_dir, sharded, parallel=options.parallel, num_workers=options.threads)
-    print(verify_directory(sharded, against=hf_dir, num_workers=options.threads))
-    written = sum(file.stat().st_size for file in sharded.glob("rank_*/*.safetensors"))
+    size_bytes = make_model(work / "hf", options.gib)
+    write_whole(work, options)
+    actions = make_actions(work, options)
+    actions["shard"](work / "sharded")
+    print(verify_directory(work / "sharded", against=work / "hf", num_workers=options.threads))
+    written = sum(file.stat().st_size for file in (work / "sharded").glob(f"rank_*/*.{options.format}"))
     print(f"model {size_bytes / 2**30:.2f} GiB, slices {written / 2**30:.2f} GiB, {options.threads} threads")
-    actions = {
-        "cp": lambda target: copy_files(hf_dir, target),
-        "shard": lambda target: shard_directory(hf_dir, target, parallel=options.parallel, num_workers=options.threads),
-        "merge": lambda target: merge_directory(sharded, target, num_workers=options.threads),
-        "transform": lambda target: mindspore.transform_checkpoints(
-            str(full),
-            str(target),
-            "checkpoint_",
-            None,
-            str(sharded / "strategy" / "merged.ckpt"),
-            process_num=options.threads,
-            output_format="safetensors",
-        ),
-    }
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for index in range(options.rounds):
+    results: dict[str, list[Measured]] = {name: [] for name in actions}
+    for _ in range(options.rounds):
         for name, action in actions.items():
-            if name != "transform" or index % 2 == 0:
-                times[name].append(measure(work, action))
-        print(", ".join(f"{name} {found[-1]:.2f} s" for name, found in times.items()), flush=True)
-    for name, found in times.items():
-        print(f"{name:10} {size_bytes / 2**30 / statistics.median(found):6.2f} GiB/s")
-    report("shard / cp", [copied / own for copied, own in zip(times["cp"], times["shard"])])
-    report("merge / cp", [copied / own for copied, own in zip(times["cp"], times["merge"])])
-    report(
-        "shard / transform_checkpoints", [other / own for other, own in zip(times["transform"], times["shard"][::2])]
-    )
-
-
-def report(what: str, ratios: list[float]) -> None:
-    """Print the median and the spread of throughput ratios."""
-    print(f"{what}: {statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})")
+            results[name].append(measure(work, action))
+        print(", ".join(f"{name} {found[-1].wall_s:.2f} s" for name, found in results.items()), flush=True)
+    for name, found in results.items():
+        rate = size_bytes / 2**30 / statistics.median(one.wall_s for one in found)
+        print(f"{name:10} {rate:6.2f} GiB/s, processor {statistics.median(one.cpu_s for one in found):.2f} s")
+    for own, other in (("shard", "cp"), ("merge", "cp"), ("shard", "transform")):
+        for what in ("wall_s", "cpu_s"):
+            ratios = [getattr(b, what) / getattr(a, what) for a, b in zip(results[own], results[other])]
+            spread = f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"{own} against {other}, {what.removesuffix('_s')} time: {spread}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1.5, help="size of the model")
     parser.add_argument("--parallel", default="dp=1,mp=4,pp=2", help="layout to shard for")
+    parser.add_argument("--format", choices=("safetensors", "ckpt"), default="safetensors")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="workers of both tools")
     parser.add_argument("--dir", help="where to work; needs about 6 times the size, which is freed afterwards")
