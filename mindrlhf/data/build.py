@@ -32,6 +32,7 @@ from mindrlhf.errors import UserError
 
 CHUNK_RECORDS = 128
 NUM_REPORTED_BAD = 5
+MAX_CHOICES = 100
 
 SPOOL_SCHEMA = pyarrow.schema(
     {
@@ -40,6 +41,7 @@ SPOOL_SCHEMA = pyarrow.schema(
         "answer": pyarrow.string(),
         "source_id": pyarrow.string(),
         "rejected_ids": pyarrow.list_(pyarrow.int32()),
+        "verifier": pyarrow.string(),
     }
 )
 
@@ -77,6 +79,7 @@ class _Tally:
     num_too_long: int = 0
     bad_examples: list[str] = field(default_factory=list)
     lengths: list[Counter] = field(default_factory=lambda: [Counter(), Counter()])  # of prompts, of responses
+    choices: set[str] = field(default_factory=set)  # of verifiers
 
     def add(self, chunk: EncodedChunk) -> None:
         self.num_read += chunk.num_read
@@ -86,6 +89,11 @@ class _Tally:
         self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
         for counter, lengths in zip(self.lengths, chunk.lengths().T):
             counter.update(lengths.tolist())
+        self.choices.update(record.verifier for record in chunk.records)
+        if len(self.choices) > MAX_CHOICES:
+            raise UserError(
+                f"the records choose verifiers in over {MAX_CHOICES} ways: is 'verifier' mapped to another key?"
+            )
 
     @property
     def num_kept(self) -> int:
@@ -263,6 +271,7 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) ->
         max_length=settings.max_length,
         longest_prompt=tally.summary(0).longest,
         longest_response=tally.summary(1).longest,
+        verifier_choices=tuple(sorted(tally.choices)) if any(tally.choices) else (),
     )
 
 
@@ -281,7 +290,7 @@ def _read_spool(spool: Path) -> Iterator[list[PromptRecord]]:
                 _id_arrays(batch[f"{name}_ids"]) for name in ("prompt", "response", "rejected")
             )
             texts = [batch["answer"].to_pylist(), batch["source_id"].to_pylist()]
-            columns = zip(prompt_ids, response_ids, *texts, rejected_ids, strict=True)
+            columns = zip(prompt_ids, response_ids, *texts, rejected_ids, batch["verifier"].to_pylist(), strict=True)
             yield [PromptRecord(*values) for values in columns]
 
 

@@ -44,6 +44,7 @@ class EncodedRecord:
     answer: str
     source_id: str
     rejected_ids: list[int]
+    verifier: str
 
 
 @dataclass
@@ -95,7 +96,8 @@ class RecordEncoder:
         response_ids, rejected_ids = (self._encode_responses(examples, name) for name in ("response", "rejected"))
         for example, *ids in zip(examples, all_prompt_ids, response_ids, rejected_ids):
             if self._fits(len(ids[0]), max(len(ids[1]), len(ids[2]))):
-                chunk.records.append(EncodedRecord(ids[0], ids[1], example.answer, example.source_id, ids[2]))
+                texts = (example.answer, example.source_id)
+                chunk.records.append(EncodedRecord(ids[0], ids[1], *texts, ids[2], example.verifier))
             else:
                 chunk.num_too_long += 1
         return chunk

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mindrlhf.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
-MAPPED_FIELDS = ("question", "answer", "response", "rejected")
+MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier")
 
 
 class RecordError(ValueError):
@@ -32,7 +32,8 @@ class Example:
 
     ``messages`` ends with the user's turn. ``answer`` is what verifiers compare with ("" when the data has
     none); ``response`` is a worked solution for supervised training, or the preferred one of a pair, and
-    ``rejected`` the other of the pair: None when the data has none.
+    ``rejected`` the other of the pair: None when the data has none. ``verifier`` names, separated by commas, the
+    verifiers that this problem chooses; "" when it chooses none.
     """
 
     messages: tuple[Message, ...]
@@ -40,6 +41,7 @@ class Example:
     response: str | None = None
     source_id: str = ""
     rejected: str | None = None
+    verifier: str = ""
 
     @property
     def question(self) -> str:
@@ -56,8 +58,8 @@ def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler
     Args:
         name: a key of ``HANDLERS``, or ``map_keys``.
         key_map: for ``map_keys``: which key of the record holds the question (required), the answer and
-            the response (for pairs: the preferred one, and ``rejected``). A dotted key
-            (``reward_model.ground_truth``) reaches into nested records.
+            the response (for pairs: the preferred one, and ``rejected``), and the verifiers it chooses
+            (``verifier``). A dotted key (``reward_model.ground_truth``) reaches into nested records.
 
     Raises:
         UserError: unknown name, or a key map that is missing, wrong or not wanted.
@@ -146,6 +148,7 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
             answer=_answer(fields, key_map["answer"]) if "answer" in key_map else "",
             response=_text(fields, key_map["response"]) if "response" in key_map else None,
             rejected=_text(fields, key_map["rejected"]) if "rejected" in key_map else None,
+            verifier=_verifier(fields, key_map["verifier"]) if "verifier" in key_map else "",
         )
 
     return read_mapped
@@ -173,6 +176,18 @@ def _text(fields: Mapping, key: str) -> str:
     if not value.strip():
         raise RecordError(f"field {key!r} is empty")
     return value
+
+
+def _verifier(fields: Mapping, key: str) -> str:
+    value = _required(fields, key)
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RecordError(f"field {key!r} must name verifiers, as text with commas between or as a list")
+    names = [name.strip() for name in names if name.strip()]
+    for name in names:
+        if not name.isidentifier():
+            raise RecordError(f"field {key!r} holds {name[:40]!r}, which is no verifier's name")
+    return ",".join(names)
 
 
 def _answer(fields: Mapping, key: str) -> str:

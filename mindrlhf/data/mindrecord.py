@@ -49,6 +49,7 @@ class PromptRecord:
     rejected_ids: np.ndarray = field(
         default_factory=no_ids
     )  # int32 [response], likewise; empty unless the task is preference
+    verifier: str = ""  # names of the verifiers it chooses, separated by commas
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class PromptFileHeader:
     longest_prompt: int
     longest_response: int
     format_version: int = FORMAT_VERSION
+    verifier_choices: tuple[str, ...] = ()  # the records' distinct values of ``verifier``; empty when all are ""
 
 
 def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> None:
@@ -108,11 +110,11 @@ def check_output_path(path: Path) -> None:
 def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> int:
     from mindspore.mindrecord import FileWriter
 
-    columns = _columns(header.task)
+    columns = _columns(header)
     writer = FileWriter(str(path), shard_num=1)
     writer.set_header_size(HEADER_SIZE_BYTES)
     writer.set_page_size(PAGE_SIZE_BYTES)
-    writer.add_schema(columns, json.dumps({"format": FORMAT, **asdict(header)}))
+    writer.add_schema(columns, json.dumps({"format": FORMAT, **_description(header)}))
     writer.add_index(["source_id"])
     num_written = 0
     for batch in batches:
@@ -126,7 +128,15 @@ def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prom
     return num_written
 
 
-def _columns(task: str) -> dict:
+def _description(header: PromptFileHeader) -> dict:
+    """Return the header's fields. Files that choose no verifiers stay readable by releases that know of no choice."""
+    values = asdict(header)
+    if not values["verifier_choices"]:
+        del values["verifier_choices"]
+    return values
+
+
+def _columns(header: PromptFileHeader) -> dict:
     """Return the schema. MindDataset reads an empty array as garbage, so prompts have no response column."""
     columns = {
         "prompt_ids": {"type": "int32", "shape": [-1]},
@@ -134,10 +144,13 @@ def _columns(task: str) -> dict:
         "answer": {"type": "string"},
         "source_id": {"type": "string"},
         "rejected_ids": {"type": "int32", "shape": [-1]},
+        "verifier": {"type": "string"},
     }
     for name in ("response", "rejected"):
-        if name not in RESPONSES[task]:
+        if name not in RESPONSES[header.task]:
             del columns[f"{name}_ids"]
+    if not header.verifier_choices:
+        del columns["verifier"]
     return columns
 
 
@@ -224,6 +237,7 @@ class PromptFile:
                 answer=row["answer"].item(),
                 source_id=row["source_id"].item(),
                 rejected_ids=row.get("rejected_ids", no_ids()),
+                verifier=row["verifier"].item() if "verifier" in row else "",
             )
             for row in rows
         ]
@@ -261,6 +275,7 @@ def read_header(path: Path) -> PromptFileHeader:
         raise UserError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: build it again")
     if size_bytes < end_bytes:
         raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
+    description["verifier_choices"] = tuple(description.get("verifier_choices", ()))
     if description.keys() != {known.name for known in fields(PromptFileHeader)}:
         raise UserError(f"{path} has an incomplete header: build it again")
     return PromptFileHeader(**description)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.evaluation.statistics import bootstrap_interval
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
 
 NUM_SAMPLES_SHOWN = 3
@@ -22,7 +22,7 @@ class Evaluation:
 
     step: int
     verifier: str  # the one that counts as accuracy
-    rewards: dict[str, np.ndarray]  # by verifier, float64 [prompts, num_samples]
+    rewards: dict[str, np.ndarray]  # by verifier, float64 [prompts, num_samples]; NaN where it does not apply
     response_length: float  # mean tokens
     shown: list[dict[str, Any]]  # prompt, completion, answer, reward
 
@@ -36,15 +36,15 @@ class Evaluation:
         return cls(
             step=step,
             verifier=verifier,
-            rewards={name: reward_matrix(samples, num_samples, name) for name in samples[0].rewards},
+            rewards={name: reward_matrix(samples, num_samples, name) for name in verifier_names(samples)},
             response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
             shown=shown,
         )
 
     @property
     def scores(self) -> np.ndarray:
-        """Rewards of the verifier that counts as accuracy, float64 [prompts, num_samples]."""
-        return self.rewards[self.verifier]
+        """Rewards of the verifier that counts as accuracy, float64 [prompts that it applies to, num_samples]."""
+        return applicable(self.rewards[self.verifier])
 
     @property
     def num_prompts(self) -> int:
@@ -65,7 +65,7 @@ class Evaluation:
             "eval/accuracy_high": interval.high,
             "eval/response_length": self.response_length,
         }
-        values.update({f"eval/{name}/mean": rewards.mean() for name, rewards in self.rewards.items()})
+        values.update({f"eval/{name}/mean": applicable(rewards).mean() for name, rewards in self.rewards.items()})
         return {name: float(value) for name, value in values.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -77,6 +77,11 @@ class Evaluation:
         """Return what ``to_json`` was called on."""
         rewards = {name: np.asarray(rewards, np.float64) for name, rewards in values["rewards"].items()}
         return cls(**{**values, "rewards": rewards})
+
+
+def applicable(rewards: np.ndarray) -> np.ndarray:
+    """Return the rows of the prompts that a verifier applies to: a row is NaN as a whole, or not at all."""
+    return rewards[~np.isnan(rewards[:, 0])]
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
-from mindrlhf.evaluation.heldout import Evaluation, HeldOut
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut, applicable
 from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
@@ -52,6 +53,8 @@ class EvaluationJob:
         sampling = SamplingParams(
             config.rollout.max_response_length, self.temperature, stop_token_ids=tokenizer.eos_token_ids
         )
+        selection = Selection.from_config(config.reward)
+        selection.check_prompts(file.header.verifier_choices, self.data_file, verifier)
         records = file.read(range(count))
         held_out = HeldOut(records, self.num_samples, part_name(verifier), sampling, config.run.seed)
         return held_out, tokenizer, file.header.longest_prompt + config.rollout.max_response_length
@@ -92,7 +95,7 @@ def describe(evaluation: Evaluation) -> list[str]:
     k = evaluation.num_samples
     lines = []
     for name, rewards in evaluation.rewards.items():
-        lines.append(f"{f'avg@{k}':8s} {_text(bootstrap_interval(rewards.mean(axis=1)))}  {name}")
+        lines.append(f"{f'avg@{k}':8s} {_text(bootstrap_interval(applicable(rewards).mean(axis=1)))}  {name}")
     correct = evaluation.scores > 0.5
     for power in range(1, k.bit_length()):
         chosen = pass_at_k(correct, 2**power)

@@ -19,7 +19,8 @@ def reward_metrics(
     Args:
         rewards: float [num_samples], the weighted total that advantages are computed from.
         group_ids: int [num_samples], samples with the same id answer the same prompt; groups may differ in size.
-        rewards_by_verifier: name -> float [num_samples], unweighted reward of each verifier.
+        rewards_by_verifier: name -> float [num_samples], unweighted reward of each verifier; NaN where it does
+            not apply to the prompt.
 
     Returns:
         ``reward/mean``, ``reward/std`` (population standard deviation over all samples),
@@ -38,7 +39,7 @@ def reward_metrics(
     for name, values in rewards_by_verifier.items():
         values = _filled(values, f"rewards of {name}")
         assert values.shape == rewards.shape, f"rewards of {name} {values.shape} must match rewards {rewards.shape}"
-        metrics[f"reward/{name}/mean"] = values.mean()
+        metrics[f"reward/{name}/mean"] = np.nanmean(values)
     return _as_floats(metrics)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
@@ -95,6 +96,26 @@ class Selection:
                 "it applies to every prompt"
             )
 
+    def check_prompts(self, choices: Sequence[str], path: str | Path, accuracy_verifier: str = "") -> None:
+        """Check the choices that the prompts of a file make.
+
+        Args:
+            choices: the distinct values of the records' ``verifier``: names separated by commas; none means "".
+            path: of the file, for messages.
+            accuracy_verifier: the verifier whose mean is called accuracy; it must apply to at least one prompt.
+
+        Raises:
+            UserError: see ``check_choices``; or accuracy has no prompts.
+        """
+        for choice in choices or ("",):
+            self.check_choices(split_choice(choice), f"prompts of {path}")
+        name = registry.part_name(accuracy_verifier)
+        by_choice = [registry.part_name(verifier) for verifier in self.by_choice]
+        if name in by_choice and not any(name in split_choice(choice) for choice in choices):
+            raise UserError(
+                f"'evaluation.verifier' is '{name}', which no prompt of {path} chooses: name one that applies to them"
+            )
+
     def options_for(self, specification: str) -> dict[str, str]:
         """Return the options of one verifier, by their own names."""
         name = registry.part_name(specification)
@@ -130,6 +151,11 @@ class Selection:
                 f"({', '.join(self.names)})"
             )
         return self.names.index(reported)
+
+
+def split_choice(choice: str) -> tuple[str, ...]:
+    """Return the names of the verifiers in a record's ``verifier`` field."""
+    return tuple(filter(None, choice.split(",")))
 
 
 def _owner(dotted: str) -> str:

@@ -9,6 +9,7 @@ from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 
@@ -25,7 +26,7 @@ class Sample:
     prompt: str
     completion: str
     answer: str
-    rewards: dict[str, float]  # unweighted, by verifier
+    rewards: dict[str, float]  # unweighted, by verifier that applies to the prompt
     reward: float  # weighted sum
     failures: dict[str, str]  # verifier -> why it gave no reward of its own
 
@@ -90,6 +91,7 @@ class Sampler:
             prompt=prompts[completion.request_id],
             finish_reason=completion.finish_reason,
             num_tokens=len(completion.token_ids),
+            verifiers=split_choice(records[completion.request_id].verifier),
         )
 
 
@@ -120,9 +122,17 @@ def _sample(
     )
 
 
+def verifier_names(samples: Iterable[Sample]) -> list[str]:
+    """Return the names of the verifiers that apply to any of the samples, in the order they come up."""
+    return list(dict.fromkeys(name for sample in samples for name in sample.rewards))
+
+
 def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "") -> np.ndarray:
-    """Return the rewards (of one verifier, or weighted), float64 [prompts, num_samples]."""
-    values = [sample.rewards[verifier] if verifier else sample.reward for sample in samples]
+    """Return the rewards (of one verifier, or weighted), float64 [prompts, num_samples].
+
+    They are NaN where the verifier does not apply to the prompt.
+    """
+    values = [sample.rewards.get(verifier, np.nan) if verifier else sample.reward for sample in samples]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
 
 

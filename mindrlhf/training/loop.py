@@ -17,7 +17,7 @@ from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
-from mindrlhf.rollout.samples import Sample, Sampler, sample_record
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record, verifier_names
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints
@@ -274,7 +274,6 @@ class Trainer:
         old: Sequence[Results],
         results: Sequence[Results],
     ) -> dict[str, float]:
-        verifiers = samples[0].rewards
         lengths = np.array([len(sample.response_ids) for sample in samples])
         prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
         rollout_logprobs = [sample.rollout_logprobs for sample in samples]
@@ -284,7 +283,7 @@ class Trainer:
             measure.reward_metrics(
                 np.array([sample.reward for sample in samples]),
                 np.array([sample.group for sample in samples]),
-                {name: np.array([sample.rewards[name] for sample in samples]) for name in verifiers},
+                {name: reward_matrix(samples, 1, name).ravel() for name in verifier_names(samples)},
             ),
             {"reward/failures": sum(bool(sample.failures) for sample in samples)},
             measure.length_metrics(

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection, RewardSection
+from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import find_spec
-from mindrlhf.rewards.registry import check as check_verifier
-from mindrlhf.rewards.registry import check_selection
+from mindrlhf.rewards.selection import Selection
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import open_tensors, read_hf_config
 
@@ -36,11 +35,14 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
         UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths.
     """
     _check_layout(config.parallel_config)
-    check_selection(config.reward.verifier_function, reward_weights(config.reward))
-    for verifier in config.reward.verifier_function:
-        check_verifier(verifier)
+    selection = Selection.from_config(config.reward)
+    selection.check()
     tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
+    selection.check_prompts(prompts.header.verifier_choices, prompts.path)
     held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None
+    if held_out is not None:
+        accuracy_verifier = config.evaluation.verifier or config.reward.verifier_function[0]
+        selection.check_prompts(held_out.header.verifier_choices, held_out.path, accuracy_verifier)
     longer = max((prompts, *([held_out] if held_out else [])), key=lambda file: file.header.longest_prompt)
     longest = longer.header.longest_prompt + config.rollout.max_response_length
     what = (
@@ -140,11 +142,6 @@ def _check_reference(config: GrpoConfig) -> None:
             f"'algorithm.sync_ref_model' copies the actor into the reference model, but {paths[1]} has another shape "
             f"than {paths[0]}: set it to false, or use a reference of the same shape"
         )
-
-
-def reward_weights(reward: RewardSection) -> tuple[float, ...]:
-    """Return the weight of each verifier, 1 where none is given."""
-    return reward.verifier_weight or (1.0,) * len(reward.verifier_function)
 
 
 def _num_steps(num_prompts: int, per_step: int, max_steps: int) -> int:

@@ -211,6 +211,25 @@ def test_preference_pairs_hold_both_responses_and_the_longer_one_counts(tokenize
     assert "the same text" in report.bad_examples[0]
 
 
+def test_records_may_choose_their_verifiers(tokenizer_directory, tmp_path):
+    choices = ["code_execution", "", "accuracy_reward,format_reward", "code_execution"]
+    lines = [json.dumps({"q": f"question {i}", "v": choice}) for i, choice in enumerate(choices)]
+    path = _write_lines(tmp_path / "r.jsonl", lines)
+    options = {"handler": "map_keys", "key_map": {"question": "q", "verifier": "v"}, "template": "plain"}
+    build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
+    file = PromptFile.open(tmp_path / "o.mindrecord")
+    assert file.header.verifier_choices == ("", "accuracy_reward,format_reward", "code_execution")
+    assert [record.verifier for record in file.read(range(4))] == choices
+
+
+def test_files_without_choices_are_as_they_were_before_there_were_any(tokenizer_directory, tmp_path):
+    path = _write_lines(tmp_path / "r.jsonl", [json.dumps({"q": "question", "v": ""})])
+    options = {"handler": "map_keys", "key_map": {"question": "q", "verifier": "v"}, "template": "plain"}
+    build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
+    assert b"verifier" not in (tmp_path / "o.mindrecord").read_bytes()
+    assert PromptFile.open(tmp_path / "o.mindrecord").header.verifier_choices == ()
+
+
 def test_sft_without_responses_says_so(tokenizer_directory, tmp_path):
     path = _write_lines(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}])
     with pytest.raises(UserError, match="no response to train on"):

@@ -56,6 +56,23 @@ def test_map_keys_reaches_nested_and_dotted_names():
     assert (example.question, example.answer, example.response) == ("q", "3", "because")
 
 
+@pytest.mark.parametrize(
+    ("value", "verifier"), [("a", "a"), (" a , b_1 ", "a,b_1"), (["a", "b"], "a,b"), ("", ""), ([], "")]
+)
+def test_map_keys_takes_the_chosen_verifiers(value, verifier):
+    handler = load_handler("map_keys", {"question": "q", "verifier": "v"})
+    assert handler({"q": "why?", "v": value}).verifier == verifier
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(3, "must name verifiers"), ([3], "must name verifiers"), ("a b", "'a b', which is no verifier")],
+)
+def test_map_keys_refuses_what_names_no_verifier(value, reason):
+    with pytest.raises(RecordError, match=reason):
+        load_handler("map_keys", {"question": "q", "verifier": "v"})({"q": "why?", "v": value})
+
+
 def test_map_keys_without_answer_leaves_it_empty():
     example = load_handler("map_keys", {"question": "q"})({"q": "write", "answer": "ignored"})
     assert (example.answer, example.response) == ("", None)

@@ -89,3 +89,16 @@ def test_every_evaluation_draws_from_the_same_streams():
     assert seed_paths[2] != seed_paths[0]
     # Training draws step s from (seed, s): no step of a run meets the streams of its evaluations.
     assert all(path[1] > 1_000_000 for path in seed_paths)
+
+
+def test_a_verifier_is_averaged_over_the_prompts_it_applies_to():
+    samples = [make_sample(i // 2, correct, 0.5, 3) for i, correct in enumerate((1.0, 0.0, 0.0, 0.0, 1.0, 1.0))]
+    for sample in samples[2:4]:
+        del sample.rewards["correct"]
+    for sample in samples[:2]:
+        sample.rewards["other"] = 0.25
+    evaluation = Evaluation.of(0, "correct", samples, 2)
+    assert evaluation.scores.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+    metrics = Evaluation.from_json(json.loads(json.dumps(evaluation.to_json()))).metrics()
+    assert metrics["eval/accuracy"] == metrics["eval/correct/mean"] == 0.75
+    assert (metrics["eval/style/mean"], metrics["eval/other/mean"]) == (0.5, 0.25)

@@ -1,5 +1,6 @@
 """From prompts to scored samples, with a scripted generator and a verifier that runs at once."""
 
+import dataclasses
 from collections import deque
 
 import numpy as np
@@ -153,3 +154,15 @@ def test_what_a_samples_file_keeps(drawn):
     assert sample_record(samples[2], 17) == SampleRecord(
         17, "cd", "aaa", "aaa", 13.0, {"length": 3.0, "correct": 1.0}, "length"
     )
+
+
+def test_a_prompt_takes_its_choice_of_verifiers_along():
+    choices = ["", "length", "length,correct"]
+    records = [dataclasses.replace(record, verifier=choice) for record, choice in zip(RECORDS, choices)]
+    pool = Counter()
+    Sampler(Script(), pool, Letters()).draw(records, 1, SAMPLING, (0,))
+    assert {sample.index: sample.verifiers for sample in pool.inputs} == {
+        0: (),
+        1: ("length",),
+        2: ("length", "correct"),
+    }
