@@ -29,6 +29,7 @@ _FINISH_REASONS = ("stop", "length")
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
 _NUM_LOG_LINES_SHOWN = 3
+_TEMPORARY_NAME = "tmp"
 # Variables that would make the server take itself for a training rank, or load the trainer's libraries.
 _DROPPED_VARIABLES = {
     "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -220,8 +221,10 @@ class VllmGenerator:
 
     def _launch(self) -> None:
         options = self.options
-        # The server finds this package and nothing else of the trainer's site-packages.
+        # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
+        # too: vLLM leaves some behind when it is killed.
         self._import_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
+        os.mkdir(os.path.join(self._import_dir, _TEMPORARY_NAME))
         os.symlink(Path(mindrlhf.__file__).resolve().parent, os.path.join(self._import_dir, "mindrlhf"))
         config = {
             entry.name: getattr(options, entry.name)
@@ -378,6 +381,7 @@ def _server_environment(options: VllmOptions, import_dir: str) -> dict[str, str]
     }
     ours = {
         "PYTHONPATH": import_dir,
+        "TMPDIR": os.path.join(import_dir, _TEMPORARY_NAME),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(options.num_threads),
         "HF_HUB_OFFLINE": "1",

@@ -60,7 +60,7 @@ def launch(
 
     Rank ``i`` writes ``log_dir/worker_i.log``; rank 0's lines appear on ``out`` (default: standard output), other
     ranks' warnings and errors after ``[rank i]``. When a rank fails or hangs (see :mod:`mindrlhf.training.health`) or
-    this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGINT and, after ``grace_s`` seconds, SIGKILL; so
+    this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGHUP and, after ``grace_s`` seconds, SIGKILL; so
     does everything they have started. Children that other threads of this process start meanwhile count as the run's.
 
     Args:

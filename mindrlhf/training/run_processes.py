@@ -57,7 +57,9 @@ class RunProcesses:
         return {name: pid for name, pid in running.items() if name not in (SCHEDULER, UNNAMED)}
 
     def end(self, grace_s: float, wait: Callable[[], bool]) -> None:
-        """End every process of the run: the ranks by SIGINT first, then whatever is left, by SIGKILL at the last.
+        """End every process of the run: the ranks by SIGHUP first, then whatever is left, by SIGKILL at the last.
+
+        Not by SIGTERM, which asks the lead for a checkpoint, nor by SIGINT, which MindSpore turns into SIGTERM.
 
         Args:
             wait: called while processes may end by themselves; False means that the user is out of patience.
@@ -68,7 +70,8 @@ class RunProcesses:
         if self._root.pid not in self._names and self._root.poll() is None:
             # msrun would answer the end of one worker by killing the others before they could clean up.
             self._root.send_signal(signal.SIGSTOP)
-        self._ask(signal.SIGINT, self._running_ranks, grace_s, wait)
+        self._ask(signal.SIGHUP, self._running_ranks, grace_s, wait)
+        processes.signal_all(self._running_ranks(), signal.SIGKILL)
         # What a dead rank leaves behind (its rollout server) is now a child of this process.
         self._ask(signal.SIGTERM, self._running_others, min(grace_s, _ORPHAN_GRACE_S), wait)
         deadline = time.monotonic() + _KILL_TIMEOUT_S

@@ -53,8 +53,8 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         from mindspore.communication import get_rank, init
 
         init()
-        # MindSpore has put a handler of its own there, which ends the process without cleaning up.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        # MindSpore has put handlers of its own there, which end the process without cleaning up.
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))
         # The parallel mode stays stand-alone: OptimizerStep holds the only collective of data parallelism.
         index = get_rank()

@@ -102,8 +102,7 @@ class FaultJob:
     def _leftovers(self) -> list[str]:
         processes = [f"process {pid}: {words}" for pid, words in self.running().items()]
         # Sockets and shared memory with a name are files.
-        caches = ("torchinductor_",)  # of PyTorch, one for all of a user's processes, kept on purpose
-        return processes + [str(path) for path in self.temporary_dir.iterdir() if not path.name.startswith(caches)]
+        return processes + [str(path) for path in self.temporary_dir.iterdir()]
 
     def clean_up(self) -> None:
         """End what is left."""

@@ -24,8 +24,7 @@ sys.exit(launch(sys.argv[3:], int(sys.argv[2]), sys.argv[1], grace_s=3.0))
 """
 # Rank 0 starts a child in its own session that ignores SIGTERM; every process writes its pid; the scheduler waits.
 PATIENT_WORKER = """
-import os, pathlib, signal, subprocess, sys, time
-signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+import os, pathlib, subprocess, sys, time
 here = pathlib.Path(__file__).parent
 if os.environ["MS_ROLE"] == "MS_SCHED":
     time.sleep(600)

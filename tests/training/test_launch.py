@@ -115,7 +115,7 @@ def test_a_signal_lets_the_rank_clean_up_and_gives_the_conventional_exit_code(tm
         def clean_up(*_):
             (here / "cleaned").write_text("yes")
             sys.exit(0)
-        signal.signal(signal.SIGINT, clean_up)
+        signal.signal(signal.SIGHUP, clean_up)
         (here / "ready").write_text("yes")
         time.sleep(600)
         """,
@@ -190,7 +190,7 @@ def test_a_second_interrupt_does_not_wait_for_the_grace_to_end(tmp_path):
 
 DEAF_WORKER = """
     import os, pathlib, signal, time
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pathlib.Path(__file__).with_name("ready").write_text(str(os.getpid()))
     time.sleep(600)
