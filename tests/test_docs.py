@@ -76,7 +76,7 @@ def test_commands_parse(page, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_named_in_prose_exist(page):
     (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    for command in re.findall(r"`mindrlhf ([a-z]+)", _prose(page)):
+    for command in re.findall(r"`mindrlhf ([a-z-]+)", _prose(page)):
         assert command in subparsers.choices, f"there is no command mindrlhf {command}"
 
 

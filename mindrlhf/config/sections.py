@@ -101,7 +101,7 @@ class RewardSection:
     failure_value: float = key(
         0.0, "reward of a sample whose verifier timed out, raised, or returned no finite number; these are counted"
     )
-    memory_limit_mib: int = key(4096, "memory that a verifier process may allocate, in MiB; 0 means no limit", minimum=0)
+    memory_limit_mib: int = key(4096, "memory of a verifier process, in MiB; 0 means no limit", minimum=0)
     gates: dict[str, str] = key(
         {},
         "verifier: gate; the verifier counts only where its gate, another verifier named before it, earned more than 0",

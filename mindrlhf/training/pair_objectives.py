@@ -20,12 +20,17 @@ class PairResult:
     rejected_rewards: np.ndarray  # float64 [pairs]
     coefficients: list[np.ndarray]  # derivative of the mean loss by each output: chosen 0, rejected 0, chosen 1, ...
 
+    @property
+    def is_right(self) -> np.ndarray:
+        """Whether each pair is in the right order, float64 [pairs]; a tie, as before the first update, is half right."""
+        return (np.sign(self.chosen_rewards - self.rejected_rewards) + 1) / 2
+
     def metrics(self) -> dict[str, float]:
-        """Return means over the pairs; "accuracy" is the share of pairs in the right order."""
+        """Return means over the pairs."""
         margins = self.chosen_rewards - self.rejected_rewards
         return {
             "loss": float(self.losses.mean()),
-            "accuracy": float((margins > 0).mean()),
+            "accuracy": float(self.is_right.mean()),
             "reward/margin": float(margins.mean()),
             "reward/chosen": float(self.chosen_rewards.mean()),
             "reward/rejected": float(self.rejected_rewards.mean()),

@@ -187,9 +187,8 @@ class PreferenceTrainer:
         parts = [self._evaluate(self._held_out.take(block)) for block in _blocks(len(self._held_out))]
         fields = ("losses", "chosen_rewards", "rejected_rewards")
         columns = [np.concatenate([getattr(part, field) for part in parts]) for field in fields]
-        metrics = PairResult(*columns, []).metrics()
-        is_right = (columns[1] > columns[2]).astype(np.float64)
-        return {f"eval/{name}": value for name, value in metrics.items()}, bootstrap_interval(is_right)
+        result = PairResult(*columns, [])
+        return {f"eval/{name}": value for name, value in result.metrics().items()}, bootstrap_interval(result.is_right)
 
     def _evaluate(self, pairs: Pairs) -> PairResult:
         reference = pairs.reference

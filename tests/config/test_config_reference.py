@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mindrlhf.config.loader import dotted_keys
 from mindrlhf.config.reference import render
-from mindrlhf.config.schema import GrpoConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -16,5 +16,10 @@ def test_the_page_is_current():
 def test_every_key_has_a_row():
     rows = [line for line in render().splitlines() if line.startswith("| `")]
     keys = [dotted for dotted, _, _ in dotted_keys(GrpoConfig)]
-    keys += [dotted for dotted, _, _ in dotted_keys(SftConfig) if dotted.startswith("supervised.")]
+    for config, sections in (
+        (SftConfig, ("supervised",)),
+        (DpoConfig, ("preference", "dpo")),
+        (RewardModelConfig, ("reward_model",)),
+    ):
+        keys += [dotted for dotted, _, _ in dotted_keys(config) if dotted.partition(".")[0] in sections]
     assert [row.split("`")[1] for row in rows] == [key.rpartition(".")[2] for key in keys]

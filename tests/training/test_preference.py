@@ -99,7 +99,7 @@ def test_dpo_learns_the_order_of_pairs(model_dir, tmp_path, capsys):
     assert sinks.metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
     assert len(sinks.metrics) == 1 + 3 * 10
     assert sinks.metrics[30]["eval/accuracy"] > 0.9
-    assert "preference accuracy on 24 held-out pairs: 0.0%" in capsys.readouterr().out
+    assert "preference accuracy on 24 held-out pairs: 50.0%" in capsys.readouterr().out
 
 
 def test_a_live_reference_gives_what_a_precomputed_one_gives(model_dir, tmp_path):
@@ -156,7 +156,7 @@ def test_reward_model_learns_and_comes_back_from_disk(model_dir, tmp_path):
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
     trainer, learner, sinks = make_trainer(config)
     trainer.run()
-    assert sinks.metrics[0]["eval/accuracy"] == 0  # from a language model: every score is 0 at first
+    assert sinks.metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
     assert sinks.metrics[30]["eval/accuracy"] > 0.9
     learner.export(tmp_path / "final", None)
     exported = json.loads((tmp_path / "final" / "config.json").read_text())
