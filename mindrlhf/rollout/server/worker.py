@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from vllm.platforms import current_platform
 
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
@@ -30,6 +31,8 @@ class WorkerExtension:
         board.verify(version)
         model = self.model_runner.get_model()
         if not in_place:
+            if current_platform.is_cpu():
+                _forget_expert_kernels(model)
             self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
             return
         with torch.inference_mode():
@@ -45,6 +48,18 @@ class WorkerExtension:
                 board.close()
             self._board = board = WeightBoard.attach(path)
         return board
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Let vLLM set the kernels of experts up again when it reloads.
+
+    For the CPU, setting up repacks the weights; vLLM 0.32 leaves that out when a kernel exists, and then computes with
+    weights in the wrong order.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _torch_tensors(board: WeightBoard, version: int) -> Iterator[tuple[str, torch.Tensor]]:
