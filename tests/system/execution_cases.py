@@ -31,15 +31,26 @@ MODEL = {
 # By number of ranks, name -> parallel_config.
 LAYOUTS = {
     2: {
-        "tp2": {"data_parallel": 1, "model_parallel": 2},
-        "tp2_sequence_parallel": {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True},
+        "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
+        "tp2_sequence_parallel": {
+            "data_parallel": 1,
+            "model_parallel": 2,
+            "use_seq_parallel": True,
+            "vocab_emb_dp": True,
+        },
         "dp2": {"data_parallel": 2},
         "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
         "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
     },
     4: {
-        "tp2_dp2": {"data_parallel": 2, "model_parallel": 2},
-        "tp2_pp2": {"data_parallel": 1, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2},
+        "tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True},
+        "tp2_pp2": {
+            "data_parallel": 1,
+            "model_parallel": 2,
+            "pipeline_stage": 2,
+            "micro_batch_num": 2,
+            "vocab_emb_dp": False,
+        },
     },
 }
 
