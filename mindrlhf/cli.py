@@ -7,7 +7,7 @@ import sys
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 
-COMMANDS = ("doctor", "data", "weights", "train", "eval", "report", "config", "plan", "strategy")
+COMMANDS = ("doctor", "data", "weights", "train", "eval", "rewards", "report", "config", "plan", "strategy")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ def _register_build(actions) -> None:
         type=parse_key_map,
         default={},
         metavar="question=KEY,...",
-        help="for map_keys; also answer, response, rejected",
+        help="for map_keys; also answer, response, rejected, verifier",
     )
     build.add_argument(
         "--template", default="qwen", metavar="NAME", help="qwen (default: the tokenizer's own), plain, r1, Jinja file"

@@ -152,6 +152,15 @@ def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
             raise UserError(f"two verifiers would both be reported as '{name}': name each verifier once")
 
 
+def context_of(function: Callable[..., float]) -> tuple[str, ...]:
+    """Return what of the context a verifier reads; for one that takes ``**context``, all of it."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return CONTEXT_KEYWORDS
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return tuple(keyword for keyword in CONTEXT_KEYWORDS if keyword in named)
+
+
 def options_of(function: Callable[..., float]) -> dict[str, inspect.Parameter]:
     """Return the options of a verifier: its keyword-only parameters, but for the context."""
     parameters = inspect.signature(function).parameters
@@ -236,12 +245,7 @@ def _load_function(path: Path, name: str) -> Callable[..., float]:
 def _context_keywords(
     specification: str, function: Callable[..., float], options: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        keywords = CONTEXT_KEYWORDS
-    else:
-        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        keywords = tuple(keyword for keyword in CONTEXT_KEYWORDS if keyword in named)
+    keywords = context_of(function)
     try:
         inspect.signature(function).bind("", "", **dict.fromkeys(keywords), **options)
     except TypeError as error:

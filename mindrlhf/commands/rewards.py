@@ -1,0 +1,118 @@
+"""`mindrlhf rewards`: the verifiers there are, what a reward function does, and scores of completions."""
+
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser("rewards", help="list, explain, check and run reward functions")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("list", help="the built-in verifiers").set_defaults(run=_list)
+
+    show = actions.add_parser("show", help="what a verifier does, its context and its options")
+    show.add_argument("verifier", help="name of a built-in verifier")
+    show.set_defaults(run=_show)
+
+    check = actions.add_parser("check", help="run a function and report what is wrong with it")
+    check.add_argument("verifier", metavar="FILE.py:function", help="your function, or a built-in verifier")
+    check.add_argument("--samples", help="JSON lines with completion and answer (default: built-in examples)")
+    check.set_defaults(run=_check)
+
+    score = actions.add_parser("score", help="score completions of a file")
+    score.add_argument("--verifier", required=True, help="one or more, with commas between")
+    score.add_argument("--weight", help="one weight for each, with commas between (default: 1 for each)")
+    score.add_argument("--input", required=True, help="JSON lines with completion and answer")
+    score.add_argument("--output", help="where to write them with reward and rewards (default: standard output)")
+    score.add_argument("--num-workers", type=int, default=1, help="verifier processes (default: 1)")
+    score.add_argument("--failure-value", type=float, default=0.0, help="reward where a verifier fails (default: 0)")
+    score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
+    score.set_defaults(run=_score)
+    for action in (check, score):
+        action.add_argument(
+            "--option", action="append", default=[], metavar="VERIFIER.OPTION=VALUE", help="may be given several times"
+        )
+        action.add_argument("--timeout-s", type=float, default=10.0, help="limit per sample and verifier (default: 10)")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from mindrlhf.rewards.registry import built_in, built_in_names
+
+    names = built_in_names()
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:{width}s}  {built_in(name).__doc__.strip().splitlines()[0].replace('`' * 2, '')}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    import inspect
+
+    from mindrlhf.rewards.registry import built_in, context_of, options_of
+
+    function = built_in(arguments.verifier)
+    print(f"{function.__name__}\n\n{inspect.getdoc(function)}\n")
+    print(f"beside completion and answer it reads: {', '.join(context_of(function)) or 'nothing'}")
+    options = options_of(function)
+    print("options (keys of reward.options, or --option):" if options else "options: none")
+    for name, parameter in options.items():
+        default = "required" if parameter.default is parameter.empty else f"default {parameter.default!r}"
+        print(f"  {function.__name__}.{name}  ({default})")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mindrlhf.errors import UserError
+    from mindrlhf.rewards.lint import example_samples, lint
+    from mindrlhf.rewards.sample_files import SkippedLines, read_samples
+
+    samples = example_samples()
+    if arguments.samples:
+        lines = SkippedLines(read_samples(Path(arguments.samples)), is_allowed=False)
+        samples = [line.sample for line in lines]
+        if not samples:
+            raise UserError(f"{arguments.samples} holds no samples: give lines with completion and answer")
+    findings = lint(arguments.verifier, samples, _options(arguments.option), arguments.timeout_s)
+    for finding in findings:
+        print(f"{finding.level:8s} {finding.text}")
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    import sys
+    from pathlib import Path
+
+    from mindrlhf.rewards.pool import RewardPool
+    from mindrlhf.rewards.registry import built_in, context_of, parse_verifiers
+    from mindrlhf.rewards.sample_files import ScoreWriter, SkippedLines, read_samples, score_lines
+    from mindrlhf.rewards.selection import Selection
+
+    weights = arguments.weight or ",".join("1" for _ in arguments.verifier.split(","))
+    verifiers, weights = parse_verifiers(arguments.verifier, weights)
+    selection = Selection(tuple(verifiers), tuple(weights), options=_options(arguments.option))
+    selection.check()
+    needed = {name for verifier in verifiers if ":" not in verifier for name in context_of(built_in(verifier))}
+    needed.discard("finish_reason")  # "stop" is what it is nearly always
+    lines = SkippedLines(read_samples(Path(arguments.input), needed), is_allowed=arguments.skip_bad)
+    output = Path(arguments.output) if arguments.output else None
+    with (
+        RewardPool(selection, arguments.num_workers, arguments.timeout_s, arguments.failure_value) as pool,
+        ScoreWriter(output) as writer,
+    ):
+        for line, result in score_lines(pool, lines):
+            writer.write(line, result)
+    print("\n".join([*writer.summary(), *lines.summary()]), file=sys.stderr)
+    return 0
+
+
+def _options(texts: list[str]) -> dict[str, str]:
+    from mindrlhf.errors import UserError
+
+    options = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or "." not in name:
+            raise UserError(f"option '{text}' is not of the form verifier.option=value")
+        options[name] = value
+    return options

@@ -1,0 +1,166 @@
+"""What can be wrong with a reward function, found by running it: `mindrlhf rewards check`."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.selection import Selection
+from mindrlhf.rewards.types import RewardInput, RewardResult
+
+GROUP_SIZE = 4
+NUM_GROUPS = 32
+# Below, a verifier holds up a batch of a thousand samples for over ten seconds on one worker.
+MIN_SCORES_PER_S = 100
+MAX_LENGTH_CORRELATION = 0.5
+MIN_SAMPLES_FOR_CORRELATION = 10
+MAX_FLAT_SHARE = 0.9
+NUM_SHOWN = 3
+HOSTILE_CHARS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``level`` is ``ok``, ``warning`` (worth a look) or ``error`` (must be mended)."""
+
+    level: str
+    text: str
+
+
+def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str], timeout_s: float) -> list[Finding]:
+    """Score ``samples`` twice, in two processes and two orders, then hostile texts; return what was found.
+
+    Samples with the same prompt and answer are one group.
+
+    Raises:
+        UserError: the verifier cannot be loaded.
+    """
+    selection = Selection((verifier,), (1.0,), options=options)
+    with RewardPool(selection, timeout_s=timeout_s) as pool:
+        pool.score(samples[:1])  # imports are not what is timed
+        start_s = time.perf_counter()
+        first = pool.score(samples)
+        elapsed_s = time.perf_counter() - start_s
+    with RewardPool(selection, timeout_s=timeout_s) as pool:
+        second = pool.score(samples[::-1])[::-1]
+        hostile = list(hostile_samples())
+        hostile_results = pool.score(hostile)
+    good = [not a.failures and not b.failures for a, b in zip(first, second)]
+    rewards = np.array([result.total for result in first])
+    return [
+        _failures(samples, first),
+        _determinism(samples, first, second),
+        *_distribution(samples, rewards, np.array(good)),
+        _speed(len(samples), elapsed_s),
+        _hostility(hostile, hostile_results),
+    ]
+
+
+def example_samples() -> list[RewardInput]:
+    """Groups of answers to sums: right in a box, right in prose and longer, wrong, and cut off."""
+    samples = []
+    for i in range(NUM_GROUPS):
+        a, b = 17 + 3 * i, 40 + 7 * i
+        steps = f"We add {a} and {b}. " * (1 + i % 5)
+        completions = (
+            f"<think>{steps}</think><answer>\\boxed{{{a + b}}}</answer>",
+            f"{steps * 2}So the answer is {a + b}.",
+            f"<think>{steps}</think><answer>\\boxed{{{a + b + 1}}}</answer>",
+            steps,
+        )
+        for completion in completions:
+            samples.append(
+                RewardInput(
+                    len(samples), completion, str(a + b), f"What is {a} + {b}?", "stop", len(completion) // 4 + 1
+                )
+            )
+    return samples
+
+
+def hostile_samples() -> Iterator[RewardInput]:
+    """Texts that a policy does not write on purpose, but does write."""
+    texts = {
+        "an empty text": "",
+        "white space": " \n\t " * 10,
+        "a million characters": "a" * HOSTILE_CHARS,
+        "a million digits": "9" * HOSTILE_CHARS,
+        "open brackets": "\\boxed{" + "{" * (HOSTILE_CHARS // 10),
+        "tags without end": "<think><answer>" * (HOSTILE_CHARS // 100),
+        "a tower of powers": "\\boxed{9**9**9} \\boxed{9^{9^{9}}}",
+        "a lone surrogate and a NUL": "\ud800\x00",
+        "a cut-off box": "so it is \\boxed{4",
+    }
+    for name, text in texts.items():
+        yield RewardInput(0, text, "42", name, "length", len(text) // 4 + 1)
+
+
+def _failures(samples: Sequence[RewardInput], results: Sequence[RewardResult]) -> Finding:
+    failed = [(sample, *result.failures.values()) for sample, result in zip(samples, results) if result.failures]
+    if not failed:
+        return Finding("ok", f"gave a reward for all {len(samples)} samples")
+    counts = Counter(reason for _, reason in failed)
+    reasons = "; ".join(f"{reason} ({count}x)" for reason, count in counts.most_common(NUM_SHOWN))
+    return Finding(
+        "error", f"failed on {len(failed)} of {len(samples)} samples, first {_named(failed[0][0])}: {reasons}"
+    )
+
+
+def _determinism(
+    samples: Sequence[RewardInput], first: Sequence[RewardResult], second: Sequence[RewardResult]
+) -> Finding:
+    different = [(s, a, b) for s, a, b in zip(samples, first, second) if a.total != b.total or a.failures != b.failures]
+    if not different:
+        return Finding("ok", "deterministic: the same rewards in another process and order")
+    sample, a, b = different[0]
+    return Finding(
+        "error",
+        f"not deterministic: {len(different)} of {len(samples)} rewards differ in another process and order, first "
+        f"{_named(sample)}: {a.total:g} and {b.total:g}",
+    )
+
+
+def _distribution(samples: Sequence[RewardInput], rewards: np.ndarray, good: np.ndarray) -> Iterator[Finding]:
+    """Range, correlation with length, groups without signal; of the samples that got a reward."""
+    kept, rewards = [sample for sample, is_good in zip(samples, good) if is_good], rewards[good]
+    if not kept:
+        return
+    low, high = rewards.min(), rewards.max()
+    text = f"range {low:g} to {high:g}, mean {rewards.mean():.4g}, {len(np.unique(rewards))} different values"
+    yield Finding(
+        "ok" if low < high else "warning", text if low < high else f"every reward is {low:g}: nothing to learn"
+    )
+    lengths = np.array([len(sample.completion) for sample in kept], np.float64)
+    if len(kept) >= MIN_SAMPLES_FOR_CORRELATION and low < high and lengths.min() < lengths.max():
+        correlation = np.corrcoef(rewards, lengths)[0, 1]
+        is_strong = abs(correlation) > MAX_LENGTH_CORRELATION
+        hint = ": the policy will learn to write " + ("more" if correlation > 0 else "less") if is_strong else ""
+        yield Finding("warning" if is_strong else "ok", f"correlation with length {correlation:+.2f}{hint}")
+    groups = defaultdict(list)
+    for sample, reward in zip(kept, rewards):
+        groups[sample.prompt, sample.answer].append(reward)
+    spreads = [max(group) - min(group) for group in groups.values() if len(group) > 1]
+    if spreads:
+        share = sum(spread == 0 for spread in spreads) / len(spreads)
+        level = "warning" if share > MAX_FLAT_SHARE else "ok"
+        yield Finding(level, f"{share:.0%} of {len(spreads)} groups have equal rewards, which give no gradient")
+
+
+def _speed(num_samples: int, elapsed_s: float) -> Finding:
+    rate = num_samples / elapsed_s
+    hint = f": use more reward.num_workers, or make it faster than {MIN_SCORES_PER_S}/s"
+    is_slow = rate < MIN_SCORES_PER_S
+    return Finding("warning" if is_slow else "ok", f"{rate:.0f} scores/s in one process{hint if is_slow else ''}")
+
+
+def _hostility(samples: Sequence[RewardInput], results: Sequence[RewardResult]) -> Finding:
+    failed = [f"{s.prompt} ({'; '.join(r.failures.values())})" for s, r in zip(samples, results) if r.failures]
+    if not failed:
+        return Finding("ok", f"gave a reward for all {len(samples)} hostile texts")
+    return Finding("warning", f"failed on hostile texts: {', '.join(failed[:NUM_SHOWN])}")
+
+
+def _named(sample: RewardInput) -> str:
+    return f"sample {sample.index} ({sample.completion[:40]!r})"

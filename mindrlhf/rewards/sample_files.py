@@ -1,0 +1,181 @@
+"""Completions to be scored, in JSON lines, and what comes out of scoring them."""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.durable import sync
+from mindrlhf.errors import UserError
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.types import RewardInput, RewardResult
+
+# What is in flight at once, however long the file.
+MAX_WINDOW_SAMPLES = 2048
+MAX_WINDOW_CHARS = 32 << 20
+
+NUM_FAILURES_SHOWN = 5
+
+_FIELDS = {"completion": str, "answer": str, "prompt": str, "finish_reason": str, "num_tokens": int}
+_REQUIRED = ("completion", "answer")
+
+
+@dataclass(frozen=True)
+class SampleLine:
+    """One line of a samples file: all its fields, and what of them is scored."""
+
+    number: int  # of the line, from 1
+    fields: Mapping[str, Any]
+    sample: RewardInput
+
+
+def read_samples(path: Path, needed: Container[str] = ()) -> Iterator[SampleLine | UserError]:
+    """Yield the samples of a file, one at a time, and in place of each malformed line the error that names it.
+
+    A line is a JSON object with ``completion`` and ``answer``, and perhaps ``prompt``, ``finish_reason`` and
+    ``num_tokens``; other fields are carried along. Blank lines are left out.
+
+    Args:
+        path: the file.
+        needed: optional fields that the verifiers do need.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield _parse(number, line, needed)
+            except UserError as error:
+                yield UserError(f"{path}:{number}: {error}")
+
+
+class SkippedLines:
+    """The good lines of ``lines``; a malformed one is an error, or if ``is_allowed`` only counted."""
+
+    def __init__(self, lines: Iterable[SampleLine | UserError], *, is_allowed: bool):
+        self._lines = lines
+        self._is_allowed = is_allowed
+        self._errors: list[str] = []
+        self._num_skipped = 0
+
+    def __iter__(self) -> Iterator[SampleLine]:
+        for line in self._lines:
+            if isinstance(line, SampleLine):
+                yield line
+            elif not self._is_allowed:
+                raise UserError(f"{line}: mend the line (rewards score --skip-bad leaves such out)")
+            else:
+                self._num_skipped += 1
+                self._errors += [f"  {line}"] if len(self._errors) < NUM_FAILURES_SHOWN else []
+
+    def summary(self) -> list[str]:
+        """Return lines that say how many were left out, and name the first of them; nothing when none was."""
+        return [f"{self._num_skipped} malformed lines were left out", *self._errors] if self._num_skipped else []
+
+
+def score_lines(pool: RewardPool, lines: Iterable[SampleLine]) -> Iterator[tuple[SampleLine, RewardResult]]:
+    """Score the lines in windows of bounded size; yield each with its result, in order."""
+    window: list[SampleLine] = []
+    num_chars = 0
+    for line in lines:
+        window.append(line)
+        num_chars += len(line.sample.completion) + len(line.sample.prompt) + len(line.sample.answer)
+        if len(window) >= MAX_WINDOW_SAMPLES or num_chars >= MAX_WINDOW_CHARS:
+            yield from zip(window, pool.score([line.sample for line in window]))
+            window, num_chars = [], 0
+    yield from zip(window, pool.score([line.sample for line in window]))
+
+
+class ScoreWriter:
+    """Writes scored lines to a file, or to standard output, and counts them.
+
+    The file gets its name when it is whole: an error leaves what was there before.
+
+    Raises:
+        UserError: the file cannot be written there.
+    """
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.partial") if path is not None else None
+        try:
+            self._file = sys.stdout if self._partial is None else self._partial.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        self.num_samples = 0
+        self._total = 0.0
+        self._failures: Counter[str] = Counter()
+
+    def __enter__(self) -> "ScoreWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        if self._partial is None:
+            self._file.flush()
+            return
+        self._file.close()
+        if kind is not None:
+            self._partial.unlink()
+            return
+        sync(self._partial)
+        os.replace(self._partial, self._path)
+        sync(self._path.parent)
+
+    def write(self, line: SampleLine, result: RewardResult) -> None:
+        """Write one line with its reward."""
+        self._file.write(scored_line(line, result))
+        self.num_samples += 1
+        self._total += result.total
+        self._failures.update(f"{name}: {reason}" for name, reason in result.failures.items())
+
+    def summary(self) -> list[str]:
+        """Return lines that say how many there were, the mean reward, and the most frequent failures."""
+        mean = f"mean reward {self._total / self.num_samples:.6g}" if self.num_samples else "no mean reward"
+        lines = [f"{self.num_samples} samples, {mean}, {self._failures.total()} failures"]
+        return lines + [f"  {count} x {reason}" for reason, count in self._failures.most_common(NUM_FAILURES_SHOWN)]
+
+
+def scored_line(line: SampleLine, result: RewardResult) -> str:
+    """Return the line of the output: the fields of the input with ``reward``, ``rewards`` and ``failures``."""
+    record = {**line.fields, "reward": result.total, "rewards": result.parts}
+    if result.failures:
+        record["failures"] = result.failures
+    return json.dumps(record) + "\n"  # escaped: completions may hold lone surrogates
+
+
+def _parse(number: int, line: bytes, needed: Container[str]) -> SampleLine:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"the line is not JSON ({error.msg} at character {error.pos + 1})") from None
+    except UnicodeDecodeError:
+        raise UserError("the line is not UTF-8 text") from None
+    except RecursionError:
+        raise UserError("the line is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"the line holds a {type(fields).__name__}, not an object with 'completion' and 'answer'")
+    values = {}
+    for name, kind in _FIELDS.items():
+        if name not in fields:
+            if name in _REQUIRED or name in needed:
+                raise UserError(f"there is no field '{name}'")
+            continue
+        value = fields[name]
+        if name == "answer" and isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            words = "text" if kind is str else "an integer"
+            raise UserError(f"field '{name}' must be {words}, found {type(value).__name__}")
+        values[name] = value
+    return SampleLine(number, fields, RewardInput(index=number, **values))
