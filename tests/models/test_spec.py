@@ -46,9 +46,7 @@ def test_qwen25_half_billion_has_its_published_number_of_parameters():
 
 
 def test_rules_name_each_tensor_once_and_know_the_output_of_untied_models():
-    tied, untied = (
-        QWEN3.dims({**CONFIG, "head_dim": 64, "tie_word_embeddings": tied}) for tied in (True, False)
-    )
+    tied, untied = (QWEN3.dims({**CONFIG, "head_dim": 64, "tie_word_embeddings": tied}) for tied in (True, False))
     names = [name for rule in QWEN3.rules(tied) for name in rule.hf_names]
     assert len(names) == len(set(names)) == 2 + 24 * 11
     assert not any("{" in name for name in names)
