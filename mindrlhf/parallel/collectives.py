@@ -37,7 +37,7 @@ def read_collectives(model: "ModelProto", world_size: int) -> tuple[Collective, 
             group = _group_ranks(primitive, world_size)
             output_bytes = _output_bytes(node)
             input_bytes = _input_bytes(primitive.op_type, output_bytes, len(group))
-            if primitive.op_type in ("Send", "AlltoAll", "AllToAllv"):
+            if primitive.op_type in ("Send", "AlltoAll", "AlltoAllV"):
                 input_bytes = sizes.get(node.input[0], output_bytes)
             counts[primitive.op_type, group, input_bytes, output_bytes] += calls[name]
     return tuple(
@@ -91,11 +91,12 @@ def _integers(attribute) -> tuple[int, ...]:
 
 
 def _output_bytes(node: "NodeProto") -> int:
-    """Bytes of a node's first output, 0 when it is no tensor."""
+    """Bytes of a node's first output, 0 when it is no tensor or its size is known at run time only."""
     for attribute in node.attribute:
         if attribute.name == "shape" and attribute.tensors:
             tensor = attribute.tensors[0]
-            return math.prod(tensor.dims) * _ELEMENT_BYTES.get(tensor.data_type, 0)
+            num_elements = 0 if min(tensor.dims, default=1) < 0 else math.prod(tensor.dims)
+            return num_elements * _ELEMENT_BYTES.get(tensor.data_type, 0)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from mindrlhf.errors import RunFailure, UserError
 
 # Kinds of collective operators, as MindSpore names them.
-COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AllToAllv", "Send", "Receive", "Broadcast")
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Collective:
         kind: one of ``COLLECTIVES``.
         group_ranks: the ranks of the group; of Send and Receive, the two ends.
         count: operators in the graph (of one execution of the step).
-        input_bytes: bytes of the input tensor of one.
+        input_bytes: bytes of the input tensor of one; 0 where routing decides it at run time.
         output_bytes: bytes of the output tensor of one.
     """
 

@@ -72,6 +72,15 @@ def test_what_is_sent_has_the_size_of_its_input():
     assert read_collectives(model, world_size=8) == (Collective("Send", (0, 4), 1, 32, 4),)
 
 
+def test_sizes_that_routing_decides_count_as_zero():
+    model = mind_ir.ModelProto()
+    model.graph.name = "main"
+    add_primitive(model, "p", "AlltoAllV", b"ep", (0, 1))
+    add_node(model.graph, "Gather", "tokens", (-1, 64), BFLOAT16)
+    add_node(model.graph, "REF::p", "routed", (-1, 64), BFLOAT16, inputs=("tokens",))
+    assert read_collectives(model, world_size=2) == (Collective("AlltoAllV", (0, 1), 1, 0, 0),)
+
+
 def test_a_group_without_ranks_is_an_error():
     model = mind_ir.ModelProto()
     model.graph.name = "main"
