@@ -153,9 +153,9 @@ def _extend(message, spec: ModelSpec, dims: ModelDims, layers: Sequence[int], st
             by_layer.setdefault(int(layer), {})[prefix, name] = item.parallel_layouts
         else:
             outside.append((item.param_name, item.parallel_layouts))
-    # MindSpore's record has a layer's parameters only if they are of this stage.
-    kinds = {frozenset(name for prefix, name in items if not prefix): items for items in by_layer.values()}
     names = _layer_names(spec, dims)
+    # MindSpore lists more than the weights: optimiser state, and counters of experts.
+    kinds = {kind: items for items in by_layer.values() for kind in names if kind <= {name for _, name in items}}
     del message.parallel_layout_item[:]
     for layer in layers:
         if names[layer] not in kinds:

@@ -3,7 +3,7 @@
 Terms are MindSpore's. The ranks of one pipeline stage form a *device matrix*, last axis innermost; a *tensor map* says
 for each axis of a tensor which axis of the matrix splits it, counted from the right (0 is the last), -1 for none. What
 the matrix does not split is repeated, and the optimiser-parallel shard cuts axis 0 of such repeated slices once more
-(ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), unless the slice is small or does not divide.
+(ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), unless the parameter is small or the slice does not divide.
 """
 
 import math
@@ -19,11 +19,9 @@ from mindrlhf.parallel.parameter_layout import ParameterLayout, mixed_radix
 if TYPE_CHECKING:
     from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule
 
-# MindSpore's default `parallel_optimizer_threshold`: slices smaller than this stay whole.
+# MindSpore's default `parallel_optimizer_threshold`: a parameter that is smaller, as a whole, is not cut.
 OPTIMIZER_THRESHOLD_BYTES = 64 * 1024
 _EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
-_FINAL_NORM = "decoder.final_layernorm.weight"
 _SHORT_NAMES = {
     "dp": "data_parallel",
     "mp": "model_parallel",
@@ -205,8 +203,8 @@ def parameter_layouts(
     """The layout of every parameter of a model, in the order of the forward pass.
 
     Embedding in the first stage, final norm and output layer in the last; a tied embedding in both. MindSpore leaves a
-    slice whole, although the optimiser is parallel, when it is smaller than `OPTIMIZER_THRESHOLD_BYTES` or its first
-    axis does not divide by the group.
+    slice whole, although the optimiser is parallel, when the whole parameter is smaller than
+    `OPTIMIZER_THRESHOLD_BYTES` or the slice's first axis does not divide by the group.
 
     Args:
         element_bytes: size of one element of the parameters, which decides what is small.
@@ -216,17 +214,19 @@ def parameter_layouts(
     """
     check_divisible(dims, layout)
     stages = layout.layer_stages(dims.num_layers)
+    # A model that gives scores has no output projection to tie the embedding to.
+    is_tied = dims.tied and not spec.is_scorer
     layouts = []
     for rule in spec.rules(dims):
         shape = rule.mf_shape(dims)
-        matrix, axis = _split(rule, layout, dims)
+        matrix, axis = _split(rule, layout, is_tied)
         tensor_map = tuple(0 if index == axis else -1 for index in range(len(shape)))
         if axis is not None and shape[axis] % matrix[-1]:
             raise UserError(
                 f"{rule.mf_name} has {shape[axis]} rows on axis {axis}, which do not divide by {matrix[-1]} ranks: "
                 "choose a smaller model_parallel or expert_parallel"
             )
-        whole = ParameterLayout(rule.mf_name, shape, _stages(rule, dims, stages), matrix, tensor_map)
+        whole = ParameterLayout(rule.mf_name, shape, _stages(rule, is_tied, stages), matrix, tensor_map)
         layouts.append(_with_optimizer_shard(whole, layout.optimizer_shard, element_bytes))
     return layouts
 
@@ -251,7 +251,7 @@ def check_divisible(dims: "ModelDims", layout: Layout) -> None:
                 f"model_parallel is {parts}, but the model has {size} {what}: set it to one of "
                 f"{', '.join(map(str, choices))}"
             )
-    num_experts = getattr(dims, "num_experts", 0) or 0
+    num_experts = dims.num_experts
     if layout.expert_parallel > 1 and not num_experts:
         raise UserError(f"expert_parallel is {layout.expert_parallel}, but the model has no experts: set it to 1")
     if num_experts % layout.expert_parallel:
@@ -262,32 +262,31 @@ def check_divisible(dims: "ModelDims", layout: Layout) -> None:
     layout.layer_offsets(dims.num_layers)
 
 
-def _split(rule: "ParameterRule", layout: Layout, dims: "ModelDims") -> tuple[tuple[int, ...], int | None]:
+def _split(rule: "ParameterRule", layout: Layout, is_tied: bool) -> tuple[tuple[int, ...], int | None]:
     """The device matrix of a parameter, and the axis that the matrix' last axis splits."""
-    expert_axis = getattr(rule, "expert_axis", None)
-    if expert_axis is not None:
+    if rule.expert_axis is not None:
         # MindFormers' experts know two axes only, and split over the innermost ranks.
-        return (layout.stage_size // layout.expert_parallel, layout.expert_parallel), expert_axis
-    if rule.mf_name == _EMBEDDING and layout.vocab_emb_dp and not dims.tied:
+        return (layout.stage_size // layout.expert_parallel, layout.expert_parallel), rule.expert_axis
+    if rule.mf_name == _EMBEDDING and layout.vocab_emb_dp and not is_tied:
         return layout.device_matrix, None
     return layout.device_matrix, rule.shard_axis
 
 
-def _stages(rule: "ParameterRule", dims: "ModelDims", layer_stages: Sequence[int]) -> tuple[int, ...]:
+def _stages(rule: "ParameterRule", is_tied: bool, layer_stages: Sequence[int]) -> tuple[int, ...]:
     first, last = layer_stages[0], layer_stages[-1]
     if rule.mf_name == _EMBEDDING:
-        return (first, last) if dims.tied and first != last else (first,)
+        return (first, last) if is_tied and first != last else (first,)
     words = rule.mf_name.split(".")
     if words[:2] == ["decoder", "layers"]:
         return (layer_stages[int(words[2])],)
-    assert rule.mf_name in (_FINAL_NORM, _OUTPUT), f"no pipeline stage is known for {rule.mf_name}"
+    # What is neither is behind the layers: final norm, output layer, score.
     return (last,)
 
 
 def _with_optimizer_shard(whole: ParameterLayout, shard: int, element_bytes: int) -> ParameterLayout:
     repeats = whole.num_repeats
     size = repeats if shard == -1 else min(shard, repeats)
-    is_small = math.prod(whole.slice_shape) * element_bytes < OPTIMIZER_THRESHOLD_BYTES
+    is_small = math.prod(whole.shape) * element_bytes < OPTIMIZER_THRESHOLD_BYTES
     if size == 1 or is_small or whole.slice_shape[0] % size:
         return whole
     if repeats % size:
