@@ -8,12 +8,19 @@ import numpy as np
 
 from mindrlhf.checkpoint.arrays import load_arrays
 from mindrlhf.errors import UserError
-from mindrlhf.models.layouts import fuse
+from mindrlhf.models.layouts import fuse_blocks
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
 from mindrlhf.parallel.shard_files import checksum
 from mindrlhf.parallel.sharded_directory import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory
-from mindrlhf.weights.convert import common_dtype, hf_shapes, ignored_names, with_dtype
-from mindrlhf.weights.hf import SHARDED_NAME, SafetensorsDirectory, convert_dtype, read_hf_config, read_json_object
+from mindrlhf.weights.convert import check_checkpoint, common_dtype, file_dtype, with_dtype, without_drafts
+from mindrlhf.weights.hf import (
+    SHARDED_NAME,
+    STORAGE_DTYPES,
+    SafetensorsDirectory,
+    convert_dtype,
+    read_hf_config,
+    read_json_object,
+)
 
 
 class ArraySource(Protocol):
@@ -61,21 +68,26 @@ class HuggingFaceSource:
         hf_config = read_hf_config(hf_dir)
         self.spec = find_spec(hf_config)
         self.dims = self.spec.dims(hf_config)
-        self.hf_config = with_dtype(hf_config, dtype) if dtype else hf_config
+        self.hf_config = with_dtype(hf_config, dtype) if dtype else without_drafts(hf_config)
         self._files = SafetensorsDirectory(hf_dir)
-        self._files.check_coverage(hf_shapes(self.spec, self.dims), ignored_names(self.dims))
+        check_checkpoint(self._files, self.spec, self.dims)
         self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
         self.tensors = {
-            name: dtype or self._files.info(name)[0] for rule in self._rules.values() for name in rule.hf_names
+            name: file_dtype(rule, dtype) or self._files.info(name)[0]
+            for rule in self._rules.values()
+            for name in rule.hf_names
         }
-        self.dtypes = {name: dtype or common_dtype(self._files, rule.hf_names) for name, rule in self._rules.items()}
+        self.dtypes = {
+            name: file_dtype(rule, dtype) or common_dtype(self._files, rule.hf_names)
+            for name, rule in self._rules.items()
+        }
         self._state = load_arrays(Path(optimizer_file)) if optimizer_file else {}
         self._state_path = Path(optimizer_file)
         if optimizer_file:
             self._check_state()
 
     def _check_state(self) -> None:
-        names = [prefix + name for name in self._rules for prefix in STATE_PREFIXES]
+        names = [prefix + name for name, rule in self._rules.items() if rule.trained for prefix in STATE_PREFIXES]
         unknown = sorted(self._state.keys() - {*names, GLOBAL_STEP_NAME})
         if unknown or not self._state:
             raise UserError(
@@ -102,13 +114,21 @@ class HuggingFaceSource:
         if name in self._state:
             return self._state[name], {}
         rule = self._rules[name]
-        parts, checksums = [], {}
-        for hf_name in rule.hf_names:
+        checksums: dict[str, str] = {}
+
+        def read_tensor(hf_name: str) -> np.ndarray:
             stored = self.tensors[hf_name]
             original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name)[0], stored)
             checksums[hf_name] = checksum(original)
-            parts.append(convert_dtype(original, stored, self.dtypes[name]))
-        return np.ascontiguousarray(fuse(rule, self.dims, parts)), checksums
+            return convert_dtype(original, stored, self.dtypes[name])
+
+        blocks = fuse_blocks(rule, self.dims, read_tensor)
+        if rule.num_experts == 1:
+            return np.ascontiguousarray(next(blocks)), checksums
+        whole = np.empty(rule.mf_shape(self.dims), STORAGE_DTYPES[self.dtypes[name]])
+        for place, block in zip(np.split(whole, rule.num_experts), blocks):
+            place[...] = block
+        return whole, checksums
 
     def release(self, name: str) -> None:
         for hf_name in self._rules[name].hf_names if name in self._rules else ():

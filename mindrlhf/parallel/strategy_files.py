@@ -37,8 +37,15 @@ STATE_PREFIXES = ("accu_grads.", "adam_m.", "adam_v.", "exp_avg.", "exp_avg_sq."
 
 def strategy_hash(dims: "ModelDims", layout: Layout) -> str:
     """Identify what a strategy was made for: SHA-256 over the model's sizes and the layout, in hex."""
-    text = json.dumps({"dims": dataclasses.asdict(dims), "layout": layout.to_dict()}, sort_keys=True)
+    text = json.dumps({"dims": identifying_dims(dims), "layout": layout.to_dict()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identifying_dims(dims: "ModelDims") -> dict[str, Any]:
+    """The sizes that tell models apart, JSON-able: not the draft layers, which are left out of every file written."""
+    values = json.loads(json.dumps(dataclasses.asdict(dims)))
+    del values["num_draft_layers"]
+    return values
 
 
 def stage_path(directory: str | os.PathLike, stage: int) -> Path:
@@ -86,7 +93,7 @@ def finish_strategy_directory(
         "hash": strategy_hash(dims, layout),
         "parallel": str(layout),
         "layout": layout.to_dict(),
-        "dims": dataclasses.asdict(dims),
+        "dims": identifying_dims(dims),
         "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in files},
         **(extra or {}),
     }
@@ -171,7 +178,7 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
         described, recorded, files = dict(description["dims"]), description["hash"], dict(description["files"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path / DESCRIPTION_NAME} is damaged ({error}): make the strategy again") from error
-    expected = json.loads(json.dumps(dataclasses.asdict(dims)))
+    expected = identifying_dims(dims)
     for name in sorted(expected.keys() | described.keys()):
         if expected.get(name) != described.get(name):
             raise UserError(

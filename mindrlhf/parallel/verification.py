@@ -12,6 +12,7 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.parallel.sharded_directory import ShardedArray, ShardedDirectory
 from mindrlhf.parallel.sharding import DEFAULT_WORKERS, worker_pool
+from mindrlhf.parallel.strategy_files import identifying_dims
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import SafetensorsDirectory, convert_dtype, read_hf_config
 
@@ -176,10 +177,10 @@ def _check_no_stranger(shards: ShardedDirectory) -> None:
 
 def _open_original(shards: ShardedDirectory, hf_dir: str | os.PathLike) -> SafetensorsDirectory:
     hf_dims = shards.spec.dims(read_hf_config(hf_dir))
-    if hf_dims != shards.dims:
+    if identifying_dims(hf_dims) != identifying_dims(shards.dims):
         raise UserError(f"{shards.directory} is not of the model in {hf_dir}: their config.json differ in their sizes")
     original = SafetensorsDirectory(Path(hf_dir))
-    original.check_coverage(hf_shapes(shards.spec, shards.dims), ignored_names(shards.dims))
+    original.check_coverage(hf_shapes(shards.spec, hf_dims), ignored_names(hf_dims))
     return original
 
 

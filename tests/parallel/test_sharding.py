@@ -73,6 +73,52 @@ def test_merging_undoes_sharding_and_resharding(tmp_path_factory, layout, other,
     assert read_hf_config(work / "back") == read_hf_config(hf_dir)
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+}
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 3,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("changes", [EXPERTS, LATENT, {"architectures": ["Qwen2ForSequenceClassification"]}])
+def test_experts_latent_attention_and_scores(tmp_path, changes, dtype):
+    hf_dir = make_model(tmp_path / "hf", "float32", **changes)
+    config = read_hf_config(hf_dir)
+    experts = ",ep=2" if "num_experts_per_tok" in config else ""
+    shard_directory(hf_dir, tmp_path / "one", parallel=f"dp=2,mp=2,pp=3,opt=1{experts}", dtype=dtype)
+    reshard_directory(tmp_path / "one", tmp_path / "two", strategy=tmp_path / "one" / "strategy")
+    reshard_directory(tmp_path / "two", tmp_path / "three", parallel="dp=4" + experts.replace("2", "4"))
+    verify_directory(tmp_path / "three", against=hf_dir)
+    merge_directory(tmp_path / "three", tmp_path / "back")
+    if dtype is None:
+        assert contents(tmp_path / "back") == contents(hf_dir)
+    stages = {
+        one.name: one.stages
+        for one in parameter_layouts(find_spec(config), find_spec(config).dims(config), Layout.parse("pp=3"))
+    }
+    assert stages["embedding.word_embeddings.weight"] == (0,)
+    assert stages.get("score.weight", (2,)) == (2,)
+
+
 @pytest.mark.parametrize("text", ["dp=2,mp=2,pp=2,opt=1", "dp=4,mp=2,opt=2", "dp=2,cp=2,mp=2,pp=1", "dp=3,pp=3"])
 def test_the_files_hold_each_element_as_often_as_it_has_replicas(tmp_path, model, text):
     """Counted in the files themselves: the elements of a model are made their own numbers first."""
