@@ -58,8 +58,9 @@ def main() -> None:
             score(pool, samples, expected)
     for name, (verifier, completion) in HOSTILE.items():
         with RewardPool(Selection((verifier,), (1.0,)), 1, timeout_s=5.0) as pool:
+            answer = "assert True" if verifier == "code_execution" else "42"
             start_s = time.perf_counter()
-            (result,) = pool.score([RewardInput(0, completion, "assert True" if verifier == "code_execution" else "42")])
+            (result,) = pool.score([RewardInput(0, completion, answer)])
             print(f"{time.perf_counter() - start_s:8.2f} s  {name}: {result.total:g} {result.failures or ''}")
 
 

@@ -27,7 +27,7 @@ _INTRACTABLE = re.compile(
     r"|(?:\^|\*\*)[^^]{0,20}!"
 )
 _INLINE_MATH = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|limits|[!,;: ])(?![a-z])|~")
+_SPACING = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|limits|[!,;: ])(?![a-z])|~")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
 _MIN_WORD_CHARS = 4
 _BETWEEN = re.compile(

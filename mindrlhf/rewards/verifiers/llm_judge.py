@@ -9,9 +9,7 @@ DEFAULT_RUBRIC = "Is the response correct and complete, judged by the reference 
 # Both ends of a longer response are shown.
 MAX_COMPLETION_CHARS = 20_000
 MAX_REPLY_TOKENS = 1024
-_SCORE = re.compile(
-    r"\bscore\b[\"'*]{0,3}\s{0,3}[:=]\s{0,3}[\"'*\[]{0,3}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", re.IGNORECASE
-)
+_SCORE = re.compile(r"\bscore\b[\"'*\s]{0,4}[:=][\"'*\s\[]{0,6}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", re.IGNORECASE)
 
 _INSTRUCTIONS = """You grade the response of a language model. {rubric}
 

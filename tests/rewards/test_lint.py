@@ -1,0 +1,86 @@
+import pytest
+
+from mindrlhf.rewards.lint import example_samples, lint
+from mindrlhf.rewards.types import RewardInput
+
+pytestmark = pytest.mark.timeout(120)
+
+FUNCTIONS = """
+import os, time
+
+
+def random(completion, answer):
+    return float(os.getpid())
+
+
+def length(completion, answer):
+    return len(completion)
+
+
+def constant(completion, answer):
+    return 1.0
+
+
+def faulty(completion, answer):
+    if len(completion) > 10**5:
+        time.sleep(1000)
+    return 1 / (completion.count("So the") - 1)
+
+
+def slow(completion, answer):
+    time.sleep(0.02)
+    return len(completion) % 2
+"""
+
+
+def check(tmp_path, name, samples=None) -> dict[str, list[str]]:
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    found: dict[str, list[str]] = {"ok": [], "warning": [], "error": []}
+    for finding in lint(f"{path}:{name}", samples or example_samples(), {}, timeout_s=1.0):
+        found[finding.level].append(finding.text)
+    return found
+
+
+def said(texts, words) -> bool:
+    return any(words in text for text in texts)
+
+
+def test_a_good_verifier_passes(tmp_path):
+    findings = lint("accuracy_reward", example_samples(), {}, timeout_s=20.0)
+    assert {finding.level for finding in findings if "scores/s" not in finding.text} == {"ok"}
+    # Half of the examples are right.
+    assert said([finding.text for finding in findings], "range 0 to 1, mean 0.5, 2 different values")
+
+
+def test_randomness_is_found(tmp_path):
+    assert said(check(tmp_path, "random")["error"], "not deterministic: 128 of 128")
+
+
+def test_paying_for_length_is_found(tmp_path):
+    assert said(
+        check(tmp_path, "length")["warning"], "correlation with length +1.00: the policy will learn to write more"
+    )
+
+
+def test_constants_are_found(tmp_path):
+    found = check(tmp_path, "constant")["warning"]
+    assert said(found, "every reward is 1: nothing to learn")
+    assert said(found, "100% of 32 groups have equal rewards")
+
+
+def test_exceptions_and_hangs_are_found(tmp_path):
+    found = check(tmp_path, "faulty")
+    assert said(found["error"], "failed on 32 of 128 samples")
+    assert said(found["error"], "ZeroDivisionError: division by zero (32x)")
+    assert said(found["warning"], "failed on hostile texts: a million characters (timeout)")
+
+
+def test_slowness_is_found(tmp_path):
+    assert said(check(tmp_path, "slow", example_samples()[:12])["warning"], "scores/s in one process: use more")
+
+
+def test_groups_are_samples_of_one_prompt(tmp_path):
+    samples = [RewardInput(i, "x" * (i // 3), "", f"prompt {i // 2}") for i in range(8)]
+    # Lengths 0 0 | 0 1 | 1 1 | 2 2.
+    assert said(check(tmp_path, "length", samples)["ok"], "75% of 4 groups have equal rewards")
