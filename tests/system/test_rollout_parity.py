@@ -27,6 +27,23 @@ MODEL = {
     "initializer_range": 0.1,
     "torch_dtype": "float32",
 }
+MODELS = {
+    "dense": MODEL,
+    # vLLM packs experts for its kernels: an update must pack them anew.
+    "experts": {
+        **MODEL,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
 TOLERANCE = 1e-4
 
 
@@ -37,14 +54,14 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 REQUESTS = [GenerationRequest(i, prompt(length, i), 4, seed=i) for i, length in enumerate((1, 7, 16, 33))]
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
+@pytest.fixture(scope="module", params=MODELS)
+def network(request, tmp_path_factory):
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.weights.convert import load_random_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    model = build_model(MODEL, seq_length=ROW_LENGTH)
+    model = build_model(MODELS[request.param], seq_length=ROW_LENGTH)
     load_random_weights(model, seed=8)
     return model
 
@@ -60,7 +77,7 @@ def server(network, rollout_python, tmp_path_factory):
     from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
 
     directory = tmp_path_factory.mktemp("server")
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "config.json").write_text(json.dumps(network.hf_config))
     replicas = start_replicas(
         RolloutSection(python=rollout_python),
         model_dir=str(directory),

@@ -1,0 +1,80 @@
+"""GRPO of a small model with experts on the CPU: one rank and two train alike, routers and experts move."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sanity_inputs
+
+from mindrlhf.weights.hf import SafetensorsDirectory
+
+pytestmark = pytest.mark.timeout(500)
+
+NUM_STEPS = 2
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.fixture(scope="module")
+def inputs_dir(tmp_path_factory, rollout_python) -> Path:
+    directory = tmp_path_factory.mktemp("inputs")
+    sanity_inputs.make(directory)
+    config = json.loads((directory / "bare" / "config.json").read_text())
+    (directory / "bare" / "config.json").write_text(json.dumps({**config, **EXPERTS}))
+    options = ("--config", directory / "bare" / "config.json", "--tokenizer-dir", directory / "bare")
+    finished = sanity_inputs.run("weights", "random", *options, "--out", directory / "experts", timeout_s=60)
+    assert finished.returncode == 0, finished.stderr
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
+    """The output directory of the same run on each number of ranks."""
+    directories = {}
+    for world_size in (1, 2):
+        directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
+        finished = sanity_inputs.train(
+            inputs_dir,
+            directories[world_size],
+            "--workers",
+            world_size,
+            timeout_s=300,
+            model__path=inputs_dir / "experts",
+            run__max_steps=NUM_STEPS,
+            observe__samples_per_step=16,
+        )
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+    return directories
+
+
+def test_one_rank_and_two_train_alike(runs):
+    alone, together = (sanity_inputs.read_lines(runs[size] / "metrics.jsonl") for size in (1, 2))
+    assert len(alone) == len(together) == NUM_STEPS
+    assert (runs[1] / "samples.jsonl").read_text() == (runs[2] / "samples.jsonl").read_text()
+    for first, second in zip(alone, together):
+        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+
+
+def test_the_server_samples_from_the_trained_weights(runs):
+    for line in sanity_inputs.read_lines(runs[1] / "metrics.jsonl"):
+        assert line["rollout_diff/max_abs"] < 1e-4
+        assert line["grad_norm"] > 0
+
+
+def test_routers_and_experts_are_trained(runs, inputs_dir):
+    trained, start = SafetensorsDirectory(runs[2] / "final"), SafetensorsDirectory(inputs_dir / "experts")
+    names = [name for name in start.names() if ".mlp." in name]
+    assert len(names) == 2 * (1 + 4 * 3)
+    for name in names:
+        assert np.abs(trained.read(name) - start.read(name)).max() > 1e-5, name
