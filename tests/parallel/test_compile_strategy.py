@@ -83,6 +83,18 @@ def test_losses_of_whole_responses_refuse_context_parallelism(config, tmp_path):
         )
 
 
+def test_a_tied_embedding_refuses_a_pipeline(config, tmp_path):
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**HF_CONFIG, "tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"output layer is its embedding .*: set it to 1"):
+        report_strategy(
+            config,
+            ["parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"],
+            world_size=2,
+            directory=tmp_path / "out",
+            layers_per_stage="auto",
+        )
+
+
 def test_an_existing_directory_is_not_touched(config, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match=r"--out .*out exists"):
