@@ -29,7 +29,7 @@ PUBLISHED_PARAMETERS = {
     "qwen2_5_32b": 32_763_876_352,
     "qwen3_8b": 8_190_735_360,
 }
-# Their run files are in examples/grpo.
+# Run files of those that need more than 16 NPUs are in examples/grpo.
 LARGE_PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
@@ -73,6 +73,8 @@ def test_the_promised_files_are_there():
         # Training of 32B needs more than the memory of 8 devices: see model_configs/README.md.
         sizes = (16,) if model == "qwen2_5_32b" else (8, 16)
         assert {f"grpo_{model}_{size}npu" for size in sizes} | {f"predict_{model}_8npu"} <= names
+    assert {"grpo_qwen3_32b_16npu", "predict_qwen3_32b_8npu", "predict_qwen3_30b_a3b_8npu"} <= names
+    assert "predict_deepseek_v3_671b_64npu" in names
 
 
 @pytest.mark.parametrize("model_dir", MODEL_DIRS, ids=_name)
