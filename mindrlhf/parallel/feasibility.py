@@ -19,8 +19,8 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     check_pieces(layout, batch)
     if dims.tied and layout.pipeline_stage > 1:
         raise UserError(
-            f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its embedding "
-            "(tie_word_embeddings), which MindSpore's pipeline cannot share between stages here: set it to 1"
+            f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "
+            "embedding (tie_word_embeddings), which MindSpore's pipeline cannot share between stages here: set it to 1"
         )
     loss = config.algorithm.loss
     if layout.context_parallel > 1 and policy_losses.traits(loss).ratio == "sequence":
