@@ -90,19 +90,24 @@ def test_data_without_a_usable_record(inputs_dir, tmp_path, text):
 
 
 def test_a_reward_that_is_not_a_number(inputs_dir, tmp_path, rollout_python):
-    """Only the first rollout can show it; the run ends there, with the verifier and the value in one line."""
+    """It gets the default, is counted and kept with its sample; the run goes on."""
     verifier = tmp_path / "broken.py"
     verifier.write_text('def reward(completion, answer):\n    return float("nan")\n')
     output_dir = tmp_path / "run"
     finished = sanity_inputs.train(
-        inputs_dir, output_dir, timeout_s=120, reward__verifier_function=f"{verifier}:reward"
+        inputs_dir, output_dir, timeout_s=120, run__max_steps=2, reward__verifier_function=f"{verifier}:reward"
     )
-    assert finished.returncode == 2, finished.stdout + finished.stderr
-    (line,) = [line for line in finished.stdout.splitlines() if "error:" in line]
-    assert "reward" in line and "nan" in line
-    assert "Traceback" not in finished.stdout + finished.stderr
-    assert "worker_0.log" in finished.stderr
-    assert not (output_dir / "final").exists()
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    steps = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    num_failures = sum(step.get("reward/failures", 0) for step in steps)
+    failures = [json.loads(line) for line in (output_dir / "reward_failures.jsonl").read_text().splitlines()]
+    # Those of held-out prompts are in the file too.
+    assert len(failures) >= num_failures > 0
+    assert {(failure["verifier"], failure["reason"]) for failure in failures} == {
+        ("reward", "returned nan, which is no finite number")
+    }
+    assert all(failure["prompt"] for failure in failures)
+    assert (output_dir / "final").exists()
 
 
 def test_a_verifier_file_that_does_not_load_ends_the_run_before_it_trains(inputs_dir, tmp_path, rollout_python):
