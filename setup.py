@@ -19,6 +19,7 @@ CORE = [
     "tensorboard>=2.14",
     "tokenizers>=0.20",
     "tqdm>=4.66",
+    "xxhash>=3",
 ]
 TRAINING = ["mindspore==2.9.0", "mindformers==1.9.0"]
 EXTRAS = {
