@@ -24,7 +24,7 @@ from mindrlhf.models.layouts import split
 from mindrlhf.models.spec import find_spec
 
 pytestmark = [
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
 ]
 
@@ -63,7 +63,7 @@ def executions(tmp_path_factory):
         for name, parallel in layouts.items()
         for rank in range(size)
     }
-    compile_ranks(list(requests.values()), timeout_s=1200, num_processes=2)
+    compile_ranks(list(requests.values()), timeout_s=1800, num_processes=2)
     results = {}
     for size, layouts in LAYOUTS.items():
         jobs = []
