@@ -1,6 +1,6 @@
 """Is the response about to be cut off?"""
 
-from mindrlhf.algorithms.overlong import soft_punishment
+from mindrlhf.rewards import time_limit
 from mindrlhf.rewards.registry import register
 
 
@@ -16,4 +16,6 @@ def overlong_penalty(completion: str, answer: str, *, num_tokens: int, max_lengt
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer is {buffer}: it must be between 1 and max_length = {max_length}")
+    with time_limit.uncounted():  # NumPy, which workers without this verifier do not load
+        from mindrlhf.algorithms.overlong import soft_punishment
     return float(soft_punishment(num_tokens, max_length, buffer))
