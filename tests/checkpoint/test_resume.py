@@ -65,7 +65,10 @@ def test_each_key_is_free_or_refused_with_both_values(key):
         with pytest.raises(UserError) as error:
             check_resumable(old, new)
         before = list(old[section][name]) if isinstance(old[section][name], tuple) else old[section][name]
-        assert f"{key} was {before!r} and is now 'another'" in str(error.value)
+        change = f"{key} was {before!r} and is now 'another'"
+        if isinstance(before, dict):
+            change = f"{key}.NEW was not set and is now '1'"
+        assert change in str(error.value)
         assert "\n" not in str(error.value)
 
 
