@@ -1,10 +1,11 @@
 """What surrounds MindFormers' own decoder on Ascend: mask, layout and head, with sharding for semi-auto parallel.
 
-Axes of strategies: data-parallel ranks share the rows, context-parallel ranks each row, model-parallel (tensor-parallel)
-ranks heads, channels and vocabulary; with sequence parallelism, they share each row between the layers' matrix products too.
+Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ranks (cp) each row, model-parallel ranks
+(tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
 """
 
 import numpy as np
+from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import Tensor, nn, ops
@@ -48,16 +49,26 @@ class DecoderOutputs(nn.Cell):
 
     def __init__(self, config):
         super().__init__()
-        splits = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        self.transpose = ops.Transpose().shard(((splits, config.data_parallel_size, 1),))
+        # By name, not by number: numbers would make the first axis the outermost of the ranks.
+        length_axis = "cp_tp" if config.sequence_parallel else "cp"
+        self.transpose = ops.Transpose().shard((layout(length_axis, "dp", "None"),))
 
     def construct(self, hidden_states, input_ids):
         return self.transpose(hidden_states, (1, 0, 2))
 
 
-def keep_embedding_whole(model, config) -> None:
-    """Let every model-parallel rank hold the embedding whole and look tokens up without communication."""
+def split_embedding(model, config, keeps_whole: bool) -> None:
+    """Give the embedding its place among the model-parallel ranks; MindFormers' cell splits the vocabulary.
+
+    Args:
+        keeps_whole: every rank holds all of it instead and looks tokens up without communication (`vocab_emb_dp`).
+    """
     embedding = model.embedding.word_embeddings
+    if not keeps_whole:
+        # MindFormers makes a second group of the same ranks for it. MindSpore, which records one group for a set of
+        # ranks, would write the ranks of the whole world beside the name of the second.
+        embedding.group = ModelCommProcessGroups.use_parallel_state_groups(required_groups=["tp"]).tp.group
+        return
     # With sequence parallelism each rank looks up only the tokens it goes on with.
     length_axis = "cp_tp" if config.sequence_parallel else "cp"
     embedding.embedding_morph = Morph(_lookup, _lookup_shape, _lookup_dtype).add_prim_attr("self_define_shard", True)
