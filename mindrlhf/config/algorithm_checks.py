@@ -31,11 +31,6 @@ def _check_estimator(algorithm: "AlgorithmSection") -> None:
             f"'algorithm.num_generations' is {algorithm.num_generations}, but the advantages of {algorithm.advantage} "
             "compare the samples of a group with each other: set it to 2 or more (8 is usual)"
         )
-    if "values" in needs:
-        raise UserError(
-            f"'algorithm.advantage' is {algorithm.advantage}, which needs a critic, but none is trained: set it to an "
-            "estimator without one, such as grpo or reinforce_pp"
-        )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= algorithm.num_generations:
         raise UserError(
             f"'algorithm.pass_k' is {algorithm.pass_k}, but the best of {algorithm.pass_k} can only differ within "

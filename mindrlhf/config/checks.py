@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mindrlhf.config import sections
 from mindrlhf.config.algorithm_checks import check_algorithm
+from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | No
     """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
     _check_device(config.run, config.model, config.parallel_config)
     check_algorithm(config, given)
+    check_critic(config, given)
     _check_batches(config)
     _check_schedule(config.optimizer, given)
     _check_rewards(config.reward, config.evaluation, config.data, given)

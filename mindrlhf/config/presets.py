@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 # Preset -> keys of `algorithm` that differ from the defaults of the section, which are GRPO's.
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
+    # Schulman et al. 2017 (arXiv:1707.06347), with the KL of Ziegler et al. 2019 (arXiv:1909.08593), section 2.1
+    "ppo": {"advantage": "gae", "clip_high": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     # Liu et al. 2025 (arXiv:2503.20783)
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "sequence_sum", "clip_high": 0.2},
     # Yu et al. 2025 (arXiv:2503.14476), section 4.1

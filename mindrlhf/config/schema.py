@@ -23,6 +23,7 @@ class GrpoConfig:
     rollout: sections.RolloutSection = section(sections.RolloutSection, "the generator")
     algorithm: sections.AlgorithmSection = section(sections.AlgorithmSection, "the objective")
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
+    critic: sections.CriticSection = section(sections.CriticSection, "the critic")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")

@@ -190,6 +190,27 @@ class CorrectionSection:
 
 
 @dataclass(frozen=True)
+class CriticSection:
+    """The critic of `algorithm.advantage: gae`, trained on the actor's batches with the other options of `optimizer`."""
+
+    path: str = key(
+        "",
+        "Hugging Face directory that the critic starts from: a reward model, or a language model such as `model.path`, "
+        "whose values begin at 0",
+    )
+    start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
+    end_lr: float | None = key(
+        None, "the critic's learning rate at the last step, for a schedule that decays; null keeps `start_lr`", minimum=0
+    )
+    clip_range: float = key(
+        0.2,
+        "values that moved further than this within a step are held, in units of the reward; 0 holds none",
+        minimum=0,
+    )
+    warmup_steps: int = key(0, "steps at the start in which only the critic is trained", minimum=0)
+
+
+@dataclass(frozen=True)
 class TrainingSection:
     """How a batch of samples becomes optimiser updates."""
 
