@@ -191,7 +191,7 @@ class CorrectionSection:
 
 @dataclass(frozen=True)
 class CriticSection:
-    """The critic of `algorithm.advantage: gae`, trained on the actor's batches with the other options of `optimizer`."""
+    """The critic of `algorithm.advantage: gae`; for batches and further options it has those of the actor."""
 
     path: str = key(
         "",
@@ -200,7 +200,7 @@ class CriticSection:
     )
     start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
     end_lr: float | None = key(
-        None, "the critic's learning rate at the last step, for a schedule that decays; null keeps `start_lr`", minimum=0
+        None, "learning rate of the critic at the last step, for a schedule that decays; null keeps its start", minimum=0
     )
     clip_range: float = key(
         0.2,

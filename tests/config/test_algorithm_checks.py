@@ -170,7 +170,7 @@ def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
     kept = [line for line in lines[begin:end] if "ref_model_sync_steps" not in line]
     path = tmp_path / "again.yaml"
     path.write_text("\n".join(kept))
-    assert load_grpo_config(path, BASE).algorithm == config.algorithm
+    assert load_grpo_config(path, [*BASE, *critic_of(preset)]).algorithm == config.algorithm
 
 
 def test_correction_is_on_where_the_numerics_differ(load):

@@ -83,7 +83,7 @@ def test_a_written_config_without_critic_loads_again(load, tmp_path):
     config = load()
     write_config(config, tmp_path)
     lines = (tmp_path / "config.yaml").read_text().splitlines()
-    begin, end = lines.index("critic:"), lines.index("training:")
+    begin, end = lines.index("critic:"), lines.index("parallel_config:")
     path = tmp_path / "again.yaml"
     path.write_text("\n".join(lines[begin:end]))
     assert load_grpo_config(path, BASE).critic == config.critic
