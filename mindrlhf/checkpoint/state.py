@@ -3,6 +3,8 @@
     model/                  Hugging Face directory of the policy
     optimizer.safetensors   moments by parameter name, and the global step
     reference/              Hugging Face directory of the reference model, when it follows the policy
+    critic/, critic_optimizer.safetensors
+                            the same of the critic, when there is one
     carried.safetensors     arrays of the samples that the last step handed on, when there are any
     state.json              everything small; see RunState
     manifest.json           sizes and checksums, written last
@@ -23,6 +25,8 @@ from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
 MODEL_NAME = "model"
 REFERENCE_NAME = "reference"
 OPTIMIZER_NAME = "optimizer.safetensors"
+CRITIC_NAME = "critic"
+CRITIC_OPTIMIZER_NAME = "critic_optimizer.safetensors"
 STATE_NAME = "state.json"
 FORMAT_VERSION = 2
 

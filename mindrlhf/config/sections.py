@@ -200,7 +200,9 @@ class CriticSection:
     )
     start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
     end_lr: float | None = key(
-        None, "learning rate of the critic at the last step, for a schedule that decays; null keeps its start", minimum=0
+        None,
+        "learning rate of the critic at the last step, for a schedule that decays; null keeps its `start_lr`",
+        minimum=0,
     )
     clip_range: float = key(
         0.2,

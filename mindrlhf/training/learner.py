@@ -110,6 +110,11 @@ class Learner:
         """Return the compilations so far and the peak memory of this rank."""
         return {"recompiles": len(self._shapes_seen), "memory/peak_rss_gb": peak_rss_gb()}
 
+    def state_parameters(self) -> list[ms.Parameter]:
+        """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
+        held = (*self.network.get_parameters(), *self._accumulators, *self.optimizer.get_parameters())
+        return list({parameter.name: parameter for parameter in held}.values())
+
     @property
     def param_dtype(self) -> str:
         """Dtype name of the trained parameters."""

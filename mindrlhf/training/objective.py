@@ -43,6 +43,11 @@ class Objective:
         return "baselines" in self._estimator.NEEDS
 
     @property
+    def needs_values(self) -> bool:
+        """Whether the values of a critic are needed."""
+        return "values" in self._estimator.NEEDS
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether the KL term is a part of the reward."""
         return self.needs_reference and self._algorithm.kl_in == "reward"
@@ -87,6 +92,7 @@ class Objective:
         *,
         penalties: Sequence[np.ndarray] | None = None,
         baselines: np.ndarray | None = None,
+        values: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
         """Return the advantages of a whole step, float64 [response] for each sample.
 
@@ -94,13 +100,24 @@ class Objective:
             samples: of all groups.
             penalties: float64 [response] each, with KL in the reward.
             baselines: float64 [samples], rewards of the greedy responses.
+            values: float64 [response] each, the critic's value before each token.
         """
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
-        batch = advantages.RewardBatch(
+        return self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+
+    def returns(
+        self, samples: Sequence[Sample], values: Sequence[np.ndarray], penalties: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Return what the critic learns of a whole step, float64 [response] for each sample; see ``advantages``."""
+        batch = self._batch(samples, penalties, None, values)
+        return self._estimator.targets(batch, gamma=self._algorithm.gamma, gae_lambda=self._algorithm.gae_lambda)
+
+    def _batch(self, samples, penalties, baselines, values) -> advantages.RewardBatch:
+        return advantages.RewardBatch(
             rewards=self.rewards(samples),
             group_ids=np.array([sample.group for sample in samples]),
             lengths=np.array([len(sample.response_ids) for sample in samples]),
             penalties=penalties,
             baselines=baselines,
+            values=values,
         )
-        return self._estimator.estimate(batch, **options)

@@ -20,8 +20,6 @@ PER_TOKEN = "always"
 def discounted_sums(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
     """Return the advantages of one response before whitening.
 
-    The critic's target at each token, its return, is this plus ``values``.
-
     Args:
         rewards, values: float64 [response].
         gamma: discount of a token's distance.
@@ -37,6 +35,15 @@ def discounted_sums(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_l
         following = deltas[position] + gamma * gae_lambda * following
         advantages[position] = following
     return advantages
+
+
+def targets(batch: RewardBatch, *, gamma: float, gae_lambda: float) -> list[np.ndarray]:
+    """Return what the critic learns, the lambda-return of each token: float64 [response] for each sample.
+
+    It is A_t + V_t, from the advantages before whitening.
+    """
+    pairs = zip(batch.token_rewards(), batch.values)
+    return [discounted_sums(rewards, values, gamma, gae_lambda) + values for rewards, values in pairs]
 
 
 def estimate(
