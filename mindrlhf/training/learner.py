@@ -113,7 +113,7 @@ class Learner:
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
         held = (*self.network.get_parameters(), *self._accumulators, *self.optimizer.get_parameters())
-        return list({parameter.name: parameter for parameter in held}.values())
+        return list({id(parameter): parameter for parameter in held}.values())
 
     @property
     def param_dtype(self) -> str:

@@ -25,6 +25,7 @@ from mindrlhf.training.objective import Objective
 from mindrlhf.training.save_requests import StopRequested
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
+from mindrlhf.training.value_function import ValueFunction, value_metrics
 from mindrlhf.weights.board import WeightBoard
 
 MAX_RECORDS_IN_MEMORY = 10_000
@@ -62,6 +63,8 @@ class Trainer:
         self.objective = Objective(config)
         if "kl" in progress.algorithm_state:
             self.objective.kl.restore(progress.algorithm_state["kl"])
+        needs_values = self.objective.needs_values
+        self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if needs_values else None
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
         self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
@@ -76,9 +79,14 @@ class Trainer:
         """Optimiser updates that one step makes."""
         return self.config.training.num_minibatches * self.config.training.num_iterations
 
+    @property
+    def num_critic_steps(self) -> int:
+        """Steps at the start in which only the critic is trained."""
+        return self.config.critic.warmup_steps if self.critic else 0
+
     def warm_up(self) -> None:
         """Compile all graphs and read small prompt files whole; none of it needs the generator."""
-        graphs = ["old_logprobs"] if self.objective.needs_old_logprobs else []
+        graphs = ["old_logprobs"] if self.objective.needs_old_logprobs or self.num_critic_steps else []
         graphs += ["reference_logprobs"] if self.objective.needs_reference else []
         rows = self.parts.rows
         self.parts.team.call(
@@ -152,10 +160,14 @@ class Trainer:
             batches = self._batches(samples)
         with self.timer.stage("distribute"):
             self._distribute(batches)
-        old, reference = self._logprobs(batches)
+        trains_actor = index >= self.num_critic_steps
+        old, reference = self._logprobs(batches, needs_old=not trains_actor)
+        values = self.critic.values(batches) if self.critic else None
         with self.timer.stage("pack"):
-            extra = self._send_advantages(samples, greedy, batches, old, reference)
-        results = self._update(batches, index)
+            extra = self._send_advantages(samples, greedy, batches, old, reference, values)
+        if self.critic:
+            extra |= self.critic.update(batches, index)
+        results = self._update(batches, index) if trains_actor else []
         with self.timer.stage("reshard_to_infer"):
             self.publish()
         self.progress.step += 1
@@ -205,11 +217,14 @@ class Trainer:
             shares = [batch.share(rank, team.world_size) for rank in range(team.world_size)]
             team.call("receive_batch", per_rank=shares, is_first=position == 0)
 
-    def _logprobs(self, batches: Sequence[Batch]) -> tuple[list[Results], list[Results]]:
-        """Have the ranks compute, for each batch, the old log-probabilities and the reference's, where needed."""
+    def _logprobs(self, batches: Sequence[Batch], *, needs_old: bool) -> tuple[list[Results], list[Results]]:
+        """Have the ranks compute, for each batch, the old log-probabilities and the reference's, where needed.
+
+        ``needs_old`` asks for the former where the objective does not: nothing else measures the actor in this step.
+        """
         team, positions = self.parts.team, range(len(batches))
         old, reference = [], []
-        if self.objective.needs_old_logprobs:
+        if self.objective.needs_old_logprobs or needs_old:
             with self.timer.stage("old_log_p"):
                 old = [team.call("compute_logprobs", name="old_logprobs", batch=position) for position in positions]
         if self.objective.needs_reference:
@@ -226,6 +241,7 @@ class Trainer:
         batches: Sequence[Batch],
         old: Sequence[Results],
         reference: Sequence[Results],
+        values: Sequence[np.ndarray] | None,
     ) -> dict[str, float]:
         """Compute the advantages of the whole step and send every rank those of its rows; return metrics of them."""
         metrics: dict[str, float] = {}
@@ -237,14 +253,22 @@ class Trainer:
         if self.objective.needs_greedy:
             baselines = np.array([greedy[sample.group].reward for sample in samples])
             metrics["reward/greedy"] = float(baselines.mean())
-        advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines)
+        advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines, values=values)
+        self._send_tokens("advantages", advantages, batches)
+        if values is not None:
+            returns = self.objective.returns(samples, values, penalties)
+            self._send_tokens("returns", returns, batches)
+            metrics |= value_metrics(values, returns)
+        return metrics
+
+    def _send_tokens(self, name: str, responses: Sequence[np.ndarray], batches: Sequence[Batch]) -> None:
+        """Send every rank its rows' part of an array for each sample of all batches."""
         start = 0
         for position, batch in enumerate(batches):
-            part = advantages[start : start + len(batch.placed)]
+            part = responses[start : start + len(batch.placed)]
             start += len(part)
-            shares = batch.spread(part, "advantages", self.parts.team.world_size)
+            shares = batch.spread(part, name, self.parts.team.world_size)
             self.parts.team.call("receive_tokens", per_rank=shares, batch=position)
-        return metrics
 
     def _update(self, batches: Sequence[Batch], index: int) -> list[Results]:
         """Make the updates of a step and return the ranks' results of each, in order."""
@@ -253,7 +277,8 @@ class Trainer:
         with self.timer.stage("update"):
             for iteration in range(self.config.training.num_iterations):
                 for position in range(len(batches)):
-                    update = index * self.updates_per_step + iteration * len(batches) + position
+                    steps = index - self.num_critic_steps
+                    update = steps * self.updates_per_step + iteration * len(batches) + position
                     lr = self.learning_rate(update)
                     results.append(team.call("update", batch=position, lr=lr, kl_coefficient=coefficient))
         algorithm = self.config.algorithm
@@ -263,8 +288,9 @@ class Trainer:
         return results
 
     def learning_rate(self, update: int) -> float:
-        """Return the learning rate of an optimiser update, counted from the start of the run."""
-        return learning_rate(self.config.optimizer, update, self.num_steps * self.updates_per_step)
+        """Return the actor's learning rate at one of its updates, counted from the start of the run."""
+        num_updates = (self.num_steps - self.num_critic_steps) * self.updates_per_step
+        return learning_rate(self.config.optimizer, update, num_updates)
 
     def _metrics(
         self,
@@ -296,7 +322,7 @@ class Trainer:
             ),
             measure.rollout_ratio_metrics(rollout_logprobs, train_logprobs),
             measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows]),
-            self._update_metrics(batches, results),
+            self._update_metrics(batches, results) if results else {},
         ]
         timings = self.timer.finish_step()
         if self.config.observe.performance_stats:
@@ -327,7 +353,7 @@ class Trainer:
             "kl": names["kl"],
             "entropy": names["entropy"],
             "grad_norm": np.mean([ranks[0]["grad_norm"] for ranks in results]),
-            "lr": self.learning_rate(self.progress.step * self.updates_per_step - 1),
+            "lr": self.learning_rate((self.progress.step - self.num_critic_steps) * self.updates_per_step - 1),
             "recompiles": max(result["recompiles"] for result in everyone),
             "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
         }
