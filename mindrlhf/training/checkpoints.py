@@ -13,8 +13,9 @@ from typing import Any
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.carried import CarriedSample, carried_records, load_carried, save_carried
 from mindrlhf.checkpoint.resume import check_resumable
-from mindrlhf.checkpoint.state import RunState, read_state, write_state
+from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
+from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
@@ -51,8 +52,11 @@ def check_output(config: GrpoConfig, *, resume: bool) -> None:
     """
     output_dir = Path(config.run.output_dir)
     check_free(output_dir / FINAL_NAME)
-    for unfinished in output_dir.glob(f".{FINAL_NAME}.partial-*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    if needs_critic(config) and not resume:  # a resumed run may have been killed after it exported the critic
+        check_free(output_dir / CRITIC_NAME)
+    for name in (FINAL_NAME, CRITIC_NAME):
+        for unfinished in output_dir.glob(f".{name}.partial-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     if store.steps() and not resume:
         raise UserError(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
@@ -56,6 +57,8 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
         _check_reference(config)
     per_step = config.training.chunk_size * config.training.num_rollouts
     num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)
+    if needs_critic(config):
+        _check_critic(config, tokenizer, num_steps)
     return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
 
 
@@ -141,6 +144,23 @@ def _check_reference(config: GrpoConfig) -> None:
         raise UserError(
             f"'algorithm.sync_ref_model' copies the actor into the reference model, but {paths[1]} has another shape "
             f"than {paths[0]}: set it to false, or use a reference of the same shape"
+        )
+
+
+def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> None:
+    critic = config.critic
+    # Only a directory that brings its tokenizer can tell: models pad their vocabularies to sizes of their own.
+    if (Path(critic.path) / "tokenizer.json").exists():
+        if load_tokenizer(critic.path).fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"'critic.path' is {critic.path}, a model of another vocabulary than data.tokenizer_dir = "
+                f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
+            )
+    _check_model(config.model, critic.path, tokenizer)
+    if critic.warmup_steps >= num_steps:
+        raise UserError(
+            f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "
+            "never trained: lower it"
         )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 
+from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.heldout import HeldOut
@@ -56,6 +57,7 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.training.actor import Actor
+    from mindrlhf.training.critic import ActorCritic, build_critic
     from mindrlhf.training.learner import load_model
     from mindrlhf.training.policy_loss import build_policy_loss
 
@@ -67,7 +69,18 @@ def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
         reference_network = load_model(model, model.reference_path or model.path, config.run, length)
         reference = PolicyLogProbs(reference_network, config.rollout.temperature, device)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, device))
-    return Actor(network, loss, config.optimizer, rank, device, reference, saves_reference=algorithm.sync_ref_model)
+    options = {
+        "network": network,
+        "loss": loss,
+        "optimizer": config.optimizer,
+        "rank": rank,
+        "device": device,
+        "reference": reference,
+        "saves_reference": algorithm.sync_ref_model,
+    }
+    if needs_critic(config):
+        return ActorCritic(build_critic(config, length, rank), **options)
+    return Actor(**options)
 
 
 def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:
