@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindrlhf.algorithms import advantages
+from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
 from mindrlhf.algorithms.overlong import complete, soft_punishment
@@ -112,8 +113,8 @@ class Objective:
         batch = self._batch(samples, penalties, None, values)
         return self._estimator.targets(batch, gamma=self._algorithm.gamma, gae_lambda=self._algorithm.gae_lambda)
 
-    def _batch(self, samples, penalties, baselines, values) -> advantages.RewardBatch:
-        return advantages.RewardBatch(
+    def _batch(self, samples, penalties, baselines, values) -> RewardBatch:
+        return RewardBatch(
             rewards=self.rewards(samples),
             group_ids=np.array([sample.group for sample in samples]),
             lengths=np.array([len(sample.response_ids) for sample in samples]),

@@ -150,12 +150,12 @@ def _check_reference(config: GrpoConfig) -> None:
 def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> None:
     critic = config.critic
     # Only a directory that brings its tokenizer can tell: models pad their vocabularies to sizes of their own.
-    if (Path(critic.path) / "tokenizer.json").exists():
-        if load_tokenizer(critic.path).fingerprint != tokenizer.fingerprint:
-            raise UserError(
-                f"'critic.path' is {critic.path}, a model of another vocabulary than data.tokenizer_dir = "
-                f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
-            )
+    has_tokenizer = (Path(critic.path) / "tokenizer.json").exists()
+    if has_tokenizer and load_tokenizer(critic.path).fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"'critic.path' is {critic.path}, a model of another vocabulary than data.tokenizer_dir = "
+            f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
+        )
     _check_model(config.model, critic.path, tokenizer)
     if critic.warmup_steps >= num_steps:
         raise UserError(
