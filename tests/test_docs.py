@@ -120,6 +120,8 @@ def _reported_metrics() -> set[str]:
     update = re.search(r"def _update_metrics.*?(?=\n    def )", loop, flags=re.DOTALL)[0]
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
+    guards = (ROOT / "mindrlhf" / "training" / "guards.py").read_text(encoding="utf-8")
+    others |= set(re.findall(r'"(guard/\w+)"', guards))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
     others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}

@@ -28,6 +28,7 @@ FREE_KEYS = frozenset(
         "parallel_config",
         "evaluation",
         "checkpoint",
+        "guard",
         "observe",
     }
 )

@@ -23,6 +23,7 @@ def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | No
         raise UserError(
             f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
         )
+    _check_guard(config.guard)
     if world_size is not None:
         resolve_data_parallel(config.parallel_config, world_size)
 
@@ -182,6 +183,19 @@ def _check_rewards(
             raise UserError(
                 f"'{unused[0]}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
             )
+
+
+def _check_guard(guard: sections.GuardSection) -> None:
+    if 0 < guard.max_rollout_diff < guard.warn_rollout_diff:
+        raise UserError(
+            f"'guard.warn_rollout_diff' is {guard.warn_rollout_diff:g}, above guard.max_rollout_diff = "
+            f"{guard.max_rollout_diff:g}, where the run stops: lower the first, or raise the second"
+        )
+    if 0 < guard.grad_spike_factor <= 1:
+        raise UserError(
+            f"'guard.grad_spike_factor' is {guard.grad_spike_factor:g}, which every other update exceeds: raise it "
+            "above 1, or set it to 0"
+        )
 
 
 def _next_multiple(value: int, unit: int) -> int:

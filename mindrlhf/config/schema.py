@@ -29,6 +29,7 @@ class GrpoConfig:
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    guard: sections.GuardSection = section(sections.GuardSection, "the guards")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 

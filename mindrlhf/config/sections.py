@@ -16,6 +16,9 @@ class RunSection:
     output_dir: str = key("runs/default", "directory for metrics, checkpoints, samples, logs and the report")
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
     device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
+    deterministic: bool = key(
+        True, "two runs of this config compute the same bits; costs nothing on CPU and some speed on Ascend"
+    )
     max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
     hang_timeout_s: float = key(
         1800.0, "a run that makes no progress at all for this long, in seconds, is stopped; 0 means never", minimum=0
@@ -289,6 +292,26 @@ class CheckpointSection:
         True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
     )
     save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`")
+
+
+@dataclass(frozen=True)
+class GuardSection:
+    """What the numbers of a run may do before it warns or stops."""
+
+    max_skipped_updates: int = key(
+        3,
+        "stop after this many updates in a row were skipped because loss or gradients were not finite",
+        minimum=1,
+    )
+    warn_rollout_diff: float = key(
+        0.1, "warn when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
+    )
+    max_rollout_diff: float = key(
+        1.0, "stop when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
+    )
+    grad_spike_factor: float = key(
+        5.0, "report an update whose gradient norm exceeds the running median this many times; 0 means never", minimum=0
+    )
 
 
 @dataclass(frozen=True)

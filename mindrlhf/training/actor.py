@@ -16,7 +16,7 @@ from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.training.batch import unpack_share
+from mindrlhf.training.batch import Batch, unpack_share
 from mindrlhf.training.learner import Learner
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import TensorInfo, WeightBoard
@@ -91,7 +91,8 @@ class Actor(Learner):
 
         Returns:
             "statistics" float64 [7], sums over this rank's tokens (``POLICY_STATISTICS``); "grad_norm"; and
-            "<index>.logprobs" [rows, length] for each micro-batch, under the weights before the update.
+            "<index>.logprobs" [rows, length] for each micro-batch, under the weights before the update. A norm that is
+            not finite says that there was no update; see :meth:`Learner.apply`.
         """
         micro_batches, num_tokens = self._batches[batch]
         results: dict[str, Any] = {}
@@ -102,7 +103,17 @@ class Actor(Learner):
             values.append(np.float32(kl_coefficient))
             statistics, results[f"{index}.logprobs"] = self.accumulate(rows, values, num_tokens)
             total = total + statistics
-        return {"statistics": total, "grad_norm": self.apply(lr), **results, **self.process_statistics()}
+        norm = self.apply(lr, loss=float(total[0]))
+        return {"statistics": total, "grad_norm": norm, **results, **self.process_statistics()}
+
+    def batch_arrays(self, batch: int) -> dict[str, Any]:
+        """Return this rank's share of received batch number ``batch``, with all it was given since, for a look at it.
+
+        Returns:
+            "num_micro_batches", and for each "<index>.<field>" and "<index>.tokens.<name>", as in ``Batch.share``.
+        """
+        micro_batches, num_tokens = self._batches[batch]
+        return Batch(tuple(micro_batches), num_tokens, ()).share(0, 1)
 
     def create_board(self) -> WeightBoard:
         """Make the weight board of this node; the lead rank's part."""

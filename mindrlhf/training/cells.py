@@ -63,8 +63,61 @@ class SumOverRanks(nn.Cell):
         return done
 
 
-class OptimizerStep(nn.Cell):
+class GradientNorm(nn.Cell):
+    """Sums the accumulators over the ranks and measures them; see :class:`OptimizerStep`."""
+
+    def __init__(self, accumulators: ms.ParameterTuple, num_ranks: int):
+        super().__init__(auto_prefix=False)
+        self.accumulators = accumulators
+        self.reduce = SumOverRanks(accumulators) if num_ranks > 1 else None
+        self.hyper_map = ops.HyperMap()
+
+    def construct(self):
+        """Return the global gradient norm, a float32 scalar."""
+        gradients = self.accumulators
+        if self.reduce is not None:
+            gradients = ops.depend(gradients, self.reduce())
+        return ops.sqrt(ops.addn(self.hyper_map(_square_sum, gradients)))
+
+
+class ClippedUpdate(nn.Cell):
+    """Clips the accumulators by their global norm and updates the weights; see :class:`OptimizerStep`."""
+
+    def __init__(self, optimizer: nn.Cell, accumulators: ms.ParameterTuple, max_grad_norm: float):
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+        self.accumulators = accumulators
+        self.max_grad_norm = max_grad_norm
+        self.hyper_map = ops.HyperMap()
+
+    def construct(self, norm):
+        """Return what is there once the weights are updated."""
+        gradients = self.accumulators
+        if self.max_grad_norm > 0:
+            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
+            gradients = self.hyper_map(ops.partial(_scale, scale), gradients)
+        return self.optimizer(gradients)
+
+
+class ClearAccumulators(nn.Cell):
+    """Sets the accumulators to zero."""
+
+    def __init__(self, accumulators: ms.ParameterTuple):
+        super().__init__(auto_prefix=False)
+        self.accumulators = accumulators
+        self.hyper_map = ops.HyperMap()
+        self.assign = ops.Assign()
+
+    def construct(self):
+        """Return what is there once they are zero."""
+        return self.hyper_map(self.assign, self.accumulators, self.hyper_map(ops.zeros_like, self.accumulators))
+
+
+class OptimizerStep:
     """Sums the accumulators over the ranks, clips them by global norm, updates the weights, clears the accumulators.
+
+    A norm that is not finite skips the update: weights, moments and step count stay as they are. The norm is that of
+    the sum over the ranks, so all ranks skip or none.
 
     Args:
         optimizer: MindFormers AdamW over the trained parameters.
@@ -74,29 +127,18 @@ class OptimizerStep(nn.Cell):
     """
 
     def __init__(self, optimizer: nn.Cell, accumulators: ms.ParameterTuple, max_grad_norm: float, num_ranks: int):
-        super().__init__(auto_prefix=False)
-        self.optimizer = optimizer
-        self.accumulators = accumulators
-        self.max_grad_norm = max_grad_norm
-        self.reduce = SumOverRanks(accumulators) if num_ranks > 1 else None
-        self.hyper_map = ops.HyperMap()
-        self.assign = ops.Assign()
+        self._measure = GradientNorm(accumulators, num_ranks)
+        self._update = ClippedUpdate(optimizer, accumulators, max_grad_norm)
+        self._clear = ClearAccumulators(accumulators)
 
-    def construct(self):
-        """Return the global gradient norm before clipping, a float32 scalar."""
-        gradients = self.accumulators
-        if self.reduce is not None:
-            gradients = ops.depend(gradients, self.reduce())
-        norm = ops.sqrt(ops.addn(self.hyper_map(_square_sum, gradients)))
-        if self.max_grad_norm > 0:
-            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
-            gradients = self.hyper_map(ops.partial(_scale, scale), gradients)
-        # The caller ends the run on a norm that is not finite. Zeros keep the weights fit for a look until then.
-        gradients = self.hyper_map(ops.partial(_zero_unless, ops.isfinite(norm)), gradients)
-        updated = self.optimizer(gradients)
-        zeros = self.hyper_map(ops.zeros_like, self.accumulators)
-        cleared = self.hyper_map(self.assign, self.accumulators, ops.depend(zeros, updated))
-        return ops.depend(norm, cleared)
+    def __call__(self) -> float:
+        """Return the global gradient norm before clipping."""
+        norm = self._measure()
+        value = float(norm.asnumpy())
+        if math.isfinite(value):
+            self._update(norm)
+        self._clear()
+        return value
 
 
 def _square_sum(gradient):
@@ -107,12 +149,8 @@ def _scale(scale, gradient):
     return gradient * scale
 
 
-def _zero_unless(condition, gradient):
-    return ops.select(condition, gradient, ops.zeros_like(gradient))
-
-
-def check_finite(norm: float) -> None:
-    """Refuse a gradient norm that is not finite.
+def check_finite(norm: float) -> float:
+    """Return a gradient norm that is finite.
 
     Raises:
         RunFailure: it is not.
@@ -120,8 +158,9 @@ def check_finite(norm: float) -> None:
     if not math.isfinite(norm):
         raise RunFailure(
             f"the gradient norm is {norm}, not finite: the weights were not updated; lower optimizer.start_lr, or look "
-            "at rollout_diff and reward in metrics.jsonl for the step where it began"
+            "at the loss in metrics.jsonl for the step where it began"
         )
+    return norm
 
 
 def bucket_ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindrlhf.training.cells import SumOverRanks, check_finite
+from mindrlhf.training.cells import SumOverRanks
 
 BLOCK_ELEMENTS = 1 << 16
 
@@ -33,18 +33,17 @@ class HostOptimizerStep:
         self.reduce = SumOverRanks(accumulators) if num_ranks > 1 else None
 
     def __call__(self) -> float:
-        """Update the weights and return the global gradient norm before clipping.
-
-        Raises:
-            RunFailure: the norm is not finite; the weights are as they were.
-        """
+        """Update the weights, unless the norm is not finite, and return the global gradient norm before clipping."""
         if self.reduce is not None:
             self.reduce().asnumpy()  # waits for the collective
         gradients = [_flat(accumulator) for accumulator in self.accumulators]
         norm = math.sqrt(sum(float(np.dot(gradient, gradient)) for gradient in gradients))
-        check_finite(norm)
-        scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-        self._update(gradients, scale)
+        if math.isfinite(norm):
+            scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+            self._update(gradients, scale)
+        else:
+            for gradient in gradients:
+                gradient[...] = 0.0
         return norm
 
     def _update(self, gradients: list[np.ndarray], scale: float) -> None:

@@ -1,7 +1,8 @@
 """A policy, a loss and an optimiser on one rank: what supervised and reinforcement learning share."""
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.observe.timing import peak_rss_gb
-from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, check_finite, make_accumulators, make_optimizer
+from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.host_optimizer import HostOptimizerStep
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.convert import export_hf, iter_hf_tensors, load_hf_weights, load_random_weights
@@ -60,7 +61,7 @@ class Learner:
         self.network = network
         loss.set_train(True)
         parameters = network.trainable_params()
-        accumulators = make_accumulators(parameters)
+        self._accumulators = accumulators = make_accumulators(parameters)
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
         self.optimizer = make_optimizer(parameters, optimizer)
         self.policy = loss.policy
@@ -94,13 +95,30 @@ class Learner:
         policy.bind()
         return policy(*row_tensors(rows))[0].asnumpy().copy()
 
-    def apply(self, lr: float) -> float:
-        """Update the weights from the accumulated gradients; return their global norm before clipping."""
+    def apply(self, lr: float, loss: float = 0.0) -> float:
+        """Update the weights from the accumulated gradients and clear them.
+
+        Args:
+            lr: learning rate.
+            loss: this rank's part of the loss.
+
+        Returns:
+            The global norm of the gradients before clipping. When it, or the loss of any rank, is not finite, the norm
+            is not finite on every rank, and nothing was updated.
+        """
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
         self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
-        norm = float(self._step())
-        check_finite(norm)
-        return norm
+        if not math.isfinite(loss):
+            # The sum over the ranks carries it to the others, who know only their own loss.
+            smallest = min(self._accumulators, key=lambda accumulator: accumulator.size)
+            smallest.set_data(ms.Tensor(np.full(smallest.shape, np.nan, np.float32)))
+        return self._step()
+
+    def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield name and accumulated gradient, float32, of each trained parameter of this rank, for a look at them."""
+        self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
+        for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
+            yield parameter.name, accumulator.asnumpy()
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
         """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""

@@ -17,10 +17,12 @@ from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
+from mindrlhf.observe.trajectory import TrajectoryWriter, digest_weights, sample_parts
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record, verifier_names
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.guards import Guards, StepRecord
 from mindrlhf.training.objective import Objective
 from mindrlhf.training.save_requests import StopRequested
 from mindrlhf.training.schedule import learning_rate
@@ -49,6 +51,8 @@ class Parts:
     rows: RowOptions
     stop_token_ids: tuple[int, ...]
     checkpoints: RunCheckpoints
+    guards: Guards
+    trajectory: TrajectoryWriter
 
 
 class Trainer:
@@ -63,6 +67,7 @@ class Trainer:
         self.objective = Objective(config)
         if "kl" in progress.algorithm_state:
             self.objective.kl.restore(progress.algorithm_state["kl"])
+        self._weights = ""  # digest of the published weights
         needs_values = self.objective.needs_values
         self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if needs_values else None
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
@@ -106,6 +111,8 @@ class Trainer:
         """
         checkpoints = self.parts.checkpoints
         self.publish()
+        if self.progress.step == 0:
+            self._write_trajectory({})
         self.timer.finish_step()
         every_eval = self.config.evaluation.every_steps
         is_new = self.progress.step == 0 and not self.progress.evaluations
@@ -122,6 +129,7 @@ class Trainer:
             if self.parts.held_out and (is_last or (every_eval and self.progress.step % every_eval == 0)):
                 metrics |= self.evaluate()
             self.parts.sinks.write(self.progress.step, metrics)
+            self.parts.guards.check()
             must_stop = checkpoints.must_stop  # read first: a later request breaks off the next step
             if checkpoints.is_due(self.progress):
                 with self.timer.stage("checkpoint"):
@@ -136,7 +144,9 @@ class Trainer:
         version = self.progress.weights_version
         self.parts.board.begin(version)
         results = self.parts.team.call("publish", version=version)
-        self.parts.board.seal([result["contribution"] for result in results])
+        contributions = [result["contribution"] for result in results]
+        self.parts.board.seal(contributions)
+        self._weights = digest_weights(contributions)
         self.parts.generator.wake()
         self.parts.generator.update_weights(version)
 
@@ -168,13 +178,18 @@ class Trainer:
         if self.critic:
             extra |= self.critic.update(batches, index)
         results = self._update(batches, index) if trains_actor else []
+        record = StepRecord(index + 1, samples, batches, results, self.objective.kl.coefficient, self._weights)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
         self.progress.step += 1
         self._write_samples(samples)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
         metrics = self._metrics(records, samples, batches, old or results, results) | extra
-        if "kl" in metrics:
+        metrics |= self.parts.guards.review(record, metrics["rollout_diff/mean_abs"])
+        self.progress.algorithm_state["guards"] = self.parts.guards.state()
+        course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
+        self._write_trajectory(sample_parts(samples) | course)
+        if "kl" in metrics and np.isfinite(metrics["kl"]):
             self.objective.kl.update(metrics["kl"])
             self.progress.algorithm_state["kl"] = self.objective.kl.state()
         return metrics
@@ -365,6 +380,11 @@ class Trainer:
         if self.config.algorithm.kl_target is not None:
             metrics["kl_coefficient"] = self.objective.kl.coefficient
         return metrics
+
+    def _write_trajectory(self, parts: dict[str, str | float]) -> None:
+        state = self.progress.algorithm_state
+        parts = {**parts, "weights": self._weights}
+        state["trajectory"] = self.parts.trajectory.write(self.progress.step, state.get("trajectory", ""), parts)
 
     def _write_samples(self, samples: Sequence[Sample]) -> None:
         chosen = samples[: self.config.observe.samples_per_step]

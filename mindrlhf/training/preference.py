@@ -22,6 +22,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
 from mindrlhf.observe.sinks import SinkGroup, open_sinks
 from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.cells import check_finite
 from mindrlhf.training.learner import Learner, load_model
 from mindrlhf.training.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_free, check_preference_inputs
@@ -58,7 +59,7 @@ class PreferenceLearner(Learner):
         micro_batches, _ = unpack_share(share)
         for rows in micro_batches:
             self.accumulate(rows, (rows.tokens["coefficients"],), 1)
-        return {"grad_norm": self.apply(lr), **self.process_statistics()}
+        return {"grad_norm": check_finite(self.apply(lr)), **self.process_statistics()}
 
     def drop_reference(self) -> None:
         """Free the reference model."""

@@ -87,9 +87,11 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.data.stream import PromptStream
     from mindrlhf.observe.samples import SampleWriter
     from mindrlhf.observe.sinks import open_sinks
+    from mindrlhf.observe.trajectory import TRAJECTORY_NAME, TrajectoryWriter
     from mindrlhf.rewards.pool import RewardPool
     from mindrlhf.rollout.samples import Sampler
     from mindrlhf.training.batch import RowOptions
+    from mindrlhf.training.guards import Guards
     from mindrlhf.training.loop import Parts, Trainer
     from mindrlhf.training.save_requests import SaveRequests
     from mindrlhf.training.team import Team
@@ -129,9 +131,13 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
         rows=RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack),
         stop_token_ids=inputs.tokenizer.eos_token_ids,
         checkpoints=checkpoints,
+        guards=Guards(config, team, first_step=first_step, state=progress.algorithm_state.get("guards")),
+        trajectory=TrajectoryWriter(output_dir / TRAJECTORY_NAME, first_step=first_step),
     )
     stack.callback(parts.sinks.close)
     stack.callback(parts.sample_writer.close)
+    stack.callback(parts.guards.close)
+    stack.callback(parts.trajectory.close)
     write_config(config, output_dir)
     trainer = Trainer(config, parts, progress, inputs.num_steps)
     trainer.warm_up()

@@ -47,6 +47,11 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(DEVICE_TARGETS[run.device])
     ms.set_seed(run.seed)
+    if run.deterministic:
+        # The libraries of collectives read these when the ranks join; what the user set stays.
+        os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+        os.environ.setdefault("LCCL_DETERMINISTIC", "1")
+        ms.set_deterministic(True)
     world_size = num_ranks_from_environment()
     index = 0
     if world_size > 1:

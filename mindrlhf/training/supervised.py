@@ -14,6 +14,7 @@ from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.observe.sinks import SinkGroup, open_sinks
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, unpack_share
+from mindrlhf.training.cells import check_finite
 from mindrlhf.training.learner import Learner, load_model
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_free, check_sft_inputs
 from mindrlhf.training.runtime import Rank, start_runtime
@@ -31,7 +32,8 @@ class SupervisedLearner(Learner):
         """Make one optimiser update; "statistics" [2] are this rank's part of the loss and its entropy sum."""
         micro_batches, num_tokens = unpack_share(share)
         statistics = [self.accumulate(rows, (), num_tokens)[0] for rows in micro_batches]
-        return {"statistics": np.sum(statistics, axis=0), "grad_norm": self.apply(lr), **self.process_statistics()}
+        norm = check_finite(self.apply(lr))
+        return {"statistics": np.sum(statistics, axis=0), "grad_norm": norm, **self.process_statistics()}
 
     def evaluate(self, **share: Any) -> dict[str, Any]:
         """Return "logprob_sum", the summed log-probability of this rank's response tokens."""

@@ -135,7 +135,7 @@ class Rank:
 
     def publish(self, version):
         self.journal.append(f"publish {version}")
-        return {"contribution": {"version": version}}
+        return {"contribution": {"weight": {"checksum": version}}}
 
     def sync_reference(self):
         self.journal.append("sync_reference")
@@ -162,7 +162,7 @@ class Board:
         self.version = version
 
     def seal(self, contributions):
-        assert all(part == {"version": self.version} for part in contributions)
+        assert all(part == {"weight": {"checksum": self.version}} for part in contributions)
         self.journal.append(f"seal {len(contributions)}")
 
 
@@ -175,6 +175,17 @@ class Memory:
         self.must_stop = False
         self.stops_at = None  # the step whose rollout a request to end breaks off
         self.begun = 0
+        self.reviewed, self.course = [], []
+
+    def review(self, record, rollout_diff):
+        self.reviewed.append((record, rollout_diff))
+        return {"guard/skipped_updates": 0}
+
+    def state(self):
+        return {"num_reviewed": len(self.reviewed)}
+
+    def check(self):
+        self.checked_after = len(self.metrics)
 
     def write(self, step, metrics=None):
         if metrics is None:
@@ -199,6 +210,17 @@ class Memory:
 
     def is_due(self, progress):
         return self.must_stop or (self.every_steps and progress.step % self.every_steps == 0)
+
+
+class Course:
+    """Trajectory whose hash is the number of lines."""
+
+    def __init__(self, memory):
+        self.lines = memory.course
+
+    def write(self, step, previous, parts):
+        self.lines.append((step, previous, parts))
+        return str(len(self.lines))
 
 
 class Run:
@@ -227,6 +249,8 @@ class Run:
             rows=RowOptions((8, 16), training.batch_size, world_size, training.pack),
             stop_token_ids=(END,),
             checkpoints=self.memory,
+            guards=self.memory,
+            trajectory=Course(self.memory),
         )
         self.trainer = Trainer(self.config, parts, self.progress, self.num_steps)
 
@@ -464,3 +488,35 @@ def test_a_request_to_end_is_granted_after_the_step_or_breaks_off_its_rollout():
 def test_the_time_a_checkpoint_takes_is_reported_with_the_next_step():
     metrics = Run(num_prompts=6, checkpoint={"every_steps": 1})()
     assert ["timing/checkpoint" in metrics[step] for step in (1, 2, 3)] == [False, True, True]
+
+
+def test_guards_and_trajectory_see_every_step():
+    run = Run(num_prompts=3)
+    run()
+    (record, difference), (last, _) = run.memory.reviewed
+    assert (record.step, last.step, difference) == (1, 2, 0.5)
+    assert len(record.samples) == 6 and len(last.samples) == 3
+    assert record.weights != last.weights, "the weights that a step began with are those of the update before"
+    assert run.memory.checked_after == 2, "the last check comes after the last step's metrics"
+    start, first, second = run.memory.course
+    assert start == (0, "", {"weights": record.weights})
+    assert first[:2] == (1, "1") and second[:2] == (2, "2")
+    assert set(first[2]) == {"prompts", "samples", "rollout_logprobs", "rewards", "loss", "grad_norm", "weights"}
+    assert first[2]["weights"] == last.weights and first[2]["grad_norm"] == 2
+    assert run.progress.algorithm_state["trajectory"] == "3"
+    assert run.progress.algorithm_state["guards"] == {"num_reviewed": 2}
+
+
+def test_a_kl_that_is_not_finite_does_not_spoil_its_controller(monkeypatch):
+    algorithm = {"num_generations": NUM_GENERATIONS, "beta": 0.1, "kl_target": 0.01}
+    run = Run(num_prompts=2, algorithm=algorithm)
+    update = Rank.update
+
+    def update_without_number(self, **arguments):
+        results = update(self, **arguments)
+        results["statistics"][3] = np.nan
+        return results
+
+    monkeypatch.setattr(Rank, "update", update_without_number)
+    run()
+    assert run.trainer.objective.kl.coefficient == 0.1
