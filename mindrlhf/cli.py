@@ -7,7 +7,20 @@ import sys
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 
-COMMANDS = ("doctor", "data", "weights", "train", "eval", "rewards", "report", "config", "plan", "strategy")
+COMMANDS = (
+    "doctor",
+    "data",
+    "weights",
+    "train",
+    "eval",
+    "rewards",
+    "report",
+    "diff",
+    "replay",
+    "config",
+    "plan",
+    "strategy",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
