@@ -57,6 +57,22 @@ class DecoderOutputs(nn.Cell):
         return self.transpose(hidden_states, (1, 0, 2))
 
 
+class _First(nn.Cell):
+    def construct(self, first, second):
+        return first
+
+
+def drop_balancing_loss(model) -> None:
+    """Leave the routers' balancing loss, whose coefficient is 0, out of layers with experts.
+
+    MindFormers hands it on from stage to stage. Unused at the end, its gradient is a constant, which MindSpore's
+    pipeline scheduler cannot send back (it ends with a null pointer).
+    """
+    for layer in model.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            layer.mlp.add_loss = _First()
+
+
 def split_embedding(model, config, keeps_whole: bool) -> None:
     """Give the embedding its place among the model-parallel ranks; MindFormers' cell splits the vocabulary.
 

@@ -150,6 +150,8 @@ def build_model(
         rotary_base=dims.rope_theta,
         share_embeddings_and_output_weights=dims.tied,
     )
+    if device != "cpu" and dims.experts:
+        cells.drop_balancing_loss(model)
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not dims.tied)
     inputs = cells.DecoderInputs(model, config, seq_length, dims)

@@ -48,9 +48,10 @@ class ForwardLoopGenerator:
             UserError: a prompt leaves no room for ``sampling.max_tokens``.
         """
         for request in requests:
-            if len(request.prompt_ids) + sampling.max_tokens > self._row_length:
+            max_tokens = request.token_limit(sampling)
+            if len(request.prompt_ids) + max_tokens > self._row_length:
                 raise UserError(
-                    f"a prompt of {len(request.prompt_ids)} tokens and max_tokens {sampling.max_tokens} exceed the row "
+                    f"a prompt of {len(request.prompt_ids)} tokens and max_tokens {max_tokens} exceed the row "
                     f"of {self._row_length}: shorten one of them"
                 )
         wanted = [(request, index) for request in requests for index in range(request.num_samples)]
@@ -91,7 +92,7 @@ class ForwardLoopGenerator:
                 logprobs[row].append(logprob)
                 if token in sampling.stop_token_ids:
                     reasons[row] = "stop"
-                elif len(logprobs[row]) == sampling.max_tokens:
+                elif len(logprobs[row]) == block[row][0].token_limit(sampling):
                     reasons[row] = "length"
         return [
             Completion(
