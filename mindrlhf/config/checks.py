@@ -24,6 +24,7 @@ def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | No
             f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
         )
     _check_guard(config.guard)
+    _check_tools(config.tools, config.rollout, given)
     if world_size is not None:
         resolve_data_parallel(config.parallel_config, world_size)
 
@@ -195,6 +196,17 @@ def _check_guard(guard: sections.GuardSection) -> None:
         raise UserError(
             f"'guard.grad_spike_factor' is {guard.grad_spike_factor:g}, which every other update exceeds: raise it "
             "above 1, or set it to 0"
+        )
+
+
+def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, given: frozenset[str]) -> None:
+    unused = sorted(name for name in given if name.startswith("tools.") and name != "tools.names")
+    if unused and not tools.names:
+        raise UserError(f"'{unused[0]}' is set, but tools.names is empty: name the tools, or remove the key")
+    if tools.names and tools.max_response_tokens >= rollout.max_response_length:
+        raise UserError(
+            f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = "
+            f"{rollout.max_response_length} holds all turns and answers of a response: lower the one or raise the other"
         )
 
 

@@ -21,6 +21,7 @@ class GrpoConfig:
     reward: sections.RewardSection = section(sections.RewardSection, "the rewards")
     run: sections.RunSection = section(sections.RunSection, "the run")
     rollout: sections.RolloutSection = section(sections.RolloutSection, "the generator")
+    tools: sections.ToolSection = section(sections.ToolSection, "the tools")
     algorithm: sections.AlgorithmSection = section(sections.AlgorithmSection, "the objective")
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")

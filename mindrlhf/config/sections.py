@@ -90,6 +90,21 @@ class RolloutSection:
 
 
 @dataclass(frozen=True)
+class ToolSection:
+    """Tools that the model may call between its turns; see docs/tools.md."""
+
+    names: tuple[str, ...] = key(
+        (), "tools the model may call: calculator, python, path/to/file.py:function; empty means no tools"
+    )
+    max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)
+    max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
+    timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)
+    max_response_tokens: int = key(256, "tokens of one answer of a tool; the rest is cut off", minimum=1)
+    num_workers: int = key(1, "tool processes", minimum=1, maximum=256)
+    memory_limit_mib: int = key(1024, "memory of a tool process, in MiB", minimum=64)
+
+
+@dataclass(frozen=True)
 class RewardSection:
     """The verifiers that score a response."""
 

@@ -83,8 +83,8 @@ class PackedRows:
     input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is
     segment_ids: np.ndarray  # int32 [rows, length]: 1, 2, ... per sequence of the row, 0 = padding
     labels: np.ndarray  # int32 [rows, length]
-    mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token
-    tokens: dict[str, np.ndarray]  # name -> float32 [rows, length]: a value per response token, at its position
+    mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated
+    tokens: dict[str, np.ndarray]  # name -> float32 [rows, length]: a value per such token, at its position, else 0
 
     @property
     def num_rows(self) -> int:
@@ -94,16 +94,22 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One prompt with its response, and named values for each response token."""
+    """One prompt with its response, and named values for each response token that the model generated."""
 
     prompt_ids: np.ndarray  # int32 [prompt]
     response_ids: np.ndarray  # int32 [response]
-    values: dict[str, np.ndarray]  # name -> float32 [response]
+    values: dict[str, np.ndarray]  # name -> float32 [generated tokens]
+    is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
 
     @property
     def num_tokens(self) -> int:
         """Length of prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Response tokens that the model generated: those that losses and metrics are about."""
+        return len(self.response_ids) if self.is_generated is None else int(self.is_generated.sum())
 
 
 def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], num_rows: int) -> PackedRows:
@@ -130,9 +136,10 @@ def _place(packed: PackedRows, sequence: TokenSequence, row: int, start: int, se
     packed.labels[row, start : stop - 1] = ids[1:]
     # The last prompt position predicts the first response token.
     first = start + len(sequence.prompt_ids) - 1
-    packed.mask[row, first : stop - 1] = 1.0
+    chosen = slice(None) if sequence.is_generated is None else sequence.is_generated
+    packed.mask[row, first : stop - 1][chosen] = 1.0
     for name, values in sequence.values.items():
-        packed.tokens[name][row, first : stop - 1] = values
+        packed.tokens[name][row, first : stop - 1][chosen] = values
     return stop
 
 

@@ -1,5 +1,6 @@
 """Evaluation of models on disk: no trainer, only the generator and the verifiers."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
@@ -66,7 +68,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     Writes ``samples_<number>.jsonl`` for each model into ``out_dir``.
     """
     held_out, tokenizer, max_model_len = job.held_out()
-    reward = job.config.reward
+    reward, tools = job.config.reward, job.config.tools
     out_dir.mkdir(parents=True, exist_ok=True)
     evaluations = []
     with RewardPool.from_config(reward, out_dir / "reward_failures.jsonl") as pool:
@@ -82,7 +84,8 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
             )
             try:
                 generator.wait_ready()
-                samples = held_out.draw(Sampler(generator, pool, tokenizer))
+                with contextlib.ExitStack() as stack:
+                    samples = held_out.draw(Sampler(with_tools(tools, generator, tokenizer, stack), pool, tokenizer))
             finally:
                 generator.close()
             evaluations.append(Evaluation.of(0, held_out.verifier, samples, held_out.num_samples))

@@ -46,26 +46,26 @@ class WorkerSettings:
 def main() -> int:
     """Serve until the pool closes its end of the pipe."""
     clock_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    requests, responses = _take_pipes()
+    requests, responses = take_pipes()
     die_with_parent(parent_pid)
     adopt_orphans()
     settings = WorkerSettings(**json.loads(requests.readline()))
-    _limit_memory(settings.memory_limit_bytes)
+    limit_memory(settings.memory_limit_bytes)
     clock = time_limit.CallClock(clock_fd)
     time_limit.install(clock, settings.timeout_s)
     try:
         verifiers = [resolve(name, options) for name, options in zip(settings.verifiers, settings.options)]
     except UserError as error:
-        _send(responses, {"error": str(error)})
+        send_message(responses, {"error": str(error)})
         return 1
     keywords = [keyword for keyword in CONTEXT_KEYWORDS if any(keyword in v.context_keywords for v in verifiers)]
-    _send(responses, {"context": keywords})
+    send_message(responses, {"context": keywords})
     for line in requests:
         _score_batch(verifiers, keywords, json.loads(line), settings, clock, responses)
     return 0
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the pool's pipes out of reach of verifiers that read standard input or print."""
     requests = os.fdopen(os.dup(0), "rb")
     responses = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -76,13 +76,14 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, responses
 
 
-def _limit_memory(limit_bytes: int) -> None:
+def limit_memory(limit_bytes: int) -> None:
     """Limit what this process, and each that it starts, may allocate; mapped libraries do not count."""
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
-def _send(responses: BinaryIO, message: Any) -> None:
+def send_message(responses: BinaryIO, message: Any) -> None:
+    """Write one JSON line, whatever the pipe takes at a time."""
     unsent = memoryview(json.dumps(message).encode() + b"\n")
     while unsent:
         unsent = unsent[responses.write(unsent) :]
@@ -110,14 +111,14 @@ def _score_batch(
                 outcomes.append(settings.closed_gate_value)
                 continue
             if finished and time.monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
-                _send(responses, finished)
+                send_message(responses, finished)
                 finished = []
                 flushed_at_s = time.monotonic()
             clock.begin(sequence, position)
             outcomes.append(_outcome(verifier, completion, answer, context))
             clock.stop()
         finished.append([sequence, outcomes])
-    _send(responses, finished)
+    send_message(responses, finished)
 
 
 def _is_open(outcome: float | dict[str, str] | None) -> bool:

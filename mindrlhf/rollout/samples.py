@@ -1,5 +1,6 @@
 """From prompts to scored samples: generation and verification, overlapped."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
-from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
+from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Sample:
     group: int  # index of the prompt among those asked for together
     prompt_ids: np.ndarray  # int32 [prompt]
     response_ids: np.ndarray  # int32 [response], stop token included
-    rollout_logprobs: np.ndarray  # float32 [response]
+    rollout_logprobs: np.ndarray  # float32 [generated tokens]
     finish_reason: str  # "stop" or "length"
     prompt: str
     completion: str
@@ -29,12 +30,21 @@ class Sample:
     rewards: dict[str, float]  # unweighted, by verifier that applies to the prompt
     reward: float  # weighted sum
     failures: dict[str, str]  # verifier -> why it gave no reward of its own
+    is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
+    num_turns: int = 1
+    num_tool_calls: int = 0
+    num_tool_failures: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Response tokens that the model generated."""
+        return len(self.rollout_logprobs)
 
 
 class Sampler:
     """Draws samples from a generator and has them verified while others are still being generated."""
 
-    def __init__(self, generator: Generator, rewards: RewardPool, tokenizer: Tokenizer):
+    def __init__(self, generator: CompletionSource, rewards: RewardPool, tokenizer: Tokenizer):
         self._generator = generator
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -46,6 +56,7 @@ class Sampler:
         sampling: SamplingParams,
         seed_path: Sequence[int],
         chunk_size: int = 0,
+        first_group: int = 0,
     ) -> list[Sample]:
         """Return ``num_samples`` samples of each prompt, ordered by prompt and sample index.
 
@@ -55,10 +66,13 @@ class Sampler:
             sampling: how to sample.
             seed_path: integers, such as run seed and step, that with the prompt's position seed its samples.
             chunk_size: prompts sent to the generator at a time; 0 sends all.
+            first_group: position of the first prompt among all that share the seed path: where groups are numbered from.
         """
         prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
         requests = [
-            GenerationRequest(index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, index))
+            GenerationRequest(
+                index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, first_group + index)
+            )
             for index, record in enumerate(records)
         ]
         completions: dict[int, Completion] = {}
@@ -75,10 +89,13 @@ class Sampler:
         assert len(completions) == len(results) == expected, (
             f"{expected} samples were asked for, {len(completions)} generated, {len(results)} verified"
         )
-        return [
+        samples = [
             _sample(place // num_samples, completions[place], texts[place], prompts, records, results[place])
             for place in range(expected)
         ]
+        if first_group:
+            samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
+        return samples
 
     @staticmethod
     def _reward_input(
@@ -119,6 +136,10 @@ def _sample(
         rewards=result.parts,
         reward=result.total,
         failures=result.failures,
+        is_generated=completion.is_generated,
+        num_turns=completion.num_turns,
+        num_tool_calls=completion.num_tool_calls,
+        num_tool_failures=completion.num_tool_failures,
     )
 
 

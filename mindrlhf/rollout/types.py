@@ -33,25 +33,38 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     num_samples: int
     seed: int
+    max_tokens: int = 0  # 0 leaves it to SamplingParams
+
+    def token_limit(self, sampling: SamplingParams) -> int:
+        """Return the most tokens that one sample may have."""
+        return self.max_tokens or sampling.max_tokens
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample of a request."""
+    """One finished sample of a request; with tools, a whole conversation."""
 
     request_id: int
     sample_index: int
     token_ids: np.ndarray  # int32 [response], stop token included when finish_reason is "stop"
-    logprobs: np.ndarray  # float32 [response], of the sampled (temperature-scaled) policy
+    logprobs: np.ndarray  # float32 [generated tokens], of the sampled (temperature-scaled) policy
     finish_reason: str  # "stop" or "length"
     weights_version: int  # version of the weights that produced it
+    is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None when no tool did
+    num_turns: int = 1
+    num_tool_calls: int = 0
+    num_tool_failures: int = 0  # malformed calls among them
 
 
-class Generator(Protocol):
-    """A source of completions whose weights the trainer replaces between steps."""
+class CompletionSource(Protocol):
+    """Whatever completes prompts."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every completion as it finishes: ``sum(r.num_samples)`` of them, in any order."""
+
+
+class Generator(CompletionSource, Protocol):
+    """A source of completions whose weights the trainer replaces between steps."""
 
     def update_weights(self, version: int) -> None:
         """Load the tensors that the weight board now holds and forget all cached prefixes."""

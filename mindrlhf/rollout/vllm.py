@@ -142,6 +142,7 @@ class VllmGenerator:
             "request_ids": np.array([request.request_id for request in requests], np.int64),
             "num_samples": np.array([request.num_samples for request in requests], np.int32),
             "seeds": np.array([request.seed for request in requests], np.int64),
+            "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
             "prompt_lengths": np.array(lengths, np.int64),
             "prompt_ids": np.fromiter((i for r in requests for i in r.prompt_ids), np.int32, sum(lengths)),
         }
@@ -256,11 +257,12 @@ class VllmGenerator:
         if len({request.request_id for request in requests}) != len(requests):
             raise UserError("two generation requests have the same request_id; number them apart")
         for request in requests:
-            longest = self.options.max_model_len - sampling.max_tokens
+            max_tokens = request.token_limit(sampling)
+            longest = self.options.max_model_len - max_tokens
             if not 0 < len(request.prompt_ids) <= longest:
                 raise UserError(
                     f"prompt of request {request.request_id} has {len(request.prompt_ids)} tokens; max_model_len "
-                    f"{self.options.max_model_len} less max_tokens {sampling.max_tokens} leaves 1 to {longest}"
+                    f"{self.options.max_model_len} less max_tokens {max_tokens} leaves 1 to {longest}"
                 )
 
     def _check_weights(self) -> None:

@@ -26,7 +26,7 @@ class Batch:
     """The rows of one optimiser update, cut into micro-batches that divide evenly among the ranks.
 
     Rank r computes ``micro_batches[r::num_ranks]``. Nothing else depends on the cutting: the loss divides by
-    ``num_tokens``, the response tokens of the whole update.
+    ``num_tokens``, the generated tokens of the whole update.
     """
 
     micro_batches: tuple[PackedRows, ...]
@@ -44,7 +44,7 @@ class Batch:
         return values
 
     def collect(self, shares: Sequence[Mapping[str, np.ndarray]], name: str) -> list[np.ndarray]:
-        """Gather per-position results of all ranks back into one array for each sequence's response.
+        """Gather per-position results of all ranks back into one array for each sequence: of its generated tokens.
 
         Args:
             shares: by rank, ``"<index>.<name>"`` -> [rows, length] for each of its micro-batches.
@@ -52,18 +52,20 @@ class Batch:
         responses = []
         for micro_batch, row, first, last in self.placed:
             rank, index = micro_batch % len(shares), micro_batch // len(shares)
-            responses.append(shares[rank][f"{index}.{name}"][row, first:last])
+            is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
+            responses.append(shares[rank][f"{index}.{name}"][row, first:last][is_generated])
         return responses
 
     def spread(self, responses: Sequence[np.ndarray], name: str, num_ranks: int) -> list[dict[str, np.ndarray]]:
-        """Lay one array per sequence's response out over the rows: the inverse of ``collect``.
+        """Lay one array per sequence, of its generated tokens, out over the rows: the inverse of ``collect``.
 
         Returns:
             By rank, ``"<index>.<name>"`` -> float32 [rows, length] for each of its micro-batches.
         """
         arrays = [np.zeros_like(rows.mask) for rows in self.micro_batches]
         for (micro_batch, row, first, last), values in zip(self.placed, responses, strict=True):
-            arrays[micro_batch][row, first:last] = values
+            is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
+            arrays[micro_batch][row, first:last][is_generated] = values
         return [
             {f"{index}.{name}": array for index, array in enumerate(arrays[rank::num_ranks])}
             for rank in range(num_ranks)
@@ -100,7 +102,7 @@ def batch_of_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], optio
             micro_batches.append(fill_rows(sequences, part, size))
     while len(micro_batches) % options.num_ranks:
         micro_batches.append(padding_rows(micro_batches[-1].mask.shape, tuple(micro_batches[-1].tokens)))
-    num_tokens = sum(len(sequences[item].response_ids) for item in placed)
+    num_tokens = sum(sequences[item].num_generated for item in placed)
     return Batch(tuple(micro_batches), num_tokens, tuple(placed[item] for item in sorted(placed)))
 
 

@@ -18,6 +18,7 @@ from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
 from mindrlhf.observe.trajectory import TrajectoryWriter, digest_weights, sample_parts
+from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record, verifier_names
 from mindrlhf.rollout.types import Generator, SamplingParams
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
@@ -333,11 +334,12 @@ class Trainer:
             measure.rollout_diff_metrics(
                 np.concatenate(rollout_logprobs),
                 np.concatenate(train_logprobs),
-                np.ones(lengths.sum()),
+                np.ones(sum(map(len, rollout_logprobs))),
             ),
             measure.rollout_ratio_metrics(rollout_logprobs, train_logprobs),
             measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows]),
             self._update_metrics(batches, results) if results else {},
+            tool_metrics(samples) if self.config.tools.names else {},
         ]
         timings = self.timer.finish_step()
         if self.config.observe.performance_stats:

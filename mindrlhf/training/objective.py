@@ -64,19 +64,19 @@ class Objective:
 
     def sequences(self, samples: Sequence[Sample]) -> list[TokenSequence]:
         """Return the token sequences of one optimiser update, with all values that no rank has to compute."""
-        lengths = np.array([len(sample.response_ids) for sample in samples])
+        lengths = np.array([sample.num_generated for sample in samples])
         kept = np.ones(len(samples), bool)
         if self._algorithm.overlong_filter:
             kept = complete([sample.finish_reason for sample in samples])
         weights = token_weights(lengths, kept, self._algorithm.aggregation, self._max_length)
         sequences = []
         for sample, weight in zip(samples, weights):
-            values = {"weights": np.full(len(sample.response_ids), weight, np.float32)}
+            values = {"weights": np.full(sample.num_generated, weight, np.float32)}
             if self.is_corrected:
                 values["rollout_logprobs"] = sample.rollout_logprobs
             if self._bypass:
                 values["old_logprobs"] = sample.rollout_logprobs
-            sequences.append(TokenSequence(sample.prompt_ids, sample.response_ids, values))
+            sequences.append(TokenSequence(sample.prompt_ids, sample.response_ids, values, sample.is_generated))
         return sequences
 
     def penalties(
@@ -95,11 +95,11 @@ class Objective:
         baselines: np.ndarray | None = None,
         values: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray]:
-        """Return the advantages of a whole step, float64 [response] for each sample.
+        """Return the advantages of a whole step, float64 [generated tokens] for each sample.
 
         Args:
             samples: of all groups.
-            penalties: float64 [response] each, with KL in the reward.
+            penalties: float64 [generated tokens] each, with KL in the reward.
             baselines: float64 [samples], rewards of the greedy responses.
             values: float64 [response] each, the critic's value before each token.
         """
@@ -117,7 +117,7 @@ class Objective:
         return RewardBatch(
             rewards=self.rewards(samples),
             group_ids=np.array([sample.group for sample in samples]),
-            lengths=np.array([len(sample.response_ids) for sample in samples]),
+            lengths=np.array([sample.num_generated for sample in samples]),
             penalties=penalties,
             baselines=baselines,
             values=values,

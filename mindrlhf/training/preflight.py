@@ -12,6 +12,7 @@ from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import find_spec
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import open_tensors, read_hf_config
 
@@ -38,6 +39,7 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
     _check_layout(config.parallel_config)
     selection = Selection.from_config(config.reward)
     selection.check()
+    check_tools(config.tools.names)
     tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
     selection.check_prompts(prompts.header.verifier_choices, prompts.path)
     held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None

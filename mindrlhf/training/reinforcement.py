@@ -89,6 +89,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.observe.sinks import open_sinks
     from mindrlhf.observe.trajectory import TRAJECTORY_NAME, TrajectoryWriter
     from mindrlhf.rewards.pool import RewardPool
+    from mindrlhf.rollout.conversations import with_tools
     from mindrlhf.rollout.samples import Sampler
     from mindrlhf.training.batch import RowOptions
     from mindrlhf.training.guards import Guards
@@ -117,7 +118,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
         team=team,
         board=board,
         generator=generator,
-        sampler=Sampler(generator, rewards, inputs.tokenizer),
+        sampler=Sampler(with_tools(config.tools, generator, inputs.tokenizer, stack), rewards, inputs.tokenizer),
         prompts=inputs.prompts,
         stream=stream,
         held_out=_held_out(config, inputs),

@@ -117,7 +117,8 @@ class Server:
         start = time.perf_counter()
         ends = np.cumsum(arrays["prompt_lengths"])[:-1]
         prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
-        self._engine.submit(prompts, arrays["num_samples"].tolist(), arrays["seeds"].tolist(), sampling)
+        numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
+        self._engine.submit(prompts, *numbers, sampling)
         while self._engine.num_pending:
             samples = self._engine.step()
             self._stats["num_steps"] += 1

@@ -77,15 +77,18 @@ class VllmEngine:
         prompts: Sequence[Sequence[int]],
         nums_samples: Sequence[int],
         seeds: Sequence[int],
+        max_tokens: Sequence[int],
         sampling: dict[str, Any],
     ) -> None:
         """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache."""
-        for request_index, (prompt, num_samples, seed) in enumerate(zip(prompts, nums_samples, seeds)):
+        requests = zip(prompts, nums_samples, seeds, max_tokens, strict=True)
+        for request_index, (prompt, num_samples, seed, limit) in enumerate(requests):
+            own_sampling = {**sampling, "max_tokens": limit}
             for sample_index in range(num_samples):
                 name = str(self._num_submitted)
                 self._num_submitted += 1
                 self._pending[name] = (request_index, sample_index)
-                self._add(name, list(prompt), stream_key(seed, sample_index), sampling)
+                self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling)
 
     def step(self) -> list[FinishedSample]:
         """Run the model once; return the samples that ended."""

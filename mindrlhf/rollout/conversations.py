@@ -1,0 +1,178 @@
+"""Conversations with tools: a source of completions that runs the calls of a turn and goes on with the answers.
+
+It stands before a generator as a ``CompletionSource`` itself, so whoever draws samples need not know. A trajectory is
+exact by token: each request after the first begins with the very tokens that were generated and inserted before.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.tools.calls import TURN_END, TURN_START, ToolAnswer, ToolCall, answer_turn, parse_calls
+from mindrlhf.tools.pool import ToolPool
+
+if TYPE_CHECKING:
+    from mindrlhf.config.sections import ToolSection
+    from mindrlhf.rollout.samples import Sample
+
+CUT_MARK = " [cut]"
+
+
+@dataclass(frozen=True)
+class ConversationLimits:
+    """Where a conversation ends. Its tokens are bounded by ``SamplingParams.max_tokens``, answers included."""
+
+    max_turns: int  # of the assistant, the last answer included
+    max_calls: int  # of tools, in one conversation; further ones get an error for an answer
+    max_response_tokens: int  # of one tool's answer; the rest is cut off
+
+
+@dataclass
+class _Conversation:
+    """A conversation under way."""
+
+    request: GenerationRequest
+    sample_index: int
+    tokens: list[int] = field(default_factory=list)  # after the prompt
+    is_generated: list[bool] = field(default_factory=list)  # by token
+    logprobs: list[np.ndarray] = field(default_factory=list)  # of generated tokens, by turn
+    num_turns: int = 0
+    num_calls: int = 0
+    num_failures: int = 0
+    weights_version: int = 0
+
+    def add_turn(self, completion: Completion) -> None:
+        self.tokens += completion.token_ids.tolist()
+        self.is_generated += [True] * len(completion.token_ids)
+        self.logprobs.append(completion.logprobs)
+        self.num_turns += 1
+        self.weights_version = completion.weights_version
+
+    def add_answers(self, token_ids: Sequence[int]) -> None:
+        self.tokens += token_ids
+        self.is_generated += [False] * len(token_ids)
+
+    def next_request(self, request_id: int, max_tokens: int) -> GenerationRequest:
+        path = [self.request.seed, self.sample_index, self.num_turns]
+        return GenerationRequest(
+            request_id,
+            (*self.request.prompt_ids, *self.tokens),
+            num_samples=1,
+            seed=int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1,
+            max_tokens=max_tokens,
+        )
+
+    def completion(self, finish_reason: str) -> Completion:
+        return Completion(
+            request_id=self.request.request_id,
+            sample_index=self.sample_index,
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.concatenate(self.logprobs).astype(np.float32, copy=False),
+            finish_reason=finish_reason,
+            weights_version=self.weights_version,
+            is_generated=np.array(self.is_generated, bool),
+            num_turns=self.num_turns,
+            num_tool_calls=self.num_calls,
+            num_tool_failures=self.num_failures,
+        )
+
+
+class Conversations:
+    """Samples conversations: turns come from ``generator``, answers from ``tools``."""
+
+    def __init__(self, generator: CompletionSource, tools: ToolPool, tokenizer: Tokenizer, limits: ConversationLimits):
+        self._generator = generator
+        self._tools = tools
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._is_chat = None not in (tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END))
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yield every conversation as it ends: ``sum(r.num_samples)`` of them, in any order.
+
+        One without calls is the generator's own completion. Where a limit stops a conversation that wanted to go on,
+        the finish reason is "length", and it ends with the turn whose calls were not answered.
+        """
+        waiting: list[tuple[_Conversation, list[Future | ToolAnswer]]] = []
+        originals = {request.request_id: request for request in requests}
+        for completion in self._generator.generate(requests, sampling):
+            conversation = _Conversation(originals[completion.request_id], completion.sample_index)
+            yield from self._take_turn(conversation, completion, waiting)
+        while waiting:
+            # Completions come in any order; requests go out in one.
+            waiting.sort(key=lambda pair: (pair[0].request.request_id, pair[0].sample_index))
+            ongoing: list[_Conversation] = []
+            following: list[GenerationRequest] = []
+            for conversation, answers in waiting:
+                token_ids = self._answer_ids(conversation, answers)
+                limit = conversation.request.token_limit(sampling)
+                room = limit - len(conversation.tokens) - len(token_ids)
+                if room < 1:
+                    yield conversation.completion("length")
+                    continue
+                conversation.add_answers(token_ids)
+                following.append(conversation.next_request(len(ongoing), room))
+                ongoing.append(conversation)
+            waiting = []
+            for completion in self._generator.generate(following, sampling) if following else ():
+                yield from self._take_turn(ongoing[completion.request_id], completion, waiting)
+
+    def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
+        """Add a turn; its calls are started, and else the conversation has ended."""
+        conversation.add_turn(completion)
+        calls = []
+        if completion.finish_reason == "stop":
+            calls = parse_calls(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=False))
+        if not calls:
+            yield conversation.completion(completion.finish_reason)
+        elif conversation.num_turns >= self._limits.max_turns:
+            yield conversation.completion("length")
+        else:
+            waiting.append((conversation, [self._start(conversation, call) for call in calls]))
+
+    def _start(self, conversation: _Conversation, call: ToolCall | ToolAnswer) -> "Future[ToolAnswer] | ToolAnswer":
+        conversation.num_calls += 1
+        if conversation.num_calls > self._limits.max_calls:
+            return ToolAnswer(f"Error: there are {self._limits.max_calls} calls, and all are used", is_failure=True)
+        return call if isinstance(call, ToolAnswer) else self._tools.submit(call)
+
+    def _answer_ids(self, conversation: _Conversation, answers: Sequence["Future | ToolAnswer"]) -> list[int]:
+        texts = []
+        for pending in answers:
+            answer = pending if isinstance(pending, ToolAnswer) else pending.result()
+            conversation.num_failures += answer.is_failure
+            texts.append(self._cut(answer.text.strip("\n")))
+        return self._tokenizer.encode(answer_turn(texts, is_chat=self._is_chat))
+
+    def _cut(self, text: str) -> str:
+        limit = self._limits.max_response_tokens
+        token_ids = self._tokenizer.encode(text)
+        if len(token_ids) <= limit:
+            return text
+        return self._tokenizer.decode(token_ids[:limit], skip_special_tokens=False) + CUT_MARK
+
+
+def with_tools(
+    tools: "ToolSection", generator: CompletionSource, tokenizer: Tokenizer, stack: contextlib.ExitStack
+) -> CompletionSource:
+    """Return the generator, with the tools of a config's section before it if there are any; ``stack`` ends them."""
+    if not tools.names:
+        return generator
+    limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
+    return Conversations(generator, stack.enter_context(ToolPool.from_config(tools)), tokenizer, limits)
+
+
+def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
+    """Return ``tools/calls``, ``tools/failures``, ``tools/tokens`` (of answers), summed, and ``turns/mean``."""
+    return {
+        "tools/calls": float(sum(sample.num_tool_calls for sample in samples)),
+        "tools/failures": float(sum(sample.num_tool_failures for sample in samples)),
+        "tools/tokens": float(sum(len(sample.response_ids) - sample.num_generated for sample in samples)),
+        "turns/mean": float(np.mean([sample.num_turns for sample in samples])),
+    }

@@ -1,0 +1,92 @@
+"""Tool calls in the Hermes format of Qwen: calls out of a turn's text, answers and descriptions into text.
+
+An assistant's turn calls with ``<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>``, any number of times.
+The answers come back in one user turn, each as ``<tool_response>\\n...\\n</tool_response>``. Source: the chat template
+of Qwen2.5 (tokenizer_config.json), which follows https://github.com/NousResearch/Hermes-Function-Calling.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+ANSWER_START, ANSWER_END = "<tool_response>", "</tool_response>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+# What a tool returns is text, never structure: these and all names of special tokens in it are broken up.
+_MARKUP = re.compile(r"<(?=\|[^|<>\s]{1,64}\|>|/?tool_(?:call|response)>)")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of the tool ``name``."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What a tool answered, or why it did not."""
+
+    text: str
+    is_failure: bool = False
+
+
+def parse_calls(text: str) -> list[ToolCall | ToolAnswer]:
+    """Return the calls of an assistant's turn in their order; a malformed one is the answer that the model gets."""
+    calls: list[ToolCall | ToolAnswer] = []
+    for piece in text.split(CALL_START)[1:]:
+        content, end, _ = piece.partition(CALL_END)
+        calls.append(_parse_call(content) if end else _failure(f"the call has no {CALL_END}"))
+    return calls
+
+
+def _parse_call(content: str) -> ToolCall | ToolAnswer:
+    try:
+        call = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        # Deep nesting is no JSON that a tool needs, and Python's parser gives up on it.
+        return _failure(f"the call is not valid JSON ({error})")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return _failure('a call is a JSON object with a "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return _failure('"arguments" must be a JSON object')
+    return ToolCall(call["name"], arguments)
+
+
+def _failure(reason: str) -> ToolAnswer:
+    return ToolAnswer(f"Error: {reason}", is_failure=True)
+
+
+def answer_turn(texts: Iterable[str], *, is_chat: bool) -> str:
+    """Return the text between a turn with calls and the next turn.
+
+    Args:
+        texts: answers, in the order of the calls.
+        is_chat: the tokenizer has Qwen's turn markers; without them the answers stand on lines of their own.
+    """
+    answers = "\n".join(f"{ANSWER_START}\n{_MARKUP.sub('< ', text)}\n{ANSWER_END}" for text in texts)
+    if not is_chat:
+        return f"\n{answers}\n"
+    return f"\n{TURN_START}user\n{answers}{TURN_END}\n{TURN_START}assistant\n"
+
+
+def system_prompt(descriptions: Sequence[Mapping[str, Any]], instructions: str = "You are a helpful assistant.") -> str:
+    """Return the content of the system turn that Qwen2.5's chat template makes of these tools.
+
+    Args:
+        descriptions: JSON schema of each function, see :func:`mindrlhf.tools.registry.describe`.
+        instructions: what the system turn says first.
+    """
+    listed = "".join(f"\n{json.dumps(description, ensure_ascii=False)}" for description in descriptions)
+    return (
+        f"{instructions}\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        f"{CALL_START}{CALL_END} XML tags:\n{CALL_START}\n"
+        f'{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
+    )
