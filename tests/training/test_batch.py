@@ -122,3 +122,37 @@ def test_rows_of_every_length_make_micro_batches_of_their_own():
 def test_a_sequence_longer_than_the_rows_is_an_error():
     with pytest.raises(ValueError, match="sequence 0 has 20 tokens"):
         make_batch(make_sequences([(10, 10)]), RowOptions((16,), 1, 1, True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), shapes=shape_lists, first=options, second=options)
+def test_tokens_of_tools_carry_nothing_however_a_batch_is_cut(data, shapes, first, second):
+    """Mask and values of every token of every sequence, found again by its id, are the same under any cutting."""
+    sequences, expected = [], {}
+    for plain in make_sequences(shapes):
+        count = len(plain.response_ids)
+        # A response begins with a token of the model.
+        chosen = np.array([True, *data.draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1))])
+        values = np.arange(1, chosen.sum() + 1, dtype=np.float32)
+        sequences.append(TokenSequence(plain.prompt_ids, plain.response_ids, {"logprobs": values}, chosen))
+        expected |= dict(zip(plain.response_ids[chosen].tolist(), values.tolist()))
+    for cut in (first, second):
+        batch = make_batch(sequences, cut)
+        assert batch.num_tokens == len(expected)
+        found, num_tokens = {}, 0
+        for rows in batch.micro_batches:
+            assert not rows.tokens["logprobs"][rows.mask == 0].any()
+            found |= dict(zip(rows.labels[rows.mask > 0].tolist(), rows.tokens["logprobs"][rows.mask > 0].tolist()))
+            num_tokens += int((rows.segment_ids > 0).sum())
+        assert found == expected
+        assert num_tokens == sum(sequence.num_tokens for sequence in sequences), "tools' tokens are still read"
+        shares = [
+            {f"{i}.labels": rows.labels for i, rows in enumerate(batch.micro_batches[rank :: cut.num_ranks])}
+            for rank in range(cut.num_ranks)
+        ]
+        collected = batch.collect(shares, "labels")
+        assert [part.tolist() for part in collected] == [s.response_ids[s.is_generated].tolist() for s in sequences]
+        spread = batch.spread([part + 0.5 for part in collected], "x", cut.num_ranks)
+        for micro_batch, rows in enumerate(batch.micro_batches):
+            array = spread[micro_batch % cut.num_ranks][f"{micro_batch // cut.num_ranks}.x"]
+            np.testing.assert_array_equal(array, np.where(rows.mask > 0, rows.labels + 0.5, 0))
