@@ -113,7 +113,9 @@ def _reported_metrics() -> set[str]:
         measure.packing_metrics([1], [8]),
     )
     loop = (ROOT / "mindrlhf" / "training" / "loop.py").read_text(encoding="utf-8")
-    timings = {f"timing/{stage}": 1.0 for stage in re.findall(r'stage\("(\w+)"\)', loop)} | {"timing/all": 1.0}
+    drawing = (ROOT / "mindrlhf" / "training" / "drawing.py").read_text(encoding="utf-8")
+    stages = re.findall(r'stage\("(\w+)"\)', loop + drawing)
+    timings = {f"timing/{stage}": 1.0 for stage in stages} | {"timing/all": 1.0}
     rates = throughput(
         timings, mean_prompt_length=1, mean_response_length=1, num_prompts=1, num_samples=1, world_size=1
     )
@@ -122,6 +124,8 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
     guards = (ROOT / "mindrlhf" / "training" / "guards.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"(guard/\w+)"', guards))
+    sampling = (ROOT / "mindrlhf" / "training" / "dynamic_sampling.py").read_text(encoding="utf-8")
+    others |= set(re.findall(r'"(samples/\w+)"', sampling))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
     others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}

@@ -20,6 +20,7 @@ def check_algorithm(config: "GrpoConfig", given: frozenset[str]) -> None:
     _check_kl(config.algorithm)
     _check_reference(config.algorithm, given)
     _check_levels(config.algorithm)
+    _check_dynamic_sampling(config.algorithm)
     _check_correction(config)
     _check_unread(config, given)
 
@@ -87,6 +88,21 @@ def _check_levels(algorithm: "AlgorithmSection") -> None:
         )
 
 
+def _check_dynamic_sampling(algorithm: "AlgorithmSection") -> None:
+    if not algorithm.dynamic_sampling:
+        return
+    if "group" not in advantages.find(algorithm.advantage).NEEDS:
+        raise UserError(
+            f"'algorithm.dynamic_sampling' drops groups whose samples all earned the same, but the advantages of "
+            f"{algorithm.advantage} learn from those too: set it to false, or advantage to grpo"
+        )
+    if policy_losses.traits(algorithm.loss).ratio == "none":
+        raise UserError(
+            f"'algorithm.dynamic_sampling' leaves samples over for the next step, but the loss {algorithm.loss} has no "
+            "ratio that would account for the update in between: set it to false, or loss to ppo_clip"
+        )
+
+
 def _check_correction(config: "GrpoConfig") -> None:
     algorithm, correction = config.algorithm, config.correction
     ratio = policy_losses.traits(algorithm.loss).ratio
@@ -127,6 +143,8 @@ def _check_unread(config: "GrpoConfig", given: frozenset[str]) -> None:
         unread |= {f"algorithm.{name}": "algorithm.beta above 0, not 0" for name in ("kl_in", "kl_estimator")}
     if algorithm.kl_target is None:
         unread["algorithm.kl_gain"] = "an algorithm.kl_target, and there is none"
+    if not algorithm.dynamic_sampling:
+        unread["algorithm.max_oversampling"] = "algorithm.dynamic_sampling true, not false"
     if algorithm.overlong_buffer == 0:
         unread["algorithm.overlong_penalty"] = "an algorithm.overlong_buffer above 0, not 0"
     if correction_weight(config) == "none":

@@ -16,7 +16,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Liu et al. 2025 (arXiv:2503.20783)
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "sequence_sum", "clip_high": 0.2},
     # Yu et al. 2025 (arXiv:2503.14476), section 4.1
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "overlong_buffer": 0.2, "overlong_filter": True},
+    "dapo": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dynamic_sampling": True,
+        "overlong_buffer": 0.2,
+        "overlong_filter": True,
+    },
     # Zheng et al. 2025 (arXiv:2507.18071), section 5.1
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
     # MiniMax-M1 (arXiv:2506.13585), section 3.1
@@ -68,6 +74,12 @@ def correction_weight(config: "GrpoConfig") -> str:
     if same or config.correction.bypass:
         return "none"
     return "sequence" if traits(config.algorithm.loss).ratio == "sequence" else "token"
+
+
+def is_on_policy(config: "GrpoConfig") -> bool:
+    """Return whether the only update of a step is made with the weights that drew all of its samples."""
+    is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
+    return is_single_update and not config.algorithm.dynamic_sampling
 
 
 def is_corrected(config: "GrpoConfig") -> bool:

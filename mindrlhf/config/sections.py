@@ -171,6 +171,13 @@ class AlgorithmSection:
     )
     kl_gain: float = key(0.1, "how fast beta follows `kl_target`", minimum=0, maximum=1)
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
+    dynamic_sampling: bool = key(
+        False,
+        "draw prompts until each group of a step has rewards that differ; what is left over is used in the next step",
+    )
+    max_oversampling: int = key(
+        10, "a step with `dynamic_sampling` draws at most this many times its number of prompts", minimum=1
+    )
     overlong_buffer: float = key(
         0.0,
         "last share of `rollout.max_response_length` in which longer responses lose reward, up to `overlong_penalty`; "

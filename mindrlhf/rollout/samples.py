@@ -66,7 +66,7 @@ class Sampler:
             sampling: how to sample.
             seed_path: integers, such as run seed and step, that with the prompt's position seed its samples.
             chunk_size: prompts sent to the generator at a time; 0 sends all.
-            first_group: position of the first prompt among all that share the seed path: where groups are numbered from.
+            first_group: position of the first prompt among all that share the seed path; groups are numbered from it.
         """
         prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
         requests = [

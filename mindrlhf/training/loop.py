@@ -1,6 +1,5 @@
 """The reinforcement learning loop, as the lead rank runs it: sample, score, update, publish, report."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 from mindrlhf import heartbeat
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptFile, PromptRecord
+from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe import metrics as measure
@@ -20,9 +19,11 @@ from mindrlhf.observe.timing import StageTimer, throughput
 from mindrlhf.observe.trajectory import TrajectoryWriter, digest_weights, sample_parts
 from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record, verifier_names
-from mindrlhf.rollout.types import Generator, SamplingParams
+from mindrlhf.rollout.types import Generator
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.drawing import Drawing
+from mindrlhf.training.dynamic_sampling import SampleLedger, StepSamples, from_carried, to_carried
 from mindrlhf.training.guards import Guards, StepRecord
 from mindrlhf.training.objective import Objective
 from mindrlhf.training.save_requests import StopRequested
@@ -30,8 +31,6 @@ from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.training.value_function import ValueFunction, value_metrics
 from mindrlhf.weights.board import WeightBoard
-
-MAX_RECORDS_IN_MEMORY = 10_000
 
 Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
 
@@ -71,13 +70,15 @@ class Trainer:
         self._weights = ""  # digest of the published weights
         needs_values = self.objective.needs_values
         self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if needs_values else None
-        self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
-        self.sampling = SamplingParams(
-            max_tokens=config.rollout.max_response_length,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            stop_token_ids=parts.stop_token_ids,
+        self.ledger = SampleLedger(progress.algorithm_state.get("samples"))
+        self._drawing = Drawing(
+            config,
+            parts.prompts,
+            parts.stream,
+            parts.sampler,
+            parts.stop_token_ids,
+            self.timer,
+            parts.checkpoints.interruptible,
         )
 
     @property
@@ -101,8 +102,7 @@ class Trainer:
             rows_per_micro_batch=rows.rows_per_micro_batch,
             graphs=graphs,
         )
-        if len(self.parts.prompts) <= MAX_RECORDS_IN_MEMORY:
-            self._records = self.parts.prompts.read(range(len(self.parts.prompts)))
+        self._drawing.read_small_file()
 
     def run(self) -> bool:
         """Train to the last step, evaluating, reporting and saving on the way.
@@ -161,11 +161,9 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics."""
         index = self.progress.step
-        with self.timer.stage("data"):
-            records = self._next_records()
-        with self.timer.stage("rollout"), self.parts.checkpoints.interruptible():
-            samples = self._sample(records, index)
-            greedy = self._sample_greedy(records, index) if self.objective.needs_greedy else []
+        carried = from_carried(self.progress.carried)
+        step_samples, greedy = self._drawing.draw(index, carried, needs_greedy=self.objective.needs_greedy)
+        samples = step_samples.used
         self.parts.generator.sleep()
         with self.timer.stage("pack"):
             batches = self._batches(samples)
@@ -173,9 +171,10 @@ class Trainer:
             self._distribute(batches)
         trains_actor = index >= self.num_critic_steps
         old, reference = self._logprobs(batches, needs_old=not trains_actor)
+        old_logprobs = self._old_logprobs(step_samples, batches, old)
         values = self.critic.values(batches) if self.critic else None
         with self.timer.stage("pack"):
-            extra = self._send_advantages(samples, greedy, batches, old, reference, values)
+            extra = self._send_advantages(samples, greedy, batches, old_logprobs, reference, values)
         if self.critic:
             extra |= self.critic.update(batches, index)
         results = self._update(batches, index) if trains_actor else []
@@ -185,7 +184,8 @@ class Trainer:
         self.progress.step += 1
         self._write_samples(samples)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        metrics = self._metrics(records, samples, batches, old or results, results) | extra
+        metrics = self._metrics(step_samples, batches, old or results, results) | extra
+        metrics |= self._account(step_samples)
         metrics |= self.parts.guards.review(record, metrics["rollout_diff/mean_abs"])
         self.progress.algorithm_state["guards"] = self.parts.guards.state()
         course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
@@ -194,29 +194,6 @@ class Trainer:
             self.objective.kl.update(metrics["kl"])
             self.progress.algorithm_state["kl"] = self.objective.kl.state()
         return metrics
-
-    def _next_records(self) -> list[PromptRecord]:
-        training = self.config.training
-        indices = self.parts.stream.next(training.chunk_size * training.num_rollouts)
-        if self._records:
-            return [self._records[index] for index in indices]
-        return self.parts.prompts.read(indices)
-
-    def _sample(self, records: Sequence[PromptRecord], index: int) -> list[Sample]:
-        return self.parts.sampler.draw(
-            records,
-            self.config.algorithm.num_generations,
-            self.sampling,
-            (self.config.run.seed, index),
-            chunk_size=self.config.training.chunk_size,
-        )
-
-    def _sample_greedy(self, records: Sequence[PromptRecord], index: int) -> list[Sample]:
-        """Return the likeliest response to each prompt."""
-        sampling = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return self.parts.sampler.draw(
-            records, 1, sampling, (self.config.run.seed, index), chunk_size=self.config.training.chunk_size
-        )
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """Cut the samples into one batch per optimiser update of a pass."""
@@ -250,12 +227,28 @@ class Trainer:
                 ]
         return old, reference
 
+    def _old_logprobs(
+        self, step_samples: StepSamples, batches: Sequence[Batch], old: Sequence[Results]
+    ) -> list[np.ndarray]:
+        """Return the log-probabilities under the policy that drew each sample, as the loss takes them.
+
+        Those of stale samples are the generator's, since the weights that drew them are gone; the ranks are told.
+        """
+        rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.used]
+        if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
+            return rollout_logprobs
+        num_stale = step_samples.num_stale
+        logprobs = rollout_logprobs[:num_stale] + _collect(batches, old)[num_stale:]
+        if num_stale:
+            self._send_tokens("old_logprobs", logprobs, batches)
+        return logprobs
+
     def _send_advantages(
         self,
         samples: Sequence[Sample],
         greedy: Sequence[Sample],
         batches: Sequence[Batch],
-        old: Sequence[Results],
+        old_logprobs: Sequence[np.ndarray],
         reference: Sequence[Results],
         values: Sequence[np.ndarray] | None,
     ) -> dict[str, float]:
@@ -263,9 +256,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         penalties = baselines = None
         if self.objective.kl_in_reward:
-            # With correction.bypass the generator's log-probabilities are the old ones.
-            before = _collect(batches, old) if old else [sample.rollout_logprobs for sample in samples]
-            penalties, metrics["kl"] = self.objective.penalties(before, _collect(batches, reference))
+            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, _collect(batches, reference))
         if self.objective.needs_greedy:
             baselines = np.array([greedy[sample.group].reward for sample in samples])
             metrics["reward/greedy"] = float(baselines.mean())
@@ -310,16 +301,17 @@ class Trainer:
 
     def _metrics(
         self,
-        records: Sequence[PromptRecord],
-        samples: Sequence[Sample],
+        step_samples: StepSamples,
         batches: Sequence[Batch],
         old: Sequence[Results],
         results: Sequence[Results],
     ) -> dict[str, float]:
+        samples = step_samples.drawn
         lengths = np.array([len(sample.response_ids) for sample in samples])
         prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
-        rollout_logprobs = [sample.rollout_logprobs for sample in samples]
-        train_logprobs = _collect(batches, old)
+        # Stale samples differ by the update since they were drawn as well.
+        rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.fresh]
+        train_logprobs = _collect(batches, old)[step_samples.num_stale :]
         rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.segment_ids]
         parts = [
             measure.reward_metrics(
@@ -344,17 +336,31 @@ class Trainer:
         timings = self.timer.finish_step()
         if self.config.observe.performance_stats:
             parts.append(timings)
-            parts.append(
-                throughput(
-                    timings,
-                    mean_prompt_length=float(prompt_lengths.mean()),
-                    mean_response_length=float(lengths.mean()),
-                    num_prompts=len(records),
-                    num_samples=self.config.algorithm.num_generations,
-                    world_size=self.parts.team.world_size,
-                )
-            )
+            parts.append(self._throughput(timings, step_samples))
         return measure.combine_metrics(*parts)
+
+    def _throughput(self, timings: dict[str, float], step_samples: StepSamples) -> dict[str, float]:
+        """Return the rates of the step: the rollout's of the samples it drew, the others of those that were used."""
+        rates = {}
+        for stages, samples in ((("rollout",), step_samples.drawn), (("all", "update"), step_samples.used)):
+            rates |= throughput(
+                {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},
+                mean_prompt_length=float(np.mean([len(sample.prompt_ids) for sample in samples])),
+                mean_response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
+                num_prompts=len(samples) // self.config.algorithm.num_generations,
+                num_samples=self.config.algorithm.num_generations,
+                world_size=self.parts.team.world_size,
+            )
+        return rates
+
+    def _account(self, step_samples: StepSamples) -> dict[str, float]:
+        """Keep what is left over for the next step, and return where the samples of this one went."""
+        if not self.config.algorithm.dynamic_sampling:
+            return {}
+        metrics = self.ledger.add(step_samples)
+        self.progress.carried = to_carried(step_samples.carried)
+        self.progress.algorithm_state["samples"] = self.ledger.state()
+        return metrics
 
     def _update_metrics(self, batches: Sequence[Batch], results: Sequence[Results]) -> dict[str, float]:
         """Return the training scalars: means over the updates of the step."""

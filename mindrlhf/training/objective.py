@@ -9,7 +9,7 @@ from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
 from mindrlhf.algorithms.overlong import complete, soft_punishment
-from mindrlhf.config.presets import is_corrected
+from mindrlhf.config.presets import is_corrected, is_on_policy
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample
@@ -29,9 +29,8 @@ class Objective:
         self.is_corrected = is_corrected(config)
         self._estimator = advantages.find(config.algorithm.advantage)
         self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target, config.algorithm.kl_gain)
-        updates_per_step = config.training.num_minibatches * config.training.num_iterations
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        self.needs_old_logprobs = not self._bypass and (updates_per_step > 1 or self.kl_in_reward)
+        self.needs_old_logprobs = not self._bypass and (not is_on_policy(config) or self.kl_in_reward)
 
     @property
     def needs_reference(self) -> bool:

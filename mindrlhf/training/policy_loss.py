@@ -3,19 +3,18 @@
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.algorithms.corrections import RolloutCorrection
 from mindrlhf.algorithms.losses import PolicyLoss
-from mindrlhf.config.presets import correction_weight, is_corrected
+from mindrlhf.config.presets import correction_weight, is_corrected, is_on_policy
 from mindrlhf.config.schema import GrpoConfig
 
 
 def build_policy_loss(config: GrpoConfig, policy) -> PolicyLoss:
     """Return the loss of a run over ``policy``, a :class:`mindrlhf.algorithms.logprobs.PolicyLogProbs`."""
-    algorithm, training = config.algorithm, config.training
+    algorithm = config.algorithm
     options = {name: getattr(algorithm, name) for name in policy_losses.traits(algorithm.loss).options}
-    is_single_update = training.num_minibatches * training.num_iterations == 1
     return PolicyLoss(
         policy,
         policy_losses.surrogate(algorithm.loss, **options),
-        on_policy=is_single_update and not config.correction.bypass,
+        on_policy=is_on_policy(config) and not config.correction.bypass,
         kl_estimator=algorithm.kl_estimator if algorithm.beta > 0 and algorithm.kl_in == "loss" else "",
         kl_unbiased=algorithm.kl_unbiased,
         entropy_coefficient=algorithm.entropy_coefficient,

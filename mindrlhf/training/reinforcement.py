@@ -105,7 +105,9 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     board = stack.enter_context(actor.create_board())
     team.call("attach_board", path=board.path)
     generator.use_board(board.path)
-    stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, training.epochs)
+    # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
+    num_epochs = None if config.algorithm.dynamic_sampling else training.epochs
+    stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
     requests = SaveRequests()
     checkpoints = RunCheckpoints(config, team, stream, requests)
     stack.callback(checkpoints.close)

@@ -117,6 +117,21 @@ RULES = {
         ["'algorithm.overlong_penalty' is set", "an algorithm.overlong_buffer above 0"],
         ["algorithm.overlong_buffer=0.1"],
     ),
+    "dynamic sampling of advantages that learn from equal rewards": (
+        ["algorithm.name=dapo", "algorithm.advantage=reinforce_pp"],
+        ["'algorithm.dynamic_sampling'", "reinforce_pp learn from those too", "set it to false"],
+        ["algorithm.dynamic_sampling=false"],
+    ),
+    "dynamic sampling without a ratio": (
+        ["algorithm.dynamic_sampling=true", "algorithm.loss=reinforce"],
+        ["'algorithm.dynamic_sampling'", "the loss reinforce has no ratio", "loss to ppo_clip"],
+        ["algorithm.loss=ppo_clip"],
+    ),
+    "a bound of no sampling": (
+        ["algorithm.max_oversampling=3"],
+        ["'algorithm.max_oversampling' is set", "algorithm.dynamic_sampling true"],
+        ["algorithm.dynamic_sampling=true"],
+    ),
     "a gain without a target": (
         ["algorithm.kl_gain=0.5", "algorithm.beta=0.1"],
         ["'algorithm.kl_gain' is set", "an algorithm.kl_target"],
