@@ -194,6 +194,54 @@ def test_a_tensor_that_is_missing_or_of_another_shape(config, inputs_dir, tmp_pa
     assert_refused(changed(config, "model", path=str(broken)), "mlp", "48")
 
 
+@pytest.fixture
+def ppo_config(config):
+    config = changed(config, "algorithm", name="ppo", advantage="gae")
+    return changed(config, "critic", path=config.model.path)
+
+
+def test_a_critic_may_be_a_language_model_or_a_reward_model_of_any_size(ppo_config, inputs_dir, tmp_path):
+    assert check_grpo_inputs(ppo_config).num_steps == 8
+    assert check_grpo_inputs(changed(ppo_config, "critic", path=str(inputs_dir / "wide"))).num_steps == 8
+    reward_model = json.loads((inputs_dir / "wide" / "config.json").read_text())
+    reward_model |= {"architectures": ["Qwen2ForSequenceClassification"], "tie_word_embeddings": False}
+    export_hf(random_hf_weights(reward_model, 0), reward_model, tmp_path / "reward")
+    for file in (inputs_dir / "tokenizer").iterdir():
+        (tmp_path / "reward" / file.name).write_bytes(file.read_bytes())
+    assert check_grpo_inputs(changed(ppo_config, "critic", path=str(tmp_path / "reward"))).num_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"path": "nowhere"}, ["nowhere"]),
+        ({"path": "{}/small_vocabulary"}, ["512", "500", "small_vocabulary"]),
+        ({"path": "{}/bare"}, ["bare"]),
+        ({"warmup_steps": 8}, ["'critic.warmup_steps' is 8", "8 steps", "never trained", "lower it"]),
+    ],
+)
+def test_mistakes_of_the_critic_are_named(ppo_config, inputs_dir, values, words):
+    values = {name: v.format(inputs_dir) if isinstance(v, str) else v for name, v in values.items()}
+    assert_refused(changed(ppo_config, "critic", **values), *words)
+
+
+def test_a_critic_of_another_vocabulary(ppo_config, inputs_dir, tmp_path):
+    """It has as many tokens, but they are others."""
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for directory in ("wide", "tokenizer"):
+        for file in (inputs_dir / directory).iterdir():
+            (foreign / file.name).write_bytes(file.read_bytes())
+    assert check_grpo_inputs(changed(ppo_config, "critic", path=str(foreign)))
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokens = tokenizer["model"]["vocab"]
+    first, second, *_ = [token for token in tokens if len(token) == 1 and token.isalpha()]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused = changed(ppo_config, "critic", path=str(foreign))
+    assert_refused(refused, "'critic.path' is", "another vocabulary", "data.tokenizer_dir")
+
+
 def test_random_weights_need_no_file(config, inputs_dir):
     config = changed(config, "model", path=str(inputs_dir / "bare"), random_init=True)
     assert check_grpo_inputs(config).num_steps == 8
