@@ -14,6 +14,7 @@ COMMANDS = (
     "train",
     "eval",
     "rewards",
+    "tools",
     "report",
     "diff",
     "replay",

@@ -126,6 +126,8 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"(guard/\w+)"', guards))
     sampling = (ROOT / "mindrlhf" / "training" / "dynamic_sampling.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"(samples/\w+)"', sampling))
+    tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
+    others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
     others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}

@@ -1,5 +1,7 @@
 """The host's part of the algorithm over scored samples, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -93,3 +95,27 @@ def test_rollout_logprobs_go_where_they_are_read():
         for sequence, drawn in zip(each.sequences(SAMPLES), SAMPLES, strict=True):
             assert sequence.values.keys() == {"weights", name}
             np.testing.assert_array_equal(sequence.values[name], drawn.rollout_logprobs)
+
+
+def test_tokens_of_tools_count_for_nothing_but_the_length_of_the_response():
+    """A response of 9 tokens, 5 of them a tool's, is trained like one of 4, and is as overlong as one of 9."""
+    options = {"aggregation": "sequence_mean", "advantage": "reinforce_pp", "overlong_buffer": 0.5}
+    plain = [sample(1.0, 4), sample(0.0, 3)]
+    long = sample(1.0, 9)
+    chosen = np.array([1, 1, 0, 0, 0, 1, 0, 0, 1], bool)
+    with_tools = [
+        dataclasses.replace(long, rollout_logprobs=plain[0].rollout_logprobs, is_generated=chosen, num_turns=3),
+        plain[1],
+    ]
+    penalised = objective(**options)
+    np.testing.assert_allclose(penalised.rewards(with_tools), [1.0 - 4 / 5, 0.0])
+    assert penalised.rewards(plain).tolist() == [1.0, 0.0]
+    unpenalised = objective({"weight": "token"}, **options | {"overlong_buffer": 0.0})
+    for got, expected in zip(unpenalised.advantages(with_tools), unpenalised.advantages(plain), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    first, second = zip(unpenalised.sequences(with_tools), unpenalised.sequences(plain))
+    for got, expected in (first, second):
+        assert got.values.keys() == expected.values.keys() == {"weights", "rollout_logprobs"}
+        for name, values in expected.values.items():
+            np.testing.assert_array_equal(got.values[name], values)
+    assert first[0].is_generated is chosen and first[0].num_generated == 4 and first[0].num_tokens == 10
