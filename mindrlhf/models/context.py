@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 
 from mindrlhf.errors import UserError
@@ -28,6 +29,9 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     os.environ.setdefault("LOG_MF_PATH", os.fspath(log_dir))
     # The logger is named after its directory; a filter set before the import also silences the import.
     logging.getLogger(f"mindformers{os.path.expanduser(os.environ['LOG_MF_PATH'])}").addFilter(_only_errors)
+    # The command's script of an editable install sets this, and pkg_resources, which MindFormers' dependencies import,
+    # then looks for extras under names that their packages have since spelled differently.
+    vars(sys.modules["__main__"]).pop("__requires__", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import mindformers
