@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindrlhf.errors import RunFailure, UserError
@@ -108,7 +108,8 @@ class CompileReport:
         stage: its pipeline stage.
         num_layers: layers compiled, over all stages.
         parameters: this stage's parameters, optimiser state and accumulators.
-        collectives: collectives of the compiled graph.
+        collectives: collectives of the compiled graph; None when they were not read (``plan_memory``, or a graph
+            of over 2 GB).
         seconds: wall time of the compilation.
         peak_rss_bytes: peak memory of the compiling process.
         planned_memory_bytes: device memory MindSpore planned for the step, a lower bound (workspaces of CANN
@@ -120,7 +121,7 @@ class CompileReport:
     stage: int
     num_layers: int
     parameters: tuple[CompiledParameter, ...]
-    collectives: tuple[Collective, ...] = field(default=())
+    collectives: tuple[Collective, ...] | None = None
     seconds: float = 0.0
     peak_rss_bytes: int = 0
     planned_memory_bytes: int = 0
@@ -204,9 +205,10 @@ def _read_report(directory: Path, index: int, request: CompileRequest) -> Compil
         CompiledParameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
         for item in values["parameters"]
     )
-    values["collectives"] = tuple(
-        Collective(**{**item, "group_ranks": tuple(item["group_ranks"])}) for item in values["collectives"]
-    )
+    if values["collectives"] is not None:
+        values["collectives"] = tuple(
+            Collective(**{**item, "group_ranks": tuple(item["group_ranks"])}) for item in values["collectives"]
+        )
     return CompileReport(**values)
 
 

@@ -88,13 +88,15 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
 
     from mindrlhf.parallel.compile_graph import compile_graph, plan_memory, read_shards, write_graph
 
-    planned_memory_bytes, collectives = 0, ()
+    planned_memory_bytes, collectives = 0, None
     if request.plan_memory:
         planned_memory_bytes = plan_memory(step, inputs)
     else:
         graph = compile_graph(step, inputs)
-        collectives = read_collectives(graph, world_size)
+        if graph is not None:
+            collectives = read_collectives(graph, world_size)
         if request.mindir_file:
+            assert graph is not None, "the graph's message is larger than 2 GB: compile fewer layers"
             write_graph(graph, request.mindir_file)
     return CompileReport(
         rank=request.rank,

@@ -10,14 +10,21 @@ from mindspore.train.mind_ir_pb2 import ModelProto
 from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
 
-def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> ModelProto:
+def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> ModelProto | None:
     """Compile up to the sliced graph with its collectives, and return it, without the parameters' data.
 
-    This is what `mindspore.export` does first; the rest of it would write every parameter.
+    This is what `mindspore.export` does first; the rest of it would write every parameter. None when the graph's
+    message passes protobuf's limit of 2 GB, as that of the largest models does: it is compiled all the same.
     """
     graph_id, _ = _cell_graph_executor.compile(step, *inputs, phase="export.mindir", do_convert=False)
     model = ModelProto()
-    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir"))
+    try:
+        message = _cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir")
+    except RuntimeError as error:
+        if "Export MINDIR format model failed" in str(error):
+            return None
+        raise
+    model.ParseFromString(message)
     return model
 
 

@@ -58,8 +58,9 @@ def compile_strategy(
             for stage, request in requests.items()
         ]
         on_progress(
-            f"compiling {requests[0].num_layers} of {dims.num_layers} layers for rank "
-            f"{', '.join(str(request.rank) for request in requests)} of {layout.world_size}, one of each distinct "
+            f"compiling {requests[0].num_layers} of {dims.num_layers} layers and "
+            f"{requests[0].parallel['micro_batch_num']} of {config.parallel_config.micro_batch_num} micro-batches for "
+            f"rank {', '.join(str(request.rank) for request in requests)} of {layout.world_size}, one of each distinct "
             "pipeline stage"
         )
         # One after the other: each takes up to a few GB.
@@ -86,7 +87,10 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
         hf_config = shorten(hf_config, num_layers)
     if layers_per_stage != ALL_LAYERS:
         stages = sorted({0, min(1, layout.pipeline_stage - 1), layout.pipeline_stage - 1})
-    parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": layout.data_parallel}
+    parallel = dataclasses.asdict(config.parallel_config) | {
+        "data_parallel": layout.data_parallel,
+        "micro_batch_num": num_compiled_pieces(config, layout, layers_per_stage),
+    }
     return {
         stage: CompileRequest(
             hf_config=hf_config,
@@ -102,6 +106,15 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
         )
         for stage in stages
     }
+
+
+def num_compiled_pieces(config: GrpoConfig, layout: Layout, layers_per_stage: int) -> int:
+    """Micro-batches of the compiled pipeline: no more than fill it, unless everything is compiled.
+
+    They are unrolled in the graph, whose size is limited to 2 GB, and change nothing about the layouts.
+    """
+    number = config.parallel_config.micro_batch_num
+    return number if layers_per_stage == ALL_LAYERS else min(number, layout.pipeline_stage)
 
 
 def shorten(hf_config: dict, num_layers: int) -> dict:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+# A file that asks for more is damaged; lists as long as the number of ranks are made from what it says.
+MAX_RANKS = 1 << 20
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
@@ -117,6 +120,35 @@ class ParameterLayout:
             start = slices[0].start + repeat % self.optimizer_shard_size * width
             slices[0] = slice(start, start + width)
         return tuple(slices)
+
+
+def check_layout(layout: ParameterLayout) -> None:
+    """Check a layout that was read from a file: whether its parts are of the right types and cut the shape evenly.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    name, matrix = layout.name, layout.device_matrix
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in layout.tensor_map]
+    axes = [axis for entry in entries for axis in entry]
+    numbers = (*layout.shape, *layout.stages, *matrix, *axes, layout.optimizer_shard_size)
+    if any(type(number) is not int for number in numbers):
+        raise ValueError(f"{name} is described by something else than integers")
+    used = [axis for axis in axes if axis != -1]
+    is_cut = len(layout.tensor_map) == len(layout.shape) and len(set(used)) == len(used) and all(entries)
+    if not is_cut or not all(0 <= axis < len(matrix) for axis in used) or any(size < 0 for size in layout.shape):
+        raise ValueError(f"{name} is cut along axes that it has not")
+    if not matrix or min(matrix) < 1 or not layout.stages or min(layout.stages) < 0:
+        raise ValueError(f"{name} lies on no ranks")
+    if math.prod(matrix) * (max(layout.stages) + 1) > MAX_RANKS:
+        raise ValueError(f"{name} lies on more than {MAX_RANKS} ranks")
+    size = layout.optimizer_shard_size
+    if any(length % parts for length, parts in zip(layout.shape, layout.splits)):
+        raise ValueError(f"{name} does not divide by its device matrix")
+    if size < 1 or layout.num_repeats % size or (size > 1 and not layout.shape):
+        raise ValueError(f"{name} is shared by {size} optimiser ranks, of {layout.num_repeats} that repeat it")
+    if size > 1 and (layout.shape[0] // layout.splits[0]) % size:
+        raise ValueError(f"{name} does not divide among {size} optimiser ranks")
 
 
 def mixed_radix(index: int, sizes: Sequence[int]) -> tuple[int, ...]:

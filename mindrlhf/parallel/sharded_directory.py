@@ -14,7 +14,6 @@ NAME, and `global_step`, whole on each rank).
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,9 +25,16 @@ from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 from mindrlhf.models.layouts import split
 from mindrlhf.models.spec import find_spec
-from mindrlhf.parallel.parameter_layout import ParameterLayout
-from mindrlhf.parallel.shard_files import FILE_FORMATS, ArrayInfo, checksum, open_shard
-from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, convert_dtype, read_hf_config, read_json_object
+from mindrlhf.parallel.parameter_layout import MAX_RANKS, ParameterLayout, check_layout
+from mindrlhf.parallel.shard_files import FILE_FORMATS, SHARD_DTYPES, ArrayInfo, checksum, open_shard
+from mindrlhf.weights.hf import (
+    SHARDED_NAME,
+    STORAGE_DTYPES,
+    TensorDirectory,
+    convert_dtype,
+    read_hf_config,
+    read_json_object,
+)
 
 FORMAT_VERSION = 1
 PROGRESS_NAME = "progress.json"  # stands for sharded.json while the directory is being written
@@ -132,7 +138,14 @@ class ShardedManifest:
             manifest = cls(value["plan"], value["parallel"], value["file_format"], value["num_ranks"], arrays, tensors)
             if manifest.file_format not in FILE_FORMATS:
                 raise ValueError(f"unknown file format {manifest.file_format!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if type(manifest.num_ranks) is not int or not 1 <= manifest.num_ranks <= MAX_RANKS:
+                raise ValueError(f"num_ranks is {manifest.num_ranks!r}")
+            if strange := [name for name, (dtype, _) in tensors.items() if dtype not in STORAGE_DTYPES]:
+                raise ValueError(f"{strange[0]!r} has an unknown dtype")
+            last = max((max(array.layout.ranks) for array in arrays.values()), default=0)
+            if last >= manifest.num_ranks:
+                raise ValueError(f"rank {last} holds slices, of {manifest.num_ranks} ranks")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             raise UserError(f"{path} is damaged ({error}): copy it again, or shard again") from error
         return manifest
 
@@ -147,8 +160,9 @@ def _array(name: str, entry: Mapping[str, Any]) -> ShardedArray:
         tensor_map,
         entry["optimizer_shard_size"],
     )
-    if len(layout.tensor_map) != len(layout.shape) or math.prod(layout.device_matrix) < 1:
-        raise ValueError(f"{name} is cut along axes that it has not")
+    check_layout(layout)
+    if entry["dtype"] not in SHARD_DTYPES or not isinstance(entry["checksum"], str):
+        raise ValueError(f"{name} has an unknown dtype or no checksum")
     return ShardedArray(entry["dtype"], layout, entry["checksum"])
 
 
@@ -201,16 +215,20 @@ class ShardedDirectory(TensorDirectory):
         path = rank_file(self.directory, rank, self.manifest.file_format)
         again = f"copy it again, or remove {path.parent} and run the same `mindrlhf weights shard` again"
         for needed in (path.parent, path.parent / RANK_MANIFEST_NAME, path):
+            if needed.is_symlink():
+                raise UserError(f"{needed} is a symbolic link, which may lead anywhere: copy what it leads to")
             if not needed.exists():
                 raise UserError(f"{needed} is missing, of {self.manifest.num_ranks} ranks: {again}")
         manifest = read_json_object(path.parent / RANK_MANIFEST_NAME)
         slices = manifest.get("arrays")
         if manifest.get("plan") != self.manifest.plan or not isinstance(slices, dict):
             raise UserError(f"{path.parent} is of another run of `mindrlhf weights shard`: {again}")
-        size_bytes = path.stat().st_size
-        if size_bytes != manifest.get("size_bytes"):
-            state = "truncated" if size_bytes < manifest.get("size_bytes", 0) else "damaged"
-            raise UserError(f"{path} is {state}: it has {size_bytes} bytes, not {manifest.get('size_bytes')}; {again}")
+        if strange := [name for name, entry in slices.items() if not _is_slice_entry(entry)]:
+            raise UserError(f"{path.parent / RANK_MANIFEST_NAME} is damaged at {strange[0]!r}: {again}")
+        size_bytes, expected = path.stat().st_size, manifest.get("size_bytes")
+        if size_bytes != expected:
+            state = "truncated" if isinstance(expected, int) and size_bytes < expected else "damaged"
+            raise UserError(f"{path} is {state}: it has {size_bytes} bytes, not {expected}; {again}")
         file = open_shard(path, self.manifest.file_format)
         infos = self.manifest.infos_of_rank(rank)
         if set(file.names()) != infos.keys() or slices.keys() != infos.keys():
@@ -315,6 +333,10 @@ class ShardedDirectory(TensorDirectory):
     def state_names(self) -> list[str]:
         """Names of the optimiser state."""
         return [name for name in self.manifest.arrays if name not in self._rule_of_parameter]
+
+
+def _is_slice_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("checksum"), str)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -13,15 +13,16 @@ protobuf messages (`mindspore.train.node_strategy_pb2`), so MindSpore is importe
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 from mindrlhf.parallel.layout import Layout
-from mindrlhf.parallel.parameter_layout import ParameterLayout
+from mindrlhf.parallel.parameter_layout import MAX_RANKS, ParameterLayout, check_layout
 from mindrlhf.weights.hf import read_json_object
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
     try:
         found = Layout(**description["layout"])
         described, recorded, files = dict(description["dims"]), description["hash"], dict(description["files"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{path / DESCRIPTION_NAME} is damaged ({error}): make the strategy again") from error
     expected = identifying_dims(dims)
     for name in sorted(expected.keys() | described.keys()):
@@ -193,6 +194,8 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
     if recorded != strategy_hash(dims, found):
         raise UserError(f"{path / DESCRIPTION_NAME} was changed after it was written: make the strategy again")
     for name, checksum in files.items():
+        if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or (path / name).is_symlink():
+            raise UserError(f"{path / DESCRIPTION_NAME} names {name!r}, which leads elsewhere: make the strategy again")
         if not (path / name).is_file():
             raise UserError(f"{path / name} is missing: make the strategy again")
         if _sha256(path / name) != checksum:
@@ -245,9 +248,11 @@ def _read_items(path: Path) -> dict[tuple[int, str], Any]:
     items = {}
     for item in message.parallel_layout_item:
         stage, dash, name = item.param_name.partition("-")
-        is_merged = bool(dash) and stage.isdigit()
+        is_merged = bool(dash) and stage.isascii() and stage.isdigit()
         key = (int(stage), name) if is_merged else (own_stage, item.param_name)
         items[key] = item.parallel_layouts
+    if (last := max(stage for stage, _ in items)) >= MAX_RANKS:
+        raise UserError(f"{path} is damaged (it has a pipeline stage {last}): make the strategy again")
     return items
 
 
@@ -297,7 +302,8 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
     another = (
         f"{path} cuts {name} {list(shape)} by device matrix {list(matrix)} and tensor map {list(tensor_map)}, which"
     )
-    if len(tensor_map) != len(shape) or not matrix or not all(-1 <= axis < len(matrix) for axis in flat):
+    is_cut = len(tensor_map) == len(shape) and all(-1 <= axis < len(matrix) for axis in flat)
+    if not is_cut or not matrix or min(matrix) < 1 or math.prod(matrix) > MAX_RANKS:
         raise UserError(f"{another} does not fit: it is the strategy of another model, or damaged")
     whole = ParameterLayout(name, shape, stages, matrix, tensor_map)
     size = message.opt_weight_shard_size if message.opt_weight_shard_step else 1
@@ -307,6 +313,10 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
     layout = dataclasses.replace(whole, optimizer_shard_size=size)
     if whole.slice_shape[0] % size:
         raise UserError(f"{another} does not divide it among {size} optimiser ranks: it is of another model")
+    try:
+        check_layout(layout)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): make the strategy again") from error
     return layout
 
 
