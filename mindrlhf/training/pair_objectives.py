@@ -22,7 +22,7 @@ class PairResult:
 
     @property
     def is_right(self) -> np.ndarray:
-        """Whether each pair is in the right order, float64 [pairs]; a tie, as before the first update, is half right."""
+        """Whether each pair is in the right order, float64 [pairs]; a tie (as before any update) is half right."""
         return (np.sign(self.chosen_rewards - self.rejected_rewards) + 1) / 2
 
     def metrics(self) -> dict[str, float]:
