@@ -1,0 +1,85 @@
+"""GRPO with tools: a random model whose vocabulary has whole calls in it, so that it makes some by chance."""
+
+import json
+import math
+
+import pytest
+import sanity_inputs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+pytestmark = pytest.mark.timeout(500)
+
+# Right, a division by zero, and one that is not JSON.
+CALLS = [
+    '<tool_call>{"name":"calculator","arguments":{"expression":"6*7"}}</tool_call>',
+    '<tool_call>{"name":"calculator","arguments":{"expression":"1/0"}}</tool_call>',
+    "<tool_call>{</tool_call>",
+]
+MAX_LENGTH = 256
+
+
+def make(directory):
+    """Write model and prompts: a token for each character of an answer, three calls, and an end token."""
+    model_dir = directory / "bare"
+    model_dir.mkdir(parents=True)
+    symbols = sorted({*"Ċ<tool_response>/Errdivsnbyza:Ġ0123456789", *CALLS})
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 48,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        **sanity_inputs.SMALLER,
+    }
+    (model_dir / "config.json").write_text(json.dumps(config))
+    (directory / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{number:03d}", "answer": "42"}) + "\n" for number in range(16))
+    )
+    weights = ("--config", model_dir / "config.json", "--tokenizer-dir", model_dir, "--out", directory / "model")
+    build = ("--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord")
+    names = ("--tokenizer", model_dir, "--handler", "map_keys", "--map", "question=prompt,answer=answer")
+    for arguments in (
+        ("weights", "random", *weights),
+        ("data", "build", *build, *names, "--template", "plain", "--max-prompt-length", 8, "--workers", 1),
+    ):
+        finished = sanity_inputs.run(*arguments, timeout_s=120)
+        assert finished.returncode == 0, finished.stderr
+
+
+def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(tmp_path, rollout_python):
+    make(tmp_path)
+    finished = sanity_inputs.train(
+        tmp_path,
+        tmp_path / "run",
+        timeout_s=400,
+        run__max_steps=2,
+        tools__names="calculator",
+        tools__max_response_tokens=64,
+        rollout__max_response_length=MAX_LENGTH,
+        observe__samples_per_step=16,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2]
+    for line in metrics:
+        assert line["tools/calls"] > line["tools/failures"] > 0
+        assert line["tools/tokens"] > 0 and line["turns/mean"] > 1
+        assert line["response_length/max"] <= MAX_LENGTH
+        # The generator went on after the very tokens that the trainer read.
+        assert line["rollout_diff/max_abs"] < 1e-4
+        assert line["rollout_ratio/effective"] == pytest.approx(1.0, abs=1e-6)
+        assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
+    samples = sanity_inputs.read_lines(tmp_path / "run" / "samples.jsonl")
+    texts = [sample["completion"] for sample in samples]
+    assert any("<tool_response>\n42\n</tool_response>\n" in text for text in texts)
+    assert any("<tool_response>\nError: division by zero\n</tool_response>\n" in text for text in texts)
