@@ -27,6 +27,7 @@ def make_policy(device: str, temperature: float, tied: bool = False):
             self.head = ms.Parameter(stream.standard_normal(shape).astype(np.float32), name="head")
             self.head_weight = self.table if tied else self.head
             self.dims = types.SimpleNamespace(tied=tied)
+            self.splits = (1, 1, 1)
 
         def construct(self, input_ids, segment_ids):
             return ops.gather(self.table, input_ids, 0)
