@@ -6,6 +6,7 @@ from mindrlhf.config import sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.errors import UserError
+from mindrlhf.rewards.types import REWARD_MODEL_NAME
 
 if TYPE_CHECKING:
     from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -162,16 +163,22 @@ def _check_rewards(
     given: frozenset[str],
 ) -> None:
     count, weights = len(reward.verifier_function), len(reward.verifier_weight)
-    if not count:
-        raise UserError("'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward")
+    if not count and not reward.model_path:
+        raise UserError(
+            "'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward, or set "
+            "reward.model_path to a reward model"
+        )
+    if "reward.model_weight" in given and not reward.model_path and reward.model_weight != 1:
+        raise UserError("'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight")
     if weights and weights != count:
         raise UserError(
             f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
         )
-    if evaluation.verifier and evaluation.verifier not in reward.verifier_function:
+    parts = (*reward.verifier_function, *([REWARD_MODEL_NAME] if reward.model_path else ()))
+    if evaluation.verifier and evaluation.verifier not in parts:
         raise UserError(
             f"'evaluation.verifier' is '{evaluation.verifier}', which is not in reward.verifier_function "
-            f"({', '.join(reward.verifier_function)})"
+            f"({', '.join(parts)})"
         )
     if evaluation.temperature == 0 and evaluation.num_samples > 1:
         raise UserError(

@@ -106,12 +106,18 @@ class ToolSection:
 
 @dataclass(frozen=True)
 class RewardSection:
-    """The verifiers that score a response."""
+    """What scores a response: verifiers, a reward model, or both."""
 
     verifier_function: tuple[str, ...] = key(
-        REQUIRED, "verifier names, or path/to/file.py:function; a list, or text with commas between"
+        (),
+        "verifier names, or path/to/file.py:function; a list, or text with commas between; may be empty with a "
+        "`model_path`",
     )
     verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
+    model_path: str = key(
+        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none"
+    )
+    model_weight: float = key(1.0, "weight of the reward model's score in the sum")
     num_workers: int = key(1, "verifier processes", minimum=1, maximum=256)
     timeout_s: float = key(
         10.0, "time limit for one sample in one verifier, in seconds", minimum=0, exclusive_minimum=True

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.evaluation.statistics import bootstrap_interval
+from mindrlhf.rewards.types import REWARD_MODEL_NAME
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
 
@@ -77,6 +79,11 @@ class Evaluation:
         """Return what ``to_json`` was called on."""
         rewards = {name: np.asarray(rewards, np.float64) for name, rewards in values["rewards"].items()}
         return cls(**{**values, "rewards": rewards})
+
+
+def accuracy_verifier(config: GrpoConfig) -> str:
+    """Return the verifier, or the reward model, whose mean a config calls accuracy."""
+    return config.evaluation.verifier or (*config.reward.verifier_function, REWARD_MODEL_NAME)[0]
 
 
 def applicable(rewards: np.ndarray) -> np.ndarray:

@@ -10,12 +10,13 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
-from mindrlhf.evaluation.heldout import Evaluation, HeldOut, applicable
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, applicable
 from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.rewards.types import REWARD_MODEL_NAME
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
@@ -51,7 +52,12 @@ class EvaluationJob:
         if not len(file):
             raise UserError(f"{self.data_file} holds no prompts: build it again")
         count = min(len(file), self.max_prompts or len(file))
-        verifier = config.evaluation.verifier or config.reward.verifier_function[0]
+        verifier = accuracy_verifier(config)
+        if verifier == REWARD_MODEL_NAME:
+            raise UserError(
+                "accuracy is the score of the reward model here, which is computed during training only: set "
+                "'reward.verifier_function' and 'evaluation.verifier' to a verifier"
+            )
         sampling = SamplingParams(
             config.rollout.max_response_length, self.temperature, stop_token_ids=tokenizer.eos_token_ids
         )

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -41,13 +42,34 @@ class Sample:
         return len(self.rollout_logprobs)
 
 
-class Sampler:
-    """Draws samples from a generator and has them verified while others are still being generated."""
+class SampleRewards(Protocol):
+    """Rewards that need all samples of a draw at once."""
 
-    def __init__(self, generator: CompletionSource, rewards: RewardPool, tokenizer: Tokenizer):
+    def add_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with further rewards."""
+
+
+class Sampler:
+    """Draws samples from a generator and has them verified while others are still being generated.
+
+    Args:
+        generator: completes prompts.
+        rewards: the verifiers; None when there are none.
+        tokenizer: of the model.
+        reward_model: scores the samples when all are there; None when there is no such model.
+    """
+
+    def __init__(
+        self,
+        generator: CompletionSource,
+        rewards: RewardPool | None,
+        tokenizer: Tokenizer,
+        reward_model: SampleRewards | None = None,
+    ):
         self._generator = generator
         self._rewards = rewards
         self._tokenizer = tokenizer
+        self._reward_model = reward_model
 
     def draw(
         self,
@@ -83,8 +105,12 @@ class Sampler:
                 place = completion.request_id * num_samples + completion.sample_index
                 completions[place] = completion
                 texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
-                self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
-        results = {result.index: result for result in self._rewards.results()}
+                if self._rewards is not None:
+                    self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
+        if self._rewards is not None:
+            results = {result.index: result for result in self._rewards.results()}
+        else:
+            results = {place: RewardResult(place, parts={}, total=0.0) for place in completions}
         expected = len(records) * num_samples
         assert len(completions) == len(results) == expected, (
             f"{expected} samples were asked for, {len(completions)} generated, {len(results)} verified"
@@ -95,7 +121,7 @@ class Sampler:
         ]
         if first_group:
             samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
-        return samples
+        return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
 
     @staticmethod
     def _reward_input(

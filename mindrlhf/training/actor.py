@@ -9,6 +9,7 @@ import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS
+from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
 from mindrlhf.checkpoint.background import CopyBuffers
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
@@ -48,6 +49,7 @@ class Actor(Learner):
         self._saves_reference = saves_reference
         self._copies = CopyBuffers()
         self._board: WeightBoard | None = None
+        self._reward_model: TokenScores | None = None
         self._batches: list[tuple[list[PackedRows], int]] = []
 
     def receive_batch(self, is_first: bool, **share: Any) -> None:
@@ -114,6 +116,18 @@ class Actor(Learner):
         """
         micro_batches, num_tokens = self._batches[batch]
         return Batch(tuple(micro_batches), num_tokens, ()).share(0, 1)
+
+    def use_reward_model(self, scores: TokenScores) -> None:
+        """Take the model that ``score_responses`` runs."""
+        self._reward_model = scores
+
+    def score_responses(self, **share: Any) -> dict[str, np.ndarray]:
+        """Return the reward model's "<index>.scores", float32 [rows, length], of each micro-batch of a share."""
+        results = {}
+        for index, rows in enumerate(unpack_share(share)[0]):
+            self.count_compile("reward_model", rows)
+            results[f"{index}.scores"] = self.logprobs(self._reward_model, rows)
+        return results
 
     def create_board(self) -> WeightBoard:
         """Make the weight board of this node; the lead rank's part."""

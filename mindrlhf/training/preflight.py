@@ -10,6 +10,7 @@ from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
+from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.models.spec import find_spec
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.tools.registry import check as check_tools
@@ -37,15 +38,16 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
         UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths.
     """
     _check_layout(config.parallel_config)
-    selection = Selection.from_config(config.reward)
-    selection.check()
+    selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
+    if selection is not None:
+        selection.check()
     check_tools(config.tools.names)
     tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
-    selection.check_prompts(prompts.header.verifier_choices, prompts.path)
     held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None
-    if held_out is not None:
-        accuracy_verifier = config.evaluation.verifier or config.reward.verifier_function[0]
-        selection.check_prompts(held_out.header.verifier_choices, held_out.path, accuracy_verifier)
+    if selection is not None:
+        selection.check_prompts(prompts.header.verifier_choices, prompts.path)
+    if selection is not None and held_out is not None:
+        selection.check_prompts(held_out.header.verifier_choices, held_out.path, accuracy_verifier(config))
     longer = max((prompts, *([held_out] if held_out else [])), key=lambda file: file.header.longest_prompt)
     longest = longer.header.longest_prompt + config.rollout.max_response_length
     what = (
@@ -61,6 +63,8 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
     num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)
     if needs_critic(config):
         _check_critic(config, tokenizer, num_steps)
+    if config.reward.model_path:
+        _check_reward_model(config, tokenizer)
     return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
 
 
@@ -139,6 +143,23 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
         open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
 
 
+def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer) -> None:
+    path = config.reward.model_path
+    spec = find_spec(read_hf_config(path))
+    if not spec.is_scorer:
+        raise UserError(
+            f"'reward.model_path' is {path}, a {spec.hf_architecture}, which gives tokens, not scores: train one with "
+            "mindrlhf reward-model"
+        )
+    if _brings_other_tokenizer(path, tokenizer):
+        raise UserError(
+            f"'reward.model_path' is {path}, a model of another vocabulary than data.tokenizer_dir = "
+            f"{config.data.tokenizer_dir}: it would read other texts than the actor wrote, so train a reward model with "
+            "that tokenizer"
+        )
+    _check_model(config.model, path, tokenizer)
+
+
 def _check_reference(config: GrpoConfig) -> None:
     paths = (config.model.path, config.model.reference_path)
     actor, reference = (find_spec(read_hf_config(path)).dims(read_hf_config(path)) for path in paths)
@@ -151,9 +172,7 @@ def _check_reference(config: GrpoConfig) -> None:
 
 def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> None:
     critic = config.critic
-    # Only a directory that brings its tokenizer can tell: models pad their vocabularies to sizes of their own.
-    has_tokenizer = (Path(critic.path) / "tokenizer.json").exists()
-    if has_tokenizer and load_tokenizer(critic.path).fingerprint != tokenizer.fingerprint:
+    if _brings_other_tokenizer(critic.path, tokenizer):
         raise UserError(
             f"'critic.path' is {critic.path}, a model of another vocabulary than data.tokenizer_dir = "
             f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
@@ -164,6 +183,12 @@ def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> N
             f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "
             "never trained: lower it"
         )
+
+
+def _brings_other_tokenizer(path: str, tokenizer: Tokenizer) -> bool:
+    # Only a directory that brings its tokenizer can tell: models pad their vocabularies to sizes of their own.
+    has_tokenizer = (Path(path) / "tokenizer.json").exists()
+    return has_tokenizer and load_tokenizer(path).fingerprint != tokenizer.fingerprint
 
 
 def _num_steps(num_prompts: int, per_step: int, max_steps: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.evaluation.heldout import HeldOut
+from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
@@ -56,10 +56,12 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.training.actor import Actor
     from mindrlhf.training.critic import ActorCritic, build_critic
     from mindrlhf.training.learner import load_model
     from mindrlhf.training.policy_loss import build_policy_loss
+    from mindrlhf.training.scorer import load_scorer
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length = inputs.row_lengths[-1]
@@ -78,9 +80,11 @@ def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
         "reference": reference,
         "saves_reference": algorithm.sync_ref_model,
     }
-    if needs_critic(config):
-        return ActorCritic(build_critic(config, length, rank), **options)
-    return Actor(**options)
+    actor = ActorCritic(build_critic(config, length, rank), **options) if needs_critic(config) else Actor(**options)
+    if config.reward.model_path:
+        scorer = load_scorer(model, config.reward.model_path, config.run, length)
+        actor.use_reward_model(TokenScores(scorer, after_token=True))
+    return actor
 
 
 def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:
@@ -94,12 +98,15 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.training.batch import RowOptions
     from mindrlhf.training.guards import Guards
     from mindrlhf.training.loop import Parts, Trainer
+    from mindrlhf.training.reward_model import RewardModel
     from mindrlhf.training.save_requests import SaveRequests
     from mindrlhf.training.team import Team
 
     output_dir = Path(config.run.output_dir)
     reward, training = config.reward, config.training
-    rewards = stack.enter_context(RewardPool.from_config(reward, output_dir / "reward_failures.jsonl"))
+    rewards = None
+    if reward.verifier_function:
+        rewards = stack.enter_context(RewardPool.from_config(reward, output_dir / "reward_failures.jsonl"))
     team = Team(actor, connections)
     stack.callback(team.close)
     board = stack.enter_context(actor.create_board())
@@ -111,6 +118,9 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     requests = SaveRequests()
     checkpoints = RunCheckpoints(config, team, stream, requests)
     stack.callback(checkpoints.close)
+    rows = RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack)
+    reward_model = RewardModel(team, rows, reward, requests.uninterruptible) if reward.model_path else None
+    source = with_tools(config.tools, generator, inputs.tokenizer, stack)
     progress = Progress()
     if resume:
         progress = checkpoints.resume()
@@ -120,7 +130,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
         team=team,
         board=board,
         generator=generator,
-        sampler=Sampler(with_tools(config.tools, generator, inputs.tokenizer, stack), rewards, inputs.tokenizer),
+        sampler=Sampler(source, rewards, inputs.tokenizer, reward_model),
         prompts=inputs.prompts,
         stream=stream,
         held_out=_held_out(config, inputs),
@@ -131,7 +141,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
             tensorboard=config.observe.tensorboard,
         ),
         sample_writer=SampleWriter(output_dir / "samples.jsonl", first_step=first_step),
-        rows=RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack),
+        rows=rows,
         stop_token_ids=inputs.tokenizer.eos_token_ids,
         checkpoints=checkpoints,
         guards=Guards(config, team, first_step=first_step, state=progress.algorithm_state.get("guards")),
@@ -144,6 +154,8 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     write_config(config, output_dir)
     trainer = Trainer(config, parts, progress, inputs.num_steps)
     trainer.warm_up()
+    if reward_model is not None:
+        reward_model.warm_up()
     generator.wait_ready()
     requests.listen()
     is_complete = trainer.run()
@@ -177,7 +189,7 @@ def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:
     return HeldOut(
         records=inputs.held_out.read(range(count)),
         num_samples=evaluation.num_samples,
-        verifier=part_name(evaluation.verifier or config.reward.verifier_function[0]),
+        verifier=part_name(accuracy_verifier(config)),
         sampling=SamplingParams(
             max_tokens=config.rollout.max_response_length,
             temperature=evaluation.temperature,

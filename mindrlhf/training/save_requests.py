@@ -47,6 +47,19 @@ class SaveRequests:
         finally:
             self._is_interruptible = False
 
+    @contextlib.contextmanager
+    def uninterruptible(self) -> Iterator[None]:
+        """Within ``interruptible``, put SIGTERM off until the body is done, because other processes wait for it.
+
+        Raises:
+            StopRequested: SIGTERM came meanwhile.
+        """
+        was_interruptible, self._is_interruptible = self._is_interruptible, False
+        yield
+        if was_interruptible and self.stop:
+            raise StopRequested
+        self._is_interruptible = was_interruptible
+
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = True
 

@@ -126,6 +126,24 @@ RULES = {
         ["reward.verifier_function=format_reward"],
         1,
     ),
+    "neither verifier nor reward model": (
+        ["reward.verifier_function=[]"],
+        ["'reward.verifier_function' is empty", "set reward.model_path"],
+        ["reward.model_path=r"],
+        1,
+    ),
+    "the weight of no reward model": (
+        ["reward.model_weight=0.5"],
+        ["'reward.model_weight' is set", "no reward.model_path"],
+        ["reward.model_path=r"],
+        1,
+    ),
+    "accuracy by a reward model that is not there": (
+        ["data.eval_file=e", "evaluation.verifier=reward_model"],
+        ["'evaluation.verifier' is 'reward_model'", "(accuracy_reward)"],
+        ["reward.model_path=r"],
+        1,
+    ),
     "weights that do not match": (
         ["reward.verifier_weight=1.0,0.5"],
         ["'reward.verifier_weight' has 2 values for 1 verifiers"],

@@ -44,7 +44,7 @@ def test_the_documented_defaults_hold(write):
     assert config.evaluation.before_training is True
 
 
-@pytest.mark.parametrize("key", REQUIRED)
+@pytest.mark.parametrize("key", [key for key in REQUIRED if not key.startswith("reward.")])
 def test_a_required_key_is_asked_for_by_name(write, key):
     others = [override for override in ALL_REQUIRED if not override.startswith(f"{key}=")]
     with pytest.raises(UserError, match=f"^key '{key}' is required: "):

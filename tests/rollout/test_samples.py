@@ -166,3 +166,37 @@ def test_a_prompt_takes_its_choice_of_verifiers_along():
         1: ("length",),
         2: ("length", "correct"),
     }
+
+
+class Lengths:
+    """A reward model: the length of the response in tokens."""
+
+    def add_rewards(self, samples):
+        return [
+            dataclasses.replace(
+                sample,
+                rewards={**sample.rewards, "reward_model": float(len(sample.response_ids))},
+                reward=sample.reward + 100 * len(sample.response_ids),
+            )
+            for sample in samples
+        ]
+
+
+def test_a_reward_model_scores_beside_verifiers_or_alone():
+    beside = Sampler(Script(), Counter(), Letters(), Lengths()).draw(RECORDS, 3, SAMPLING, (0,))
+    assert [sample.reward for sample in beside[:3]] == [201, 302, 313]
+    assert beside[2].rewards == {"length": 3.0, "correct": 1.0, "reward_model": 3.0}
+    alone = Sampler(Script(), None, Letters(), Lengths()).draw(RECORDS, 3, SAMPLING, (0,), chunk_size=1)
+    assert [sample.reward for sample in alone] == [200, 300, 300] * 3
+    assert alone[2].rewards == {"reward_model": 3.0} and not alone[2].failures
+    assert [sample.completion for sample in alone[:3]] == ["a", "aa", "aaa"]
+
+
+def test_later_rounds_number_their_groups_and_seeds_on():
+    generator = Script()
+    whole = seeds((5, 1))
+    samples = Sampler(generator, Counter(), Letters()).draw(RECORDS[1:], 3, SAMPLING, (5, 1), first_group=1)
+    assert [sample.group for sample in samples] == [1] * 3 + [2] * 3
+    assert [request.seed for chunk in generator.chunks for request in chunk] == whole[1:]
+    assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1]
+    assert [sample.prompt for sample in samples[::3]] == ["e", "f`g"]

@@ -214,6 +214,26 @@ def test_outside_of_what_may_be_broken_off_a_request_only_waits():
     assert requests.stop
 
 
+def test_a_call_that_other_ranks_wait_for_ends_before_the_request_is_granted():
+    requests, done = SaveRequests(), []
+    with pytest.raises(StopRequested):
+        with requests.interruptible():
+            with requests.uninterruptible():
+                requests._on_stop(signal.SIGTERM, None)
+                done.append("call")
+            done.append("not reached")
+    assert done == ["call"]
+    outside = SaveRequests()
+    with outside.uninterruptible():
+        outside._on_stop(signal.SIGTERM, None)
+    again = SaveRequests()
+    with pytest.raises(StopRequested):
+        with again.interruptible():
+            with again.uninterruptible():
+                pass
+            again._on_stop(signal.SIGTERM, None)
+
+
 def test_a_damaged_checkpoint_is_skipped_by_name_and_a_changed_config_refused(tmp_path, capsys):
     run = Run(tmp_path)
     for _ in range(2):

@@ -242,6 +242,37 @@ def test_a_critic_of_another_vocabulary(ppo_config, inputs_dir, tmp_path):
     assert_refused(refused, "'critic.path' is", "another vocabulary", "data.tokenizer_dir")
 
 
+@pytest.fixture
+def reward_model_dir(inputs_dir, tmp_path):
+    model = json.loads((inputs_dir / "wide" / "config.json").read_text())
+    model |= {"architectures": ["Qwen2ForSequenceClassification"], "tie_word_embeddings": False}
+    export_hf(random_hf_weights(model, 0), model, tmp_path / "reward")
+    for file in (inputs_dir / "tokenizer").iterdir():
+        (tmp_path / "reward" / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "reward"
+
+
+def test_a_reward_model_may_be_all_there_is(config, reward_model_dir):
+    alone = changed(config, "reward", model_path=str(reward_model_dir), verifier_function=())
+    assert check_grpo_inputs(alone).num_steps == check_grpo_inputs(config).num_steps
+
+
+def test_mistakes_of_the_reward_model_are_named(config, inputs_dir, reward_model_dir):
+    def refuse(path, *words):
+        assert_refused(changed(config, "reward", model_path=str(path)), *words)
+
+    refuse("nowhere", "nowhere")
+    refuse(inputs_dir / "wide", "'reward.model_path'", "Qwen2ForCausalLM", "tokens, not scores", "mindrlhf reward-model")
+    tokenizer = json.loads((reward_model_dir / "tokenizer.json").read_text())
+    tokens = tokenizer["model"]["vocab"]
+    tokens["x"], tokens["y"] = tokens["y"], tokens["x"]
+    (reward_model_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refuse(reward_model_dir, "'reward.model_path' is", "another vocabulary", "data.tokenizer_dir")
+    (reward_model_dir / "tokenizer.json").unlink()
+    (reward_model_dir / "model.safetensors").unlink()
+    refuse(reward_model_dir, str(reward_model_dir))
+
+
 def test_random_weights_need_no_file(config, inputs_dir):
     config = changed(config, "model", path=str(inputs_dir / "bare"), random_init=True)
     assert check_grpo_inputs(config).num_steps == 8
