@@ -154,8 +154,8 @@ def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer) -> None:
     if _brings_other_tokenizer(path, tokenizer):
         raise UserError(
             f"'reward.model_path' is {path}, a model of another vocabulary than data.tokenizer_dir = "
-            f"{config.data.tokenizer_dir}: it would read other texts than the actor wrote, so train a reward model with "
-            "that tokenizer"
+            f"{config.data.tokenizer_dir}: it would read other texts than the actor wrote, so train a reward model "
+            "with that tokenizer"
         )
     _check_model(config.model, path, tokenizer)
 

@@ -262,7 +262,9 @@ def test_mistakes_of_the_reward_model_are_named(config, inputs_dir, reward_model
         assert_refused(changed(config, "reward", model_path=str(path)), *words)
 
     refuse("nowhere", "nowhere")
-    refuse(inputs_dir / "wide", "'reward.model_path'", "Qwen2ForCausalLM", "tokens, not scores", "mindrlhf reward-model")
+    refuse(
+        inputs_dir / "wide", "'reward.model_path'", "Qwen2ForCausalLM", "tokens, not scores", "mindrlhf reward-model"
+    )
     tokenizer = json.loads((reward_model_dir / "tokenizer.json").read_text())
     tokens = tokenizer["model"]["vocab"]
     tokens["x"], tokens["y"] = tokens["y"], tokens["x"]
