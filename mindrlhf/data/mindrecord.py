@@ -18,11 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mindrlhf.data.mindrecord_checksum import verify_checksums, write_checksums
 from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 
 FORMAT = "mindrlhf-prompts"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # since 2: checksums of the file and its index
 # What a record of each task has beside its prompt: a pair's preferred response comes first.
 RESPONSES = {"prompts": (), "sft": ("response",), "preference": ("response", "rejected")}
 TASKS = tuple(RESPONSES)
@@ -88,6 +89,7 @@ def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Se
         temporary = Path(directory) / path.name
         num_written = _write(temporary, header, batches)
         assert num_written == header.num_kept, f"wrote {num_written} records, the header says {header.num_kept}"
+        write_checksums(temporary, index_path(temporary), HEADER_SIZE_BYTES)
         _publish(temporary, path)
 
 
@@ -175,7 +177,7 @@ def index_path(path: Path) -> Path:
 
 
 class PromptFile:
-    """A prompt file open for reading. Opening reads the header and checks the file; records are read on demand."""
+    """A prompt file open for reading. Opening verifies the whole file; records are read on demand."""
 
     def __init__(self, path: Path, header: PromptFileHeader):
         self.path = path
@@ -190,11 +192,12 @@ class PromptFile:
             tokenizer_fingerprint: of the tokenizer that will read the ids; None skips the comparison.
 
         Raises:
-            UserError: absent, empty, truncated, renamed or foreign file, or another tokenizer's.
+            UserError: absent, empty, truncated, damaged, renamed or foreign file, or another tokenizer's.
         """
         path = Path(path)
-        header = read_header(path)
+        header, header_size_bytes = _read_headers(path)
         _check_index(path, header)
+        verify_checksums(path, index_path(path), header_size_bytes)
         if tokenizer_fingerprint is not None and tokenizer_fingerprint != header.tokenizer_fingerprint:
             raise UserError(
                 f"{path} was built with tokenizer {header.tokenizer_fingerprint[:12]}, this run has "
@@ -250,8 +253,13 @@ def read_header(path: Path) -> PromptFileHeader:
     (JSON), which holds our description, the page size and the table of pages.
 
     Raises:
-        UserError: absent, empty, truncated or foreign file, or one of a newer version.
+        UserError: absent, empty, truncated or foreign file, or one of another version.
     """
+    return _read_headers(path)[0]
+
+
+def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
+    """Return our header, and the size in bytes of the page that holds it."""
     if not path.is_file():
         raise UserError(f"no prompt file at {path}: build one with 'mindrlhf data build'")
     size_bytes = path.stat().st_size
@@ -264,9 +272,10 @@ def read_header(path: Path) -> PromptFileHeader:
             description = json.loads(layout["schema"][0]["desc"])
             is_ours = description.pop("format") == FORMAT
             end_bytes = max(_page_ends(layout))
+            header_size_bytes = int(layout["header_size"])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError):
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         is_ours = False
     if not is_ours:
         raise UserError(f"{path} is not a prompt file: build one with 'mindrlhf data build'")
@@ -275,10 +284,15 @@ def read_header(path: Path) -> PromptFileHeader:
         raise UserError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: build it again")
     if size_bytes < end_bytes:
         raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
-    description["verifier_choices"] = tuple(description.get("verifier_choices", ()))
-    if description.keys() != {known.name for known in fields(PromptFileHeader)}:
+    choices = description.get("verifier_choices", [])
+    description["verifier_choices"] = tuple(choices) if isinstance(choices, list) else choices
+    kinds = {known.name: known.type for known in fields(PromptFileHeader)} | {"verifier_choices": tuple}
+    if description.keys() != kinds.keys():
         raise UserError(f"{path} has an incomplete header: build it again")
-    return PromptFileHeader(**description)
+    for name, kind in kinds.items():
+        if not isinstance(description[name], kind):
+            raise UserError(f"{path} has a damaged header ({name} is {description[name]!r}): build it again")
+    return PromptFileHeader(**description), header_size_bytes
 
 
 def _page_ends(layout: dict) -> Iterator[int]:

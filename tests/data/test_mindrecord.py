@@ -239,8 +239,8 @@ def test_file_that_vanishes_after_opening_is_one_line(prompt_path):
 
 
 def test_newer_format_is_named(prompt_path, monkeypatch):
-    monkeypatch.setattr(mindrecord, "FORMAT_VERSION", 2)
-    with pytest.raises(UserError, match="has format version 1, this release reads 2"):
+    monkeypatch.setattr(mindrecord, "FORMAT_VERSION", mindrecord.FORMAT_VERSION + 1)
+    with pytest.raises(UserError, match="has format version 2, this release reads 3"):
         read_header(prompt_path)
 
 
