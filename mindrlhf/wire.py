@@ -116,14 +116,19 @@ def _allocate(text: bytes, payload_size_bytes: int) -> tuple[dict[str, Any], dic
         parsed = json.loads(text)
         header, layout = parsed["header"], parsed["arrays"]
         entries = [(str(name), _DTYPES[dtype], tuple(map(int, shape))) for name, dtype, shape in layout]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"corrupt stream: unreadable message header ({error!r})") from error
+    if len({name for name, _, _ in entries}) != len(entries):
+        raise ProtocolError("corrupt stream: two arrays of one name")
     if any(size < 0 for _, _, shape in entries for size in shape) or not isinstance(header, dict):
         raise ProtocolError("corrupt stream: impossible shape or header")
     declared_bytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in entries)
     if declared_bytes != payload_size_bytes:
         raise ProtocolError(f"corrupt stream: arrays of {declared_bytes} bytes in a payload of {payload_size_bytes}")
-    return header, {name: np.empty(shape, dtype) for name, dtype, shape in entries}
+    try:
+        return header, {name: np.empty(shape, dtype) for name, dtype, shape in entries}
+    except (ValueError, MemoryError) as error:  # sizes beyond NumPy's, though one of them is zero; or beyond memory
+        raise ProtocolError(f"corrupt stream: arrays that cannot be made ({error})") from error
 
 
 class _Deadline:
@@ -164,9 +169,7 @@ def _send_all(connection: socket.socket, buffers: Sequence[memoryview], deadline
             pending[first] = pending[first][num_sent:]
 
 
-def _receive_into(
-    connection: socket.socket, buffer: memoryview, deadline: _Deadline, at_start: bool = False
-) -> None:
+def _receive_into(connection: socket.socket, buffer: memoryview, deadline: _Deadline, at_start: bool = False) -> None:
     num_received = 0
     while num_received < len(buffer):
         flags = deadline.wait(connection, select.POLLIN)

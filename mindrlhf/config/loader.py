@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,10 @@ from mindrlhf.errors import UserError
 
 Config = TypeVar("Config")
 
+MAX_INTEGER = 2**63 - 1
+# What PyYAML's constructors of single types raise for text that is none, beside its own errors.
+_YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice, which plain YAML silently lets win."""
@@ -23,6 +28,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UserError(f"a key is no text (line {key_node.start_mark.line + 1}): write 'key: value'")
             if key_node.value in seen:
                 line = key_node.start_mark.line + 1
                 raise UserError(f"key '{key_node.value}' is given twice (line {line}): keep one")
@@ -46,7 +53,9 @@ def read_yaml(path: str | Path) -> dict:
         raise UserError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except _YAML_ERRORS as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
@@ -85,7 +94,7 @@ def _apply_override(content: dict, override: str) -> None:
         raise UserError(f"override '{override}' is not of the form section.key=value")
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+    except _YAML_ERRORS:
         raise UserError(f"override '{override}': the value is not valid YAML; quote it") from None
     *parents, last = dotted.strip().split(".")
     target = content
@@ -99,13 +108,13 @@ def _apply_override(content: dict, override: str) -> None:
 def build(cls: type[Config], content: Mapping[str, Any], where: str = "", given: set[str] | None = None) -> Config:
     """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages."""
     if not isinstance(content, Mapping):
-        raise UserError(f"'{where.rstrip('.')}' must be a section (a mapping of keys), not {content!r}")
+        raise UserError(f"'{where.rstrip('.')}' must be a section (a mapping of keys), not {_shown(content)}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for name, value in content.items():
         if name not in fields:
-            raise UserError(_unknown_key(cls, where, str(name)))
+            raise UserError(_unknown_key(cls, where, name if isinstance(name, str) else _shown(name)))
         field = fields[name]
         if "section" in field.metadata:
             values[name] = build(field.metadata["section"], value or {}, f"{where}{name}.", given)
@@ -181,19 +190,50 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         if isinstance(value, str):  # "a,b" as the command-line flags of the tutorial write it
-            value = [yaml.safe_load(item) for item in value.split(",") if item.strip()]
+            value = [_parse_item(name, item) for item in value.split(",") if item.strip()]
         items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_convert(f"{name}[{index}]", item, arguments[0], metadata) for index, item in enumerate(items))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise UserError(f"'{name}' must be a mapping, not {value!r}")
-        return {str(item): str(setting) for item, setting in value.items()}
+            raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
+        return {_text(name, item): _text(name, setting) for item, setting in value.items()}
     value = _scalar(name, value, hint)
     _check_range(name, value, metadata)
     return value
 
 
+def _parse_item(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except _YAML_ERRORS:
+        raise UserError(f"'{name}' has the item {_shown(text)}, which is not valid YAML; quote it") from None
+
+
+def _text(name: str, value: Any) -> str:
+    """Return one side of a mapping of text to text, such as the environment of a process."""
+    if isinstance(value, (list, dict)):
+        raise UserError(f"'{name}' must be a mapping of text to text, but holds {_shown(value)}")
+    try:
+        return str(value)
+    except ValueError:
+        raise UserError(f"'{name}' holds {_shown(value)}: quote it") from None
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it: cut short, because YAML aliases can make a few bytes a value of gigabytes."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "an integer of thousands of digits"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
 def _scalar(name: str, value: Any, hint: type) -> Any:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise UserError(f"'{name}' is {_shown(value)}, but numbers go up to {MAX_INTEGER}")
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 1e-6 (no dot) as text; every user writes it so.
         with contextlib.suppress(ValueError):
@@ -206,7 +246,7 @@ def _scalar(name: str, value: Any, hint: type) -> Any:
         value = str(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         words = type_name(hint)
-        raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {value!r}")
+        raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {_shown(value)}")
     return value
 
 
@@ -215,7 +255,7 @@ def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise UserError(f"'{name}' is {value!r}, but must be one of {', '.join(map(str, choices))}{hint}")
+        raise UserError(f"'{name}' is {_shown(value)}, but must be one of {', '.join(map(str, choices))}{hint}")
     if minimum is not None and isinstance(value, (int, float)):
         below = not (value > minimum if metadata["exclusive_minimum"] else value >= minimum)
         if below:

@@ -165,6 +165,9 @@ def _compile(source: str, name: str) -> tuple[jinja2.Template, set[str]]:
         template = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"template {name!r}, line {error.lineno}: {error.message}") from error
+    # Jinja makes Python source of a template, which can break any limit of Python's compiler.
+    except Exception as error:
+        raise UserError(f"template {name!r} cannot be compiled: {type(error).__name__}: {error}") from error
     variables -= set(environment.globals)
     # Jinja renders an unknown name as nothing, so a slip of the pen would build wrong prompts in silence.
     unknown = variables - VARIABLES - OPTIONAL_VARIABLES if name not in BUILT_IN else set()

@@ -69,14 +69,28 @@ def _token_text(token: object) -> str | None:
     """A token is written either as its text or as an object with its text and flags."""
     if isinstance(token, Mapping):
         token = token.get("content")
-    return token if isinstance(token, str) and token else None
+    if not isinstance(token, str) or not token:
+        return None
+    _check_encodable(token)
+    return token
+
+
+def _check_encodable(token: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can hold and no tokenizer can take."""
+    try:
+        token.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"tokenizer_config.json holds the token {token!r}, which is no text: {error.reason}") from error
 
 
 def _chat_template(directory: Path, entry: object) -> str | None:
     """Newer directories keep the template in a file of its own, which comes first; some name several."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {path}: {error}") from error
     if isinstance(entry, list):
         templates = {item.get("name"): item.get("template") for item in entry if isinstance(item, Mapping)}
         entry = templates.get("default")
@@ -93,6 +107,10 @@ def _added_tokens(path: Path, entries: object) -> tuple[AddedTokenSpec, ...]:
             )
             for token_id, entry in entries.items()
         ]
+        for spec in specs:
+            if not isinstance(spec.content, str) or not 0 <= spec.token_id < 2**31:
+                raise ValueError(f"token {spec.token_id} is {spec.content!r}")
+            _check_encodable(spec.content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: added_tokens_decoder must map ids to objects with 'content' ({error})") from error
     return tuple(sorted(specs, key=lambda spec: spec.token_id))

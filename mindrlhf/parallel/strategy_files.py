@@ -176,7 +176,9 @@ def check_strategy_directory(path: str | os.PathLike, dims: "ModelDims", layout:
     description = read_json_object(path / DESCRIPTION_NAME)
     try:
         found = Layout(**description["layout"])
-        described, recorded, files = dict(description["dims"]), description["hash"], dict(description["files"])
+        described, recorded, files = dict(description["dims"]), description["hash"], description["files"]
+        if not isinstance(files, dict):
+            raise TypeError(f"files is {files!r}")
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{path / DESCRIPTION_NAME} is damaged ({error}): make the strategy again") from error
     expected = identifying_dims(dims)

@@ -1,6 +1,8 @@
 """Hugging Face model directories: config.json and safetensors files, read lazily and written as a stream."""
 
+import itertools
 import json
+import math
 import mmap
 import os
 import struct
@@ -24,6 +26,7 @@ FILE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # In a directory with this file the tensors lie in slices, as `mindrlhf weights shard` wrote them.
 SHARDED_NAME = "sharded.json"
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 32  # of a NumPy array
 
 
 def read_hf_config(model_dir: str | os.PathLike) -> dict:
@@ -44,7 +47,7 @@ def read_json_object(path: Path) -> dict:
     """Read one JSON object; a `UserError` names the file when it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -102,10 +105,12 @@ class SafetensorsFile:
                 header = json.loads(file.read(header_bytes))
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{self.path} has a damaged safetensors header: download it again") from error
+        if not isinstance(header, dict):
+            raise UserError(f"{self.path} has a damaged safetensors header: download it again")
         self._dtype_of_code = {code: dtype for dtype, code in self.file_codes.items()}
         self.metadata = header.pop("__metadata__", {})
         self._entries = header
@@ -114,16 +119,27 @@ class SafetensorsFile:
         self._map = np.memmap(self.path, dtype=np.uint8, mode="r") if header else np.empty(0, np.uint8)
 
     def _check_entries(self, data_bytes: int) -> None:
+        places = []
         for name, entry in self._entries.items():
-            dtype = self._dtype_of_code.get(entry.get("dtype")) if isinstance(entry, dict) else None
-            if dtype is None:
+            code = entry.get("dtype") if isinstance(entry, dict) else None
+            if not isinstance(code, str) or code not in self._dtype_of_code:
                 raise UserError(f"{self.path}: tensor {name!r} is not {', '.join(self._dtype_of_code)}")
-            start, end = entry["data_offsets"]
-            expected = int(np.prod(entry["shape"], dtype=np.int64)) * self.dtypes[dtype].itemsize
+            shape, place = entry.get("shape"), entry.get("data_offsets")
+            if not (_is_sizes(shape) and len(shape) <= _MAX_DIMENSIONS and _is_sizes(place) and len(place) == 2):
+                raise UserError(f"{self.path}: tensor {name!r} has a damaged shape or offsets: download it again")
+            start, end = place
             if end > data_bytes:
                 raise UserError(f"{self.path} is truncated at tensor {name!r}: download it again")
-            if start < 0 or end - start != expected:
+            # NumPy's product would wrap around, and so would its sizes where one of them is zero.
+            size_bytes = math.prod(max(size, 1) for size in shape) * self.dtypes[self._dtype_of_code[code]].itemsize
+            expected = 0 if 0 in shape else size_bytes
+            if size_bytes >= 2**63 or end - start != expected:
                 raise UserError(f"{self.path}: tensor {name!r} has damaged offsets: download it again")
+            places.append((start, end, name))
+        places.sort()
+        for (_, end, name), (start, _, other) in itertools.pairwise(places):
+            if start < end:
+                raise UserError(f"{self.path}: tensors {name!r} and {other!r} overlap: download it again")
 
     def names(self) -> list[str]:
         """Tensor names, in the order of the header."""
@@ -151,6 +167,11 @@ class SafetensorsFile:
     def _place(self, name: str) -> tuple[int, int]:
         start, end = self._entries[name]["data_offsets"]
         return self._data_start + start, self._data_start + end
+
+
+def _is_sizes(value: object) -> bool:
+    """Whether a value of a JSON header is a list of integers that are not negative."""
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def release_pages(mapped: np.memmap, start: int, end: int) -> None:

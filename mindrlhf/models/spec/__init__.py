@@ -39,6 +39,6 @@ def find_spec(hf_config: dict) -> ModelSpec:
     """
     architectures = hf_config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    if architecture not in SPECS:
+    if not isinstance(architecture, str) or architecture not in SPECS:
         raise UserError(f"config.json has architectures={architectures!r}: the supported ones are {', '.join(SPECS)}")
     return SPECS[architecture]

@@ -134,7 +134,7 @@ def positive_int(hf_config: dict, key: str) -> int:
         UserError: it is missing or something else.
     """
     value = hf_config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise UserError(f"config.json has {key}={value!r}: give a positive integer")
     return value
 
@@ -175,7 +175,10 @@ def yarn_dims(hf_config: dict, *, supported: bool) -> YarnDims | None:
 
 
 def _rope_options(hf_config: dict) -> dict:
-    return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    options = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(options, dict):
+        raise UserError(f"config.json has rope parameters {options!r}: give a mapping")
+    return options
 
 
 def _missing(key: str):

@@ -7,6 +7,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.models.spec.dims import ModelDims, positive_int, rope_theta, yarn_dims
 from mindrlhf.models.spec.rules import ParameterRule
 
+# Lists of this length are made from what a config.json says.
+_MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -38,15 +41,28 @@ class ModelSpec:
         """Read the sizes from config.json.
 
         Raises:
-            UserError: a size is missing, contradictory, or the config asks for an unsupported variant.
+            UserError: a size is missing, contradictory or of the wrong type, or the config asks for an unsupported
+                variant.
         """
+        if positive_int(hf_config, "num_hidden_layers") > _MAX_LAYERS:
+            raise UserError(f"config.json has num_hidden_layers={hf_config['num_hidden_layers']}: it is damaged")
+        try:
+            return self._read_dims(hf_config)
+        except UserError:
+            raise
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"config.json has a size of the wrong type or value ({error}): correct it") from error
+
+    def _read_dims(self, hf_config: dict) -> ModelDims:
         for key, reason in self.unsupported.items():
             if hf_config.get(key):
                 raise UserError(f"config.json has {key}={hf_config[key]!r}: {reason}")
         if hf_config.get("hidden_act", "silu") != "silu":
             raise UserError(f"config.json has hidden_act={hf_config['hidden_act']!r}: only 'silu' is supported")
         num_heads = positive_int(hf_config, "num_attention_heads")
-        num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
+        num_kv_heads = (
+            positive_int(hf_config, "num_key_value_heads") if hf_config.get("num_key_value_heads") else num_heads
+        )
         if num_heads % num_kv_heads:
             raise UserError(
                 f"config.json has num_attention_heads={num_heads} and num_key_value_heads={num_kv_heads}: "
