@@ -5,6 +5,7 @@ and results as plain NumPy arrays, and it closes the moment a process dies, whic
 """
 
 import contextlib
+import hmac
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _ADMISSION_TIMEOUT_S = 60.0
+_HELLO_TIMEOUT_S = 5.0  # a stranger that says nothing keeps the ranks waiting no longer than this
 _TOKEN_WORDS = 4
 
 Values = dict[str, Any]  # arguments or results: NumPy arrays and JSON values by name
@@ -135,14 +137,19 @@ def _admit(rank: Rank) -> list[socket.socket]:
         while len(connections) < rank.world_size - 1:
             connection = _accept(listener, rank.world_size - 1 - len(connections))
             try:
-                header, _ = receive_message(connection, timeout_s=_ADMISSION_TIMEOUT_S)
+                header, _ = receive_message(connection, timeout_s=_HELLO_TIMEOUT_S, max_payload_bytes=0)
             except (ConnectionClosed, ProtocolError, TimeoutError):
                 header = {}
-            if header.get("token") != token:  # a stranger
+            if not _is_admitted(header, token):  # a stranger
                 connection.close()
                 continue
             connections[header["rank"]] = connection
     return [connections[index] for index in range(1, rank.world_size)]
+
+
+def _is_admitted(header: Mapping[str, Any], token: Sequence[int]) -> bool:
+    """Compare the token of a first message in a time that tells nothing about where it differs."""
+    return hmac.compare_digest(repr(header.get("token")).encode(errors="replace"), repr(token).encode())
 
 
 def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
