@@ -1,0 +1,140 @@
+"""Small valid files of every kind that the package reads, for fuzzing to damage."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parents[2]
+HF_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 16,
+    "tie_word_embeddings": False,
+}
+RECORDS = [
+    {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"},
+    {"problem": "x", "answer": 12, "nested": {"a": [1, 2.5, None, {"b": "ü"}]}},
+    {"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "1"}},
+    {"chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "rejected": []},
+    {"question": "q", "chosen": "a", "rejected": "b", "system": ""},
+]
+
+
+def make_prompt_file(directory: Path) -> Path:
+    """Write a MindRecord prompt file of the smallest pages that MindRecord takes, so that a case copies little."""
+    from unittest import mock
+
+    from mindrlhf.data import mindrecord
+
+    records = [
+        mindrecord.PromptRecord(np.arange(5, dtype=np.int32), mindrecord.no_ids(), f"{index}", f"train.jsonl:{index}")
+        for index in range(6)
+    ]
+    header = mindrecord.PromptFileHeader(
+        task="prompts", tokenizer_fingerprint="ab" * 32, template="qwen", template_sha256="cd" * 32, handler="gsm8k",
+        num_read=6, num_kept=6, num_bad=0, num_too_long=0, max_prompt_length=100, max_length=None, longest_prompt=5,
+        longest_response=0,
+    )  # fmt: skip
+    path = directory / "train.mindrecord"
+    with mock.patch.multiple(mindrecord, HEADER_SIZE_BYTES=16 << 10, PAGE_SIZE_BYTES=32 << 10):
+        mindrecord.write_prompt_file(path, header, [records])
+    return path
+
+
+def make_safetensors(directory: Path) -> Path:
+    """Write one safetensors file of several dtypes and shapes, a scalar and an empty tensor among them."""
+    from mindrlhf.checkpoint.arrays import ArrayInfo, save_arrays
+
+    arrays = {
+        "model.embed.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
+        "model.norm.weight": np.ones(3, np.float16),
+        "model.scale": np.float32(2).reshape(()),
+        "model.empty": np.zeros((0, 4), np.float16),
+    }
+    path = directory / "model.safetensors"
+    save_arrays(path, arrays.items(), {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()})
+    return path
+
+
+def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
+    """Write a Hugging Face directory of random weights."""
+    from mindrlhf.models.spec import find_spec
+    from mindrlhf.weights.convert import hf_shapes
+    from mindrlhf.weights.writer import TensorPlan, write_model_directory
+
+    spec = find_spec(HF_CONFIG)
+    shapes = hf_shapes(spec, spec.dims(HF_CONFIG))
+    generator = np.random.default_rng(0)
+    tensors = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    plan = {name: TensorPlan("float32", shape) for name, shape in shapes.items()}
+    model = directory / "model"
+    write_model_directory(tensors.items(), plan, HF_CONFIG, model, file_format="pt", max_shard_bytes=max_shard_bytes)
+    return model
+
+
+def make_sharded(directory: Path, file_format: str) -> Path:
+    """Write a directory of slices of two ranks, strategy files included; MindSpore merges those."""
+    from mindrlhf.parallel.sharding import shard_directory
+
+    sharded = directory / "sharded"
+    shard_directory(make_model(directory), sharded, parallel="dp=1,mp=2", file_format=file_format)
+    return sharded
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """Write a checkpoint with a state, carried arrays and a manifest."""
+    from mindrlhf.checkpoint.carried import CarriedSample, carried_records, save_carried
+    from mindrlhf.checkpoint.state import RunState, write_state
+    from mindrlhf.checkpoint.store import CheckpointStore
+    from mindrlhf.data.stream import PromptStream
+
+    samples = [CarriedSample({"prompt": 3}, {"ids": np.arange(7, dtype=np.int32), "logprobs": np.zeros(7, np.float32)})]
+    state = RunState(
+        step=4,
+        weights_version=4,
+        seed=1,
+        prompt_stream=PromptStream(100, 1).state(),
+        config={"run": {"max_steps": 10}, "optimizer": {"start_lr": 1e-6, "lr_schedule": "constant"}},
+        evaluations=[{"step": 0, "accuracy": 0.5}],
+        algorithm_state={"kl_coefficient": 0.1},
+        carried=carried_records(samples),
+    )
+    store = CheckpointStore(directory / "checkpoints", keep_last=2)
+    with store.writing(4, 1000) as temporary:
+        write_state(temporary, state)
+        save_carried(temporary, samples)
+    return store.path(4)
+
+
+def make_tokenizer(directory: Path) -> Path:
+    """Copy the quickstart's tokenizer, with fewer merges so that a case is quick."""
+    target = directory / "tokenizer"
+    target.mkdir()
+    source = REPOSITORY / "examples" / "quickstart" / "checkpoint"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, target / name)
+    return target
+
+
+def make_sentencepiece(directory: Path) -> Path:
+    """Train a SentencePiece model of a few dozen pieces."""
+    import sentencepiece
+
+    texts = [f"what is {left} plus {right}" for left in range(20) for right in range(5)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(directory / "spiece"), vocab_size=40, model_type="bpe",
+        character_coverage=1.0, num_threads=1, minloglevel=2,
+    )  # fmt: skip
+    return directory / "spiece.model"
+
+
+def model_config(name: str) -> dict:
+    """Return the config.json of a published model's size."""
+    return json.loads((REPOSITORY / "model_configs" / name / "config.json").read_text(encoding="utf-8"))
