@@ -114,7 +114,8 @@ def _reported_metrics() -> set[str]:
     )
     loop = (ROOT / "mindrlhf" / "training" / "loop.py").read_text(encoding="utf-8")
     drawing = (ROOT / "mindrlhf" / "training" / "drawing.py").read_text(encoding="utf-8")
-    stages = re.findall(r'stage\("(\w+)"\)', loop + drawing)
+    critic = (ROOT / "mindrlhf" / "training" / "value_function.py").read_text(encoding="utf-8")
+    stages = re.findall(r'stage\("(\w+)"\)', loop + drawing + critic)
     timings = {f"timing/{stage}": 1.0 for stage in stages} | {"timing/all": 1.0}
     rates = throughput(
         timings, mean_prompt_length=1, mean_response_length=1, num_prompts=1, num_samples=1, world_size=1
@@ -122,6 +123,7 @@ def _reported_metrics() -> set[str]:
     update = re.search(r"def _update_metrics.*?(?=\n    def )", loop, flags=re.DOTALL)[0]
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
+    others |= set(re.findall(r'"(value/\w+)"', critic))
     guards = (ROOT / "mindrlhf" / "training" / "guards.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"(guard/\w+)"', guards))
     sampling = (ROOT / "mindrlhf" / "training" / "dynamic_sampling.py").read_text(encoding="utf-8")

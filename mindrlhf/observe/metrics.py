@@ -25,7 +25,7 @@ def reward_metrics(
     Returns:
         ``reward/mean``, ``reward/std`` (population standard deviation over all samples),
         ``reward/<verifier>/mean`` and ``reward/groups_without_signal``: the fraction of groups whose rewards
-        are all equal, and whose advantages are therefore zero.
+        are all equal, and whose advantages are therefore zero. It is left out where each prompt has one sample.
     """
     rewards = _filled(rewards, "rewards")
     group_ids = np.asarray(group_ids)
@@ -34,8 +34,9 @@ def reward_metrics(
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/groups_without_signal": np.mean(~has_signal),
     }
+    if len(np.unique(group_ids)) < len(group_ids):
+        metrics["reward/groups_without_signal"] = np.mean(~has_signal)
     for name, values in rewards_by_verifier.items():
         values = _filled(values, f"rewards of {name}")
         assert values.shape == rewards.shape, f"rewards of {name} {values.shape} must match rewards {rewards.shape}"

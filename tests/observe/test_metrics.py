@@ -42,6 +42,10 @@ def test_groups_need_not_be_contiguous():
     assert contiguous["reward/groups_without_signal"] == 0.0
 
 
+def test_one_sample_for_each_prompt_makes_no_groups():
+    assert "reward/groups_without_signal" not in reward_metrics(np.array([0.0, 1.0]), np.array([0, 1]), {})
+
+
 def test_rounding_is_no_signal():
     assert reward_metrics(np.array([0.1 + 0.2, 0.3]), np.zeros(2, int), {})["reward/groups_without_signal"] == 1.0
 
