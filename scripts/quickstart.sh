@@ -6,16 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 
-recipe=examples/quickstart
-data=runs/quickstart
-problems="--tokenizer $recipe/checkpoint --handler gsm8k --template qwen --max-prompt-length 96"
-
-rm -rf "$data"
-.venv/bin/python "$recipe/problems.py" --out "$data" --num-train 4000 --num-test 300 --seed 1 --levels 1 2
-for split in train test; do
-    echo "== $split prompts"
-    # shellcheck disable=SC2086  # the options are words
-    .venv/bin/mindrlhf data build --input "$data/$split.jsonl" --output "$data/$split.mindrecord" $problems
-done
+rm -rf runs/quickstart
+bash examples/quickstart/make_data.sh
 echo "== training"
-.venv/bin/mindrlhf train "$recipe/config.yaml" --workers 2 "$@"
+.venv/bin/mindrlhf train examples/quickstart/config.yaml --workers 2 "$@"
