@@ -29,7 +29,7 @@ _FINISH_REASONS = ("stop", "length")
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
 _NUM_LOG_LINES_SHOWN = 3
-_TEMPORARY_NAME = "tmp"
+_PACKAGES_NAME, _TEMPORARY_NAME = "packages", "tmp"
 # Variables that would make the server take itself for a training rank, or load the trainer's libraries.
 _DROPPED_VARIABLES = {
     "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -90,7 +90,7 @@ class VllmGenerator:
         self.options = options
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
-        self._import_dir: str | None = None
+        self._private_dir: str | None = None
         self._is_ready = False
         self._is_generating = False
         self._asked = ""  # what it was last told to do
@@ -210,8 +210,8 @@ class VllmGenerator:
                 self._process.wait(_STOP_TIMEOUT_S)
         self._kill_group()
         self._process.wait()
-        shutil.rmtree(self._import_dir, ignore_errors=True)
-        self._process = self._connection = self._import_dir = None
+        shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._process = self._connection = self._private_dir = None
         self._is_ready = self._is_generating = False
 
     def __enter__(self) -> "VllmGenerator":
@@ -224,14 +224,16 @@ class VllmGenerator:
         options = self.options
         # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
         # too: vLLM leaves some behind when it is killed.
-        self._import_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
-        os.mkdir(os.path.join(self._import_dir, _TEMPORARY_NAME))
-        os.symlink(Path(mindrlhf.__file__).resolve().parent, os.path.join(self._import_dir, "mindrlhf"))
+        self._private_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
+        for name in (_PACKAGES_NAME, _TEMPORARY_NAME):
+            os.mkdir(os.path.join(self._private_dir, name))
+        package = Path(mindrlhf.__file__).resolve().parent
+        os.symlink(package, os.path.join(self._private_dir, _PACKAGES_NAME, package.name))
         config = {
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
             if entry.name not in ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
-        } | {"import_dir": self._import_dir, "model_dir": os.path.abspath(options.model_dir)}
+        } | {"private_dir": self._private_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._connection, theirs = socket.socketpair()
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
         command = [python, "-m", "mindrlhf.rollout.server", "--socket-fd", str(theirs.fileno())]
@@ -240,8 +242,8 @@ class VllmGenerator:
             with theirs, open(options.log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     [*command, "--config", json.dumps(config)],
-                    env=_server_environment(options, self._import_dir),
-                    cwd=self._import_dir,
+                    env=_server_environment(options, self._private_dir),
+                    cwd=self._private_dir,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -250,7 +252,7 @@ class VllmGenerator:
                 )
         except OSError as error:
             self._connection.close()
-            shutil.rmtree(self._import_dir, ignore_errors=True)
+            shutil.rmtree(self._private_dir, ignore_errors=True)
             raise RunFailure(f"the rollout server could not be started: {error}") from error
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
@@ -375,15 +377,15 @@ def _check(options: VllmOptions) -> None:
             raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
 
 
-def _server_environment(options: VllmOptions, import_dir: str) -> dict[str, str]:
+def _server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _DROPPED_VARIABLES and not name.startswith(_DROPPED_PREFIXES)
     }
     ours = {
-        "PYTHONPATH": import_dir,
-        "TMPDIR": os.path.join(import_dir, _TEMPORARY_NAME),
+        "PYTHONPATH": os.path.join(private_dir, _PACKAGES_NAME),
+        "TMPDIR": os.path.join(private_dir, _TEMPORARY_NAME),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(options.num_threads),
         "HF_HUB_OFFLINE": "1",

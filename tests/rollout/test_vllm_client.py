@@ -103,13 +103,14 @@ def test_the_server_gets_a_clean_environment(options, monkeypatch):
     monkeypatch.setenv("KEPT", "yes")
     with VllmGenerator.start(change(options, num_threads=3, env={"EXTRA": "more"})) as generator:
         seen = generator.stats()
-        import_dir = generator._import_dir
-        assert os.listdir(import_dir) == ["mindrlhf"]
+        private_dir = generator._private_dir
+        assert os.listdir(os.path.join(private_dir, "packages")) == ["mindrlhf"]
     environment = seen["environment"]
     assert not {name for name in environment if name.startswith(("RANK", "DEVICE", "MS_", "OMPI_", "VIRTUAL"))}
     assert (environment["KEPT"], environment["EXTRA"], environment["OMP_NUM_THREADS"]) == ("yes", "more", "3")
-    assert environment["PYTHONPATH"] == import_dir
-    assert not os.path.exists(import_dir)
+    assert environment["PYTHONPATH"] == os.path.join(private_dir, "packages")
+    assert environment["TMPDIR"] == os.path.join(private_dir, "tmp")
+    assert not os.path.exists(private_dir)
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(options):

@@ -304,7 +304,7 @@ from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
 generator = VllmGenerator.start(VllmOptions(*sys.argv[1:4], load_format="auto", kv_cache_gib=0.1, max_model_len=160))
 if sys.argv[4] == "ready":
     generator.wait_ready()
-print(generator._process.pid, generator._import_dir, flush=True)
+print(generator._process.pid, generator._private_dir, flush=True)
 time.sleep(300)
 """
 
@@ -313,15 +313,15 @@ time.sleep(300)
 def test_a_killed_trainer_leaves_no_server_behind(models, directory, moment):
     arguments = [PYTHON, models["new"], str(directory / "orphan.log"), moment]
     with subprocess.Popen([sys.executable, "-c", TRAINER, *arguments], stdout=subprocess.PIPE, text=True) as trainer:
-        server_pid, import_dir = trainer.stdout.readline().split()
+        server_pid, private_dir = trainer.stdout.readline().split()
         if moment == "starting":
             time.sleep(3)  # the interpreter is up then, and vLLM loading
         trainer.kill()
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (_is_alive(int(server_pid)) or Path(import_dir).exists()):
+    while time.monotonic() < deadline and (_is_alive(int(server_pid)) or Path(private_dir).exists()):
         time.sleep(0.1)
     assert not _is_alive(int(server_pid))
-    assert not Path(import_dir).exists()
+    assert not Path(private_dir).exists()
 
 
 def _is_alive(pid: int) -> bool:

@@ -44,8 +44,8 @@ def main() -> None:
     arguments = parser.parse_args()
     config = json.loads(arguments.config)
     os.set_inheritable(arguments.socket_fd, False)
-    signal.signal(signal.SIGTERM, lambda number, _: _leave(config["import_dir"], 128 + number))
-    _end_with_parent(config["import_dir"])
+    signal.signal(signal.SIGTERM, lambda number, _: _leave(config["private_dir"], 128 + number))
+    _end_with_parent(config["private_dir"])
     connection = socket.socket(fileno=arguments.socket_fd)
 
     from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
@@ -54,13 +54,13 @@ def main() -> None:
         engine = build_engine(config)
     except BaseException:
         traceback.print_exc()
-        _leave(config["import_dir"], 1)
+        _leave(config["private_dir"], 1)
     try:
         Server(connection, engine).run()
     except ConnectionClosed:
         print("rollout server: the trainer closed the connection", file=sys.stderr)
     engine.close()
-    _leave(config["import_dir"], 0)
+    _leave(config["private_dir"], 0)
 
 
 class Server:
@@ -155,7 +155,7 @@ class Server:
         send_message(self._connection, {"kind": kind, **fields})
 
 
-def _end_with_parent(import_dir: str) -> None:
+def _end_with_parent(private_dir: str) -> None:
     """End this process soon after its parent has died, whatever it is doing then.
 
     The closed socket says so too, but not while a copy of its other end lives on in a forked child of the trainer, nor
@@ -166,18 +166,18 @@ def _end_with_parent(import_dir: str) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_POLL_S)
-        _leave(import_dir, 1)
+        _leave(private_dir, 1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _leave(import_dir: str, exit_code: int) -> None:
+def _leave(private_dir: str, exit_code: int) -> None:
     """End at once: the interpreter's own way out can take ten seconds with vLLM loaded.
 
     The trainer may be dead, so the directory it made for this process is removed here too.
     """
     sys.stderr.flush()
-    shutil.rmtree(import_dir, ignore_errors=True)
+    shutil.rmtree(private_dir, ignore_errors=True)
     os._exit(exit_code)
 
 
