@@ -9,6 +9,7 @@ import pytest
 
 from mindrlhf.config.loader import read_yaml
 from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.errors import UserError
 from mindrlhf.models.spec import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
@@ -178,4 +179,10 @@ def test_only_the_users_keys_are_missing(path):
         for field in dataclasses.fields(section.metadata["section"])
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
-    assert required - given == set(USERS_KEYS)
+    # The reward is the user's too, but no key of it is required alone: a reward model may take the verifier's place.
+    assert not [key for key in given if key.startswith("reward.")]
+    assert required - given == set(USERS_KEYS) - {"reward.verifier_function"}
+    without_reward = [f"{key}={value}" for key, value in USERS_KEYS.items() if not key.startswith("reward.")]
+    if "training" in read_yaml(path):
+        with pytest.raises(UserError, match=r"reward\.verifier_function"):
+            load_grpo_config(path, without_reward, world_size=_model_and_world_size(path)[1])
