@@ -74,6 +74,15 @@ CASES = {
     ),
 }
 
+PAIR_BETA = 0.5
+# Name -> TRL's losses and their weights; our options. Half of the responses are preferred to the other half.
+PAIR_CASES = {
+    "DPO, sigmoid": ({"sigmoid": 1.0}, {"loss": "sigmoid"}),
+    "DPO, hinge": ({"hinge": 1.0}, {"loss": "hinge"}),
+    "DPO, IPO": ({"ipo": 1.0}, {"loss": "ipo"}),
+    "DPO, SFT term": ({"sigmoid": 1.0, "sft": 0.7}, {"loss": "sigmoid", "sft_weight": 0.7}),
+}
+
 
 def draw() -> dict[str, np.ndarray]:
     """Return float32 [responses, length] arrays whose ratios stray far enough for every clip to bite."""
@@ -155,6 +164,67 @@ def trl_side(arrays: dict[str, np.ndarray], settings: dict) -> tuple[float, np.n
     return loss.item(), logprobs.grad.numpy()
 
 
+def trl_pairs_side(arrays: dict[str, np.ndarray], losses: dict[str, float]) -> tuple[float, np.ndarray]:
+    """Return the loss of TRL's DPO trainer and its gradient by the log-probs of the first half against the second."""
+    import torch
+    from trl import DPOTrainer
+
+    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+    mask = tensors["mask"]
+    logprobs = tensors["logprobs"].clone().requires_grad_()
+
+    class Model:
+        training = True
+
+        def __call__(self, **_):
+            # The fused head of transformers gives 0 where a label is masked.
+            return types.SimpleNamespace(log_probs=logprobs * mask, entropy=mask, mean_logits=mask, is_top1=mask.bool())
+
+    trainer = types.SimpleNamespace(
+        model=Model(),
+        accelerator=types.SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=list(losses),
+        loss_weights=list(losses.values()),
+        beta=PAIR_BETA,
+        use_weighting=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    completion_mask = torch.cat([torch.zeros_like(mask[:, :1]), mask], dim=1)  # a prompt of one token
+    chosen, rejected = (tensors["reference"] * mask).sum(1).chunk(2)
+    inputs = {
+        "input_ids": torch.zeros_like(completion_mask, dtype=torch.long),
+        "attention_mask": torch.ones_like(completion_mask),
+        "completion_mask": completion_mask,
+        "ref_chosen_logps": chosen,
+        "ref_rejected_logps": rejected,
+    }
+    loss = DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
+    loss.backward()
+    return loss.item(), logprobs.grad.numpy()
+
+
+def our_pairs_side(arrays: dict[str, np.ndarray], options: dict) -> tuple[float, np.ndarray]:
+    """Return our loss of the pairs and the derivatives by the log-probs that the graph carries back."""
+    from mindrlhf.config.sections import DpoSection
+    from mindrlhf.training.pair_objectives import DpoObjective
+
+    objective = DpoObjective(DpoSection(beta=PAIR_BETA, **options))
+    order = np.arange(NUM_RESPONSES).reshape(2, -1).T.reshape(-1)  # chosen 0, rejected 0, chosen 1, ...
+    lengths = arrays["mask"].sum(axis=1).astype(int)
+    logprobs, reference = ([arrays[name][i, : lengths[i]] for i in order] for name in ("logprobs", "reference"))
+    result = objective.evaluate(logprobs, objective.summarise(reference))
+    gradient = np.zeros_like(arrays["logprobs"])
+    for i, coefficients in zip(order, result.coefficients):
+        gradient[i, : lengths[i]] = coefficients
+    return float(result.losses.mean()), gradient
+
+
 def our_side(arrays: dict[str, np.ndarray], loss: str, options: dict, mode: str, added: dict):
     """Return our loss and its gradient by the log-probs, over a policy whose log-probs are a parameter."""
     import mindspore as ms
@@ -205,6 +275,8 @@ def run_trl(path: Path) -> None:
     arrays, results = draw(), {}
     for name, (settings, _) in CASES.items():
         results[f"{name}.loss"], results[f"{name}.gradient"] = trl_side(arrays, settings)
+    for name, (losses, _) in PAIR_CASES.items():
+        results[f"{name}.loss"], results[f"{name}.gradient"] = trl_pairs_side(arrays, losses)
     np.savez(path, **results)
 
 
@@ -233,8 +305,9 @@ def main() -> int:
     arrays, worst = draw(), 0.0
     print(f"| {'case':22} | loss, TRL  | difference | largest gradient | largest difference |")
     print("|---|---|---|---|---|")
-    for name, (_, ours) in CASES.items():
-        loss, gradient = our_side(arrays, *ours)
+    ours = {name: our_side(arrays, *case) for name, (_, case) in CASES.items()}
+    ours |= {name: our_pairs_side(arrays, options) for name, (_, options) in PAIR_CASES.items()}
+    for name, (loss, gradient) in ours.items():
         expected, slopes = float(theirs[f"{name}.loss"]), theirs[f"{name}.gradient"]
         scale = np.abs(slopes).max()
         differences = abs(loss - expected), np.abs(gradient - slopes).max()
