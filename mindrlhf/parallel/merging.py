@@ -2,18 +2,15 @@
 
 import os
 import shutil
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from mindrlhf.checkpoint.arrays import ArrayInfo, save_arrays
 from mindrlhf.errors import UserError
+from mindrlhf.models.spec import ParameterRule
 from mindrlhf.parallel.sharded_directory import ShardedDirectory
 from mindrlhf.parallel.sharding import DEFAULT_WORKERS, worker_pool
 from mindrlhf.weights.convert import MAX_SHARD_BYTES
-from mindrlhf.weights.writer import TensorPlan, write_model_directory
+from mindrlhf.weights.writer import TensorPlan, model_directory
 
 
 def merge_directory(
@@ -29,7 +26,7 @@ def merge_directory(
 
     Args:
         optimizer_file: where to write the optimiser state, as a run's checkpoint has it; replaced when it is there.
-        num_workers: threads that read ahead; each holds about one tensor.
+        num_workers: threads; each holds about one tensor.
 
     Raises:
         UserError: the source is damaged, has no optimiser state that was asked for, `out_dir` is in use, or the disk is
@@ -40,30 +37,25 @@ def merge_directory(
         raise UserError(f"{sharded_dir} holds no optimiser state: leave out --optimizer-out")
     plan = {name: TensorPlan(*shards.info(name)) for name in shards.names()}
     _check_space(Path(out_dir), sum(tensor.size_bytes for tensor in plan.values()))
-    write_model_directory(
-        _tensors(shards, num_workers),
-        plan,
-        shards.hf_config,
-        out_dir,
-        file_format="pt",
-        max_shard_bytes=MAX_SHARD_BYTES,
-        tokenizer_dir=sharded_dir,
-    )
+    with (
+        model_directory(
+            plan,
+            shards.hf_config,
+            out_dir,
+            file_format="pt",
+            max_shard_bytes=MAX_SHARD_BYTES,
+            tokenizer_dir=sharded_dir,
+        ) as write,
+        worker_pool(num_workers) as pool,
+    ):
+
+        def merge(rule: ParameterRule) -> None:
+            for name, tensor in shards.read_tensors(rule).items():
+                write(name, tensor)
+
+        list(pool.map(merge, shards.rules()))
     if optimizer_file:
         _write_optimizer(shards, Path(optimizer_file))
-
-
-def _tensors(shards: ShardedDirectory, num_workers: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Every Hugging Face tensor, some parameters read ahead."""
-
-    with worker_pool(num_workers) as pool:
-        pending: deque = deque()
-        for rule in shards.rules():
-            pending.append(pool.submit(shards.read_tensors, rule))
-            if len(pending) >= num_workers:
-                yield from pending.popleft().result().items()
-        while pending:
-            yield from pending.popleft().result().items()
 
 
 def _write_optimizer(shards: ShardedDirectory, path: Path) -> None:

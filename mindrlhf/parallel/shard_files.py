@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from mindrlhf.errors import UserError
+from mindrlhf.weights.direct_file import DirectFile
 from mindrlhf.weights.hf import FILE_CODES, STORAGE_DTYPES, SafetensorsFile, release_pages
 
 FILE_FORMATS = ("safetensors", "ckpt")
@@ -28,8 +29,6 @@ _DTYPE_OF_CKPT_TYPE = {code: dtype for dtype, code in _CKPT_TYPES.items()}
 _ALIGNMENT_BYTES = 8
 # MindSpore cuts larger parameters into several records of one name (`SLICE_SIZE` of its serialization).
 _MAX_RECORD_BYTES = 512 * 2**20
-# Data is written and summed piece by piece, so that the sum finds the piece in the cache.
-_PIECE_BYTES = 2**19
 # Keys of protobuf fields of the wire type "length-delimited", by field number, and of dims (number 1, a varint).
 _FIELD_1, _FIELD_2, _FIELD_3, _DIMS = 0x0A, 0x12, 0x1A, 0x08
 
@@ -68,11 +67,10 @@ class ShardWriter:
         self._infos = infos
         self._partial = partial_path(path)
         frames, self._places, self.size_bytes = _LAYOUTS[file_format](infos)
-        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._file = DirectFile(self._partial, self.size_bytes)
         try:
-            os.ftruncate(self._fd, self.size_bytes)
             for offset, frame in frames:
-                _write_at(self._fd, memoryview(frame), offset)
+                self._file.write(memoryview(frame), offset)
         except OSError:
             self.discard()
             raise
@@ -87,30 +85,20 @@ class ShardWriter:
         data = memoryview(array.reshape(-1).view(np.uint8))
         digest = xxhash.xxh3_64()
         for offset, size_bytes in self._places[name]:
-            for start in range(0, size_bytes, _PIECE_BYTES):
-                piece = data[start : min(start + _PIECE_BYTES, size_bytes)]
-                _write_at(self._fd, piece, offset + start)
-                digest.update(piece)
-            # The disk starts now, while the next array is cut, and what it has written need not stay in memory.
-            os.posix_fadvise(self._fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+            self._file.write(data[:size_bytes], offset, digest.update)
             data = data[size_bytes:]
         return digest.hexdigest()
 
     def finish(self) -> None:
         """Force the data to the disk and give the file its name."""
-        os.fsync(self._fd)
-        self._close()
+        self._file.sync()
+        self._file.close()
         os.replace(self._partial, self.path)
 
     def discard(self) -> None:
         """Remove what was written; nothing happens after `finish`."""
-        if self._fd >= 0:
-            self._close()
-            self._partial.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        os.close(self._fd)
-        self._fd = -1
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
 
 
 def partial_path(path: Path) -> Path:
@@ -298,9 +286,3 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-
-
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    while len(data):
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written

@@ -3,19 +3,20 @@
 The safetensors format is written here because its Python API wants every tensor of a file in memory at once.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
+from mindrlhf.weights.direct_file import DirectFile
 from mindrlhf.weights.hf import FILE_CODES, INDEX_NAME, SINGLE_NAME, STORAGE_DTYPES
 
 TOKENIZER_FILES = (
@@ -30,6 +31,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _ALIGNMENT_BYTES = 8
+# A tensor, or the pieces that make it when stacked along the first axis.
+Content = np.ndarray | Iterable[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class TensorPlan:
 
 
 def write_model_directory(
-    tensors: Iterable[tuple[str, np.ndarray | Iterable[np.ndarray]]],
+    tensors: Iterable[tuple[str, Content]],
     plan: dict[str, TensorPlan],
     config: dict,
     out_dir: str | os.PathLike,
@@ -70,13 +73,35 @@ def write_model_directory(
     Raises:
         UserError: `out_dir` is in use or cannot be written.
     """
+    options = {"file_format": file_format, "max_shard_bytes": max_shard_bytes, "tokenizer_dir": tokenizer_dir}
+    with model_directory(plan, config, out_dir, **options) as write:
+        for name, content in tensors:
+            write(name, content)
+
+
+@contextlib.contextmanager
+def model_directory(
+    plan: dict[str, TensorPlan],
+    config: dict,
+    out_dir: str | os.PathLike,
+    *,
+    file_format: str,
+    max_shard_bytes: int,
+    tokenizer_dir: str | os.PathLike | None = None,
+) -> Iterator[Callable[[str, Content], None]]:
+    """As `write_model_directory`, for several threads: yields what writes a tensor, in any order and from any thread.
+
+    The directory appears when the block ends without an error.
+    """
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists already: choose another output directory or remove it")
     temporary = out_dir.parent / f".{out_dir.name}.partial-{os.getpid()}"
     try:
         temporary.mkdir(parents=True)
-        _write_tensors(temporary, tensors, plan, file_format, max_shard_bytes)
+        tensors = _TensorFiles(temporary, plan, file_format, max_shard_bytes)
+        yield tensors.write
+        tensors.finish()
         _write_json(temporary / "config.json", config)
         if tokenizer_dir is not None:
             for name in TOKENIZER_FILES:
@@ -91,46 +116,49 @@ def write_model_directory(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_tensors(
-    directory: Path,
-    tensors: Iterable[tuple[str, np.ndarray | Iterable[np.ndarray]]],
-    plan: dict[str, TensorPlan],
-    file_format: str,
-    max_shard_bytes: int,
-) -> None:
-    shards = _split_into_shards(plan, max_shard_bytes)
-    file_names = [SINGLE_NAME]
-    if len(shards) > 1:
-        file_names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    places = {}
-    for file_name, names in zip(file_names, shards):
-        header, offsets = _header(names, plan, file_format)
-        with open(directory / file_name, "wb") as file:
-            file.write(header)
-        places.update({name: (file_name, len(header) + offset) for name, offset in offsets.items()})
-    for name, content in tensors:
-        assert name in places, f"tensor {name!r} is not planned, or was written twice"
-        file_name, position = places.pop(name)
-        with open(directory / file_name, "r+b") as file:
-            file.seek(position)
-            _write_blocks(file, name, [content] if isinstance(content, np.ndarray) else content, plan[name])
-    assert not places, f"{len(places)} planned tensors were not given, {next(iter(places))!r} first"
-    for file_name in file_names:
-        sync(directory / file_name)
-    if len(shards) > 1:
-        total = sum(tensor.size_bytes for tensor in plan.values())
-        weight_map = {name: file_name for file_name, names in zip(file_names, shards) for name in names}
-        _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+class _TensorFiles:
+    """The safetensors files of a directory, and their index. Each is open only while a tensor is written to it."""
 
+    def __init__(self, directory: Path, plan: dict[str, TensorPlan], file_format: str, max_shard_bytes: int):
+        self._directory, self._plan = directory, plan
+        self._size_bytes: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        shards = _split_into_shards(plan, max_shard_bytes)
+        file_names = [SINGLE_NAME]
+        if len(shards) > 1:
+            file_names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+        for file_name, names in zip(file_names, shards):
+            header, offsets = _header(names, plan, file_format)
+            self._size_bytes[file_name] = len(header) + sum(plan[name].size_bytes for name in names)
+            with self._open(file_name) as file:
+                file.write(memoryview(header), 0)
+            self._places.update({name: (file_name, len(header) + offset) for name, offset in offsets.items()})
+        self._file_of = {name: file_name for name, (file_name, _) in self._places.items()}
 
-def _write_blocks(file: BinaryIO, name: str, blocks: Iterable[np.ndarray], plan: TensorPlan) -> None:
-    num_rows = 0
-    for block in blocks:
-        assert block.dtype == STORAGE_DTYPES[plan.dtype], f"tensor {name!r} comes as {block.dtype}"
-        assert block.shape[1:] == tuple(plan.shape[1:]), f"tensor {name!r} comes with shape {block.shape}"
-        num_rows += block.shape[0]
-        file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-    assert num_rows == plan.shape[0], f"tensor {name!r} comes with {num_rows} rows instead of {plan.shape[0]}"
+    def _open(self, file_name: str) -> DirectFile:
+        return DirectFile(self._directory / file_name, self._size_bytes[file_name])
+
+    def write(self, name: str, content: Content) -> None:
+        assert name in self._places, f"tensor {name!r} is not planned, or was written twice"
+        (file_name, position), plan, num_rows = self._places.pop(name), self._plan[name], 0
+        with self._open(file_name) as file:
+            for block in [content] if isinstance(content, np.ndarray) else content:
+                assert block.dtype == STORAGE_DTYPES[plan.dtype], f"tensor {name!r} comes as {block.dtype}"
+                assert block.shape[1:] == tuple(plan.shape[1:]), f"tensor {name!r} comes with shape {block.shape}"
+                num_rows += block.shape[0]
+                data = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+                file.write(data, position)
+                position += len(data)
+        assert num_rows == plan.shape[0], f"tensor {name!r} comes with {num_rows} rows instead of {plan.shape[0]}"
+
+    def finish(self) -> None:
+        left = next(iter(self._places), None)
+        assert left is None, f"{len(self._places)} planned tensors were not given, {left!r} first"
+        for file_name in self._size_bytes:
+            sync(self._directory / file_name)
+        if len(self._size_bytes) > 1:
+            total = sum(tensor.size_bytes for tensor in self._plan.values())
+            _write_json(self._directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": self._file_of})
 
 
 def _split_into_shards(plan: dict[str, TensorPlan], max_shard_bytes: int) -> list[list[str]]:
