@@ -17,6 +17,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+from mindrlhf.training.processes import descendants
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,6 +240,29 @@ def test_updated_weights_equal_a_fresh_engine(fresh, pushed):
     assert {completion.weights_version for completion in new.values()} == {2}
     assert_same(new, collect(fresh))
     assert any(not np.array_equal(new[key].token_ids, old[key].token_ids) for key in new)
+
+
+def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directory):
+    # Greedy: the server's own sampler, whose draws depend on nothing but seeds, works in one process only.
+    greedy = SamplingParams(max_tokens=20, temperature=0.0)
+    infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
+    with WeightBoard.create(infos) as board:
+        with start(models["bare"], directory / "two_ranks.log", tensor_parallel_size=2) as generator:
+            generator.use_board(board.path)
+            push(generator, board, seed=0, version=1)
+            push(generator, board, seed=1, version=2)
+            assert_same(collect(generator, sampling=greedy), collect(fresh, sampling=greedy))
+            server = generator._process.pid
+            workers = [process.pid for process in descendants(server)]
+            assert len(workers) >= 2, "vLLM runs each rank in a process of its own"
+            stream = generator.generate(REQUESTS, dataclasses.replace(SAMPLING, stop_token_ids=()))
+            os.kill(server, signal.SIGKILL)
+            with pytest.raises(RunFailure, match=r"was killed by signal 9 \(SIGKILL\)"):
+                list(stream)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(_is_alive(pid) for pid in workers):
+        time.sleep(0.2)
+    assert not [pid for pid in workers if _is_alive(pid)]
 
 
 def test_a_wrong_version_is_an_error_and_the_server_goes_on(pushed):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
@@ -34,6 +35,8 @@ class WorkerExtension:
             if current_platform.is_cpu():
                 _forget_expert_kernels(model)
             self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
+            if current_platform.is_cpu():
+                _repack_embeddings(model)
             return
         with torch.inference_mode():
             loaded = model.load_weights(_torch_tensors(board, version))
@@ -60,6 +63,18 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def _repack_embeddings(model: torch.nn.Module) -> None:
+    """Pack the weights of embeddings and of the output layer for the CPU's matrix kernels again.
+
+    An output layer that is tied to the embedding loads nothing of its own, so vLLM 0.32 leaves it with the packed copy
+    of the old weights.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
 
 
 def _torch_tensors(board: WeightBoard, version: int) -> Iterator[tuple[str, torch.Tensor]]:
