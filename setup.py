@@ -29,7 +29,7 @@ EXTRAS = {
     "ascend-train": [*TRAINING, "mindstudio-probe"],
     # The rollout environment on Ascend: an interpreter of its own, since vLLM needs numpy 2.
     "ascend": ["vllm==0.23.0", "vllm-ascend==0.23.0"],
-    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "ruff>=0.6"],
+    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6"],
 }
 
 setup(

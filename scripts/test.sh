@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, the style check and all tests: the quick ones first, then those in tests/system, which start real msrun
-# jobs and vLLM. Arguments go to pytest: bash scripts/test.sh tests/data -k readers
+# Set-up, the style check and all tests: the quick ones first, two files at a time, then those in tests/system, which
+# start real msrun jobs and vLLM. Arguments go to pytest instead: bash scripts/test.sh tests/data -k readers
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
@@ -8,4 +8,11 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 # More threads than cores make every test slower; those that measure set their own.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
-exec .venv/bin/python -m pytest "$@"
+if (($#)); then
+    exec .venv/bin/python -m pytest "$@"
+fi
+status=0
+.venv/bin/python -m pytest --ignore tests/system --numprocesses 2 --dist loadfile || status=$?
+# Also after a failure: whoever reads the log of a machine wants all of it.
+.venv/bin/python -m pytest tests/system || status=$?
+exit "$status"
