@@ -30,9 +30,12 @@ from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import RunFailure, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-# Algorithm -> its config and what is changed in it. The quickstart itself takes 100 steps.
+# Algorithm -> its config and what is changed in it. The quickstart itself takes 100 steps of one update.
 RECIPES = {
-    "GRPO": ("examples/quickstart/config.yaml", ("run.max_steps=30", "evaluation.every_steps=15")),
+    "GRPO": (
+        "examples/quickstart/config.yaml",
+        ("run.max_steps=12", "training.num_minibatches=4", "evaluation.every_steps=6"),
+    ),
     "DAPO": ("examples/dapo/config.yaml", ()),
     "GSPO": ("examples/gspo/config.yaml", ()),
     "RLOO": ("examples/rloo/config.yaml", ()),

@@ -52,35 +52,35 @@ def test_recipes_are_the_algorithms_they_are_called(script, at_root, tmp_path):
     configs = {name: script.Run(name, 0, tmp_path).config() for name in script.RECIPES}
     assert {name: (config.algorithm.advantage, config.algorithm.loss) for name, config in configs.items()} == estimators
     assert [name for name, config in configs.items() if config.algorithm.dynamic_sampling] == ["DAPO"]
-    # The same start, the same problems and the same number of responses trained on, or the table compares nothing.
+    # The same start, the same problems and the same number of responses in a step, or the table compares nothing.
     assert len({(config.model.path, config.data.train_file, config.data.eval_file) for config in configs.values()}) == 1
     assert {
         config.training.chunk_size * config.training.num_rollouts * config.algorithm.num_generations
         for config in configs.values()
     } == {128}
-    assert len({config.run.max_steps for config in configs.values()}) == 1
+    assert {config.training.num_minibatches for config in configs.values()} == {4}
 
 
 def test_table(script, at_root, tmp_path):
     for seed, after in ((0, 0.75), (7, 0.65)):
         run = script.Run("DAPO", seed, tmp_path)
-        last = {"step": 30, "samples/total_generated": 5000.0 + seed}
+        last = {"step": 12, "samples/total_generated": 5000.0 + seed}
         _finish(run, before=0.35, after=after, low=after - 0.4, high=after - 0.3, last_metrics=last)
-    _finish(script.Run("RLOO", 0, tmp_path), before=0.35, after=0.3, low=-0.1, high=0.02, last_metrics={"step": 30})
+    _finish(script.Run("RLOO", 0, tmp_path), before=0.35, after=0.3, low=-0.1, high=0.02, last_metrics={"step": 12})
     assert script.table(["DAPO"], [0, 7], tmp_path).splitlines() == [
         "| algorithm | config | steps | samples | seed 0 | seed 7 | mean change |",
         "|---|---|---|---|---|---|---|",
-        "| DAPO | [dapo](../examples/dapo/config.yaml) | 30 | 5,000 to 5,007 | "
+        "| DAPO | [dapo](../examples/dapo/config.yaml) | 12 | 5,000 to 5,007 | "
         "35.0 to 75.0 (+40.0; +35.0 to +45.0) | 35.0 to 65.0 (+30.0; +25.0 to +35.0) | +35.0 |",
     ]
-    # 30 steps of 32 prompts with 4 responses each.
-    assert "| 30 | 3,840 | 35.0 to 30.0 (-5.0; -10.0 to +2.0) | -5.0 |" in script.table(["RLOO"], [0], tmp_path)
+    # 12 steps of 32 prompts with 4 responses each.
+    assert "| 12 | 1,536 | 35.0 to 30.0 (-5.0; -10.0 to +2.0) | -5.0 |" in script.table(["RLOO"], [0], tmp_path)
 
 
 def test_a_finished_run_is_not_repeated(script, at_root, tmp_path, monkeypatch, capsys):
     run = script.Run("GSPO", 1, tmp_path)
     assert not run.is_finished()
-    _finish(run, before=0.35, after=0.75, low=0.35, high=0.45, last_metrics={"step": 30})
+    _finish(run, before=0.35, after=0.75, low=0.35, high=0.45, last_metrics={"step": 12})
     assert run.is_finished()
     monkeypatch.setattr(script, "train", lambda run: pytest.fail(f"{run} is trained again"))
     monkeypatch.setattr(
@@ -92,7 +92,7 @@ def test_a_finished_run_is_not_repeated(script, at_root, tmp_path, monkeypatch, 
 
 def test_a_run_of_another_config_is_refused(script, at_root, tmp_path):
     run = script.Run("PPO", 0, tmp_path)
-    _finish(run, before=0.35, after=0.75, low=0.35, high=0.45, last_metrics={"step": 30})
+    _finish(run, before=0.35, after=0.75, low=0.35, high=0.45, last_metrics={"step": 12})
     path = run.directory / "config.yaml"
     path.write_text(path.read_text().replace("warmup_steps: 3\n", "warmup_steps: 4\n"))
     with pytest.raises(UserError, match=r"another config \(critic.warmup_steps\)"):
