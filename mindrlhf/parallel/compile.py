@@ -19,6 +19,9 @@ from mindrlhf.errors import RunFailure, UserError
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
 
+# The graphs of training: an update's, and the log-probabilities of the old policy or the reference.
+UPDATE, LOGPROBS = "update", "logprobs"
+
 
 @dataclass(frozen=True)
 class CompileRequest:
@@ -36,6 +39,7 @@ class CompileRequest:
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
+        cell: ``UPDATE`` or ``LOGPROBS``, whose inputs are the first four of the update's.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: where to export the rank's sliced graph (`.mindir`), an absolute path; empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
@@ -55,6 +59,7 @@ class CompileRequest:
     plan_memory: bool = False
     beta: float = 0.04
     epsilon: float = 1e-8
+    cell: str = UPDATE
     strategy_file: str = ""
     mindir_file: str = ""
 

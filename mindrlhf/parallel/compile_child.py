@@ -16,14 +16,18 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.config.sections import OptimizerSection, ParallelSection
+from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.parallel import simulation
 from mindrlhf.parallel.collectives import read_collectives
-from mindrlhf.parallel.compile import EXIT_USER_ERROR, CompiledParameter, CompileReport, CompileRequest
-from mindrlhf.parallel.layout import Layout, parameter_layouts
+from mindrlhf.parallel.compile import (
+    EXIT_USER_ERROR,
+    LOGPROBS,
+    CompiledParameter,
+    CompileReport,
+    CompileRequest,
+)
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -82,8 +86,7 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     strategy_file = Path(request.strategy_file or directory / f"strategy_{os.getpid()}.ckpt")
     simulation.set_rank(request.rank, world_size)
     _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
-    with _placeholders():
-        step = build_update(request, parallel, world_size)
+    step = build_cell(request, parallel)
     inputs = example_inputs(request, parallel)
 
     from mindrlhf.parallel.compile_graph import compile_graph, plan_memory, read_shards, write_graph
@@ -116,56 +119,30 @@ def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, stra
     from mindspore.communication import init
 
     from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.runtime import Rank, start_parallel
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("Ascend")
     init()
     prepare_mindformers("ascend", log_dir)
-    options = {}
-    if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
-        options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}
-    ms.set_auto_parallel_context(
-        parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL,
-        device_num=world_size,
-        global_rank=rank,
-        full_batch=True,
-        gradients_mean=False,
-        pipeline_stages=parallel.pipeline_stage,
-        enable_parallel_optimizer=parallel.enable_parallel_optimizer,
-        enable_alltoall=True,
-        strategy_ckpt_config={"save_file": str(strategy_file), "only_trainable_params": False},
-        **options,
-    )
+    start_parallel(parallel, Rank(rank, world_size), strategy_file)
 
 
-def _placeholders():
-    """Parameters without data, which would be the whole model's."""
-    from mindspore.nn.utils import no_init_parameters
-
-    return no_init_parameters()
-
-
-def build_update(request: CompileRequest, parallel: ParallelSection, world_size: int):
-    """Return the cell of one update; see :class:`mindrlhf.training.parallel_cells.ParallelUpdate`."""
+def build_cell(request: CompileRequest, parallel: ParallelSection):
+    """Return the cell that the request names, made by the factory that training uses."""
     from mindrlhf.algorithms import policy_losses
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import PolicyLoss
-    from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.training.cells import make_optimizer
-    from mindrlhf.training.parallel_cells import ParallelUpdate, ShardedPolicyLoss
+    from mindrlhf.training.parallel_factory import build_logprobs, build_policy, build_update
 
     hf_config = dict(request.hf_config)
     if request.num_layers:
         hf_config["num_hidden_layers"] = request.num_layers
-    network = build_model(
-        hf_config,
-        seq_length=request.seq_length,
-        compute_dtype=request.compute_dtype,
-        param_dtype=request.param_dtype,
-        device="ascend",
-        parallel_config=request.parallel,
-        recompute=request.recompute,
+    model = ModelSection(
+        path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
     )
+    policy = build_policy(hf_config, model, parallel, row_length=request.seq_length, temperature=1.0)
+    if request.cell == LOGPROBS:
+        return build_logprobs(policy, parallel)
 
     def make_loss(policy):
         return PolicyLoss(
@@ -175,20 +152,11 @@ def build_update(request: CompileRequest, parallel: ParallelSection, world_size:
             kl_estimator="k3" if request.beta > 0 else "",
         )
 
-    policy = PolicyLogProbs(network, 1.0, "ascend")
-    loss = ShardedPolicyLoss(
-        policy, make_loss, parallel.data_parallel, parallel.context_parallel, parallel.pipeline_stage - 1
-    )
-    options = OptimizerSection(epsilon=request.epsilon)
-    optimizer = make_optimizer(network.trainable_params(), options)
-    layout = Layout.from_config(parallel, world_size)
-    layouts = parameter_layouts(network.spec, network.dims, layout, _ELEMENT_BYTES[request.param_dtype])
-    num_replicas = {one.name: one.num_replicas for one in layouts}
-    return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, world_size)
+    return build_update(policy, make_loss, OptimizerSection(epsilon=request.epsilon), parallel)
 
 
 def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
-    """Inputs of one update of all ranks, in the shapes and dtypes of training."""
+    """Inputs of the cell for all ranks, in the shapes and dtypes of training."""
     import mindspore as ms
     import numpy as np
 
@@ -198,6 +166,8 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     rows = request.batch_size * parallel.data_parallel * num_micro_batches
     shape = (rows, request.seq_length)
     tokens = [ms.Tensor(np.ones(shape, np.int32)) for _ in range(3)]
+    if request.cell == LOGPROBS:
+        return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
     values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(POLICY_INPUTS))]
     return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
 

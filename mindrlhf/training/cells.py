@@ -184,8 +184,10 @@ def make_accumulators(parameters: Sequence[ms.Parameter]) -> ms.ParameterTuple:
     )
 
 
-def make_optimizer(parameters: Sequence[ms.Parameter], options: OptimizerSection) -> nn.Cell:
-    """Return MindFormers AdamW; vectors (norms and biases) are not decayed."""
+def make_optimizer(
+    parameters: Sequence[ms.Parameter], options: OptimizerSection, adamw: type[nn.Cell] | None = None
+) -> nn.Cell:
+    """Return MindFormers AdamW, or ``adamw``, which takes its arguments; vectors (norms and biases) are not decayed."""
     from mindformers.core.optim.adamw import AdamW
 
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
@@ -195,7 +197,7 @@ def make_optimizer(parameters: Sequence[ms.Parameter], options: OptimizerSection
         {"params": vectors, "weight_decay": 0.0},
         {"order_params": list(parameters)},
     ]
-    return AdamW(
+    return (adamw or AdamW)(
         groups,
         learning_rate=options.start_lr,
         betas=(options.beta1, options.beta2),

@@ -1,7 +1,7 @@
-"""The update of the actor as one semi-auto-parallel graph: loss, gradients of all micro-batches, clip, AdamW.
+"""The update of the actor as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its log-probabilities.
 
 MindSpore slices what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
-collectives. Micro-batches are cut inside the graph, as its pipeline scheduler demands.
+collectives. Micro-batches are cut into pieces inside the graph, as its pipeline scheduler demands.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 import mindspore as ms
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import lazy_inline, nn, ops
-from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
+from mindspore.nn.wrap.cell_wrapper import _MicroBatch, _VirtualDatasetCell
 from mindspore.ops.operations import Morph
 from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
 from mindrlhf.config.sections import ParallelSection
+from mindrlhf.training.parallel_optimizer import WithholdableAdamW
 
 NUM_STATISTICS = len(POLICY_STATISTICS)
+# Parameters of the update that are neither weights nor optimiser state.
+IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"
 
 
 class GivenLogProbs(nn.Cell):
@@ -38,7 +41,6 @@ class ShardedPolicyLoss(nn.Cell):
         policy: log-probabilities, its operators sharded.
         make_loss: builds a :class:`mindrlhf.algorithms.losses.PolicyLoss` over a policy.
         data_parallel, context_parallel: ranks that share the rows, and each row.
-        last_stage: pipeline stage that the loss belongs to.
     """
 
     @lazy_inline
@@ -48,12 +50,9 @@ class ShardedPolicyLoss(nn.Cell):
         make_loss: Callable[[nn.Cell], nn.Cell],
         data_parallel: int,
         context_parallel: int,
-        last_stage: int,
     ):
         super().__init__(auto_prefix=False)
         self.policy = policy
-        if last_stage:
-            self.policy.token_logprobs.pipeline_stage = last_stage
         self.local_loss = make_loss(GivenLogProbs())
         self.num_shares = (data_parallel, context_parallel)
         per_token = layout("dp", "cp")
@@ -124,21 +123,29 @@ class ShardedPolicyLoss(nn.Cell):
 
 
 class ParallelUpdate(nn.Cell):
-    """One optimiser update from one call: all micro-batches of all ranks in, statistics and gradient norm out.
+    """Gradients of a micro-batch of all ranks, and with the last one of an update, the update itself.
+
+    An update has as many calls as its rows need. What they find is added up in ``totals``, slices like AdamW's
+    moments; the call before which ``is_last`` was set to 1 measures the norm, clips, updates and clears. An update
+    whose norm or loss is not finite is withheld on every rank: weights, moments and step count stay as they are.
 
     Args:
         loss: the sharded loss.
-        optimizer: MindFormers AdamW over the trained parameters.
+        optimizer: over the trained parameters.
         max_grad_norm: 0 leaves the gradients as they are.
         parallel: the layout, with `data_parallel` filled in.
         num_replicas: how many ranks hold each slice of a parameter, by its name.
         world_size: number of ranks.
+
+    Attributes:
+        is_last: 1 or 0, a parameter so that the host can set it between calls, as it sets the learning rate.
+        totals: gradients summed so far, float32.
     """
 
     def __init__(
         self,
         loss: ShardedPolicyLoss,
-        optimizer: nn.Cell,
+        optimizer: WithholdableAdamW,
         max_grad_norm: float,
         parallel: ParallelSection,
         num_replicas: Mapping[str, int],
@@ -153,8 +160,13 @@ class ParallelUpdate(nn.Cell):
         self.max_grad_norm = max_grad_norm
         self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
         self.keeps_shards = parallel.enable_parallel_optimizer
-        # The compiler recognises accumulators by this prefix.
+        # The compiler recognises accumulators by this prefix. It sums them over the ranks in each call, so they cannot
+        # be carried from one to the next.
         self.accumulators = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+        self.totals = optimizer.clone_state(prefix="grad", init="zeros")
+        self.is_last = ms.Parameter(ms.Tensor([1.0], ms.float32), name=IS_LAST_NAME, requires_grad=False)
+        # 0, or not a number once a loss was not finite.
+        self.defect = ms.Parameter(ms.Tensor([0.0], ms.float32), name=DEFECT_NAME, requires_grad=False)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = ms.Tensor([1.0] * NUM_STATISTICS, ms.float32)
         self.hyper_map = ops.HyperMap()
@@ -163,40 +175,110 @@ class ParallelUpdate(nn.Cell):
         self.all_reduce = ops.AllReduce() if world_size > 1 else None
 
     def construct(self, *inputs):
-        """Return the statistics, summed over micro-batches (zeros before the last stage), and the gradient norm [1]."""
+        """Return the statistics, summed over pieces (zeros before the last stage), and the gradient norm so far [1]."""
         statistics = self.network(*inputs)
         gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
-        norm = self._norm(accumulated)
-        scaled = accumulated
+        totals = self.hyper_map(_add, self.totals, accumulated)
+        defect = self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+        norm = self._norm(totals, defect)
+        applies = self.is_last * ops.cast(ops.isfinite(norm), ms.float32)
+        scale = applies
         if self.max_grad_norm > 0:
-            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm))
-            scaled = self.hyper_map(ops.partial(_scale, scale), accumulated)
-        statistics = ops.depend(statistics, self.optimizer(scaled))
+            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm)) * applies
+        scale = ops.select(applies > 0.5, scale, ops.zeros_like(scale))
+        totals = self.hyper_map(_without_defects, totals)
+        updated = self.optimizer(self.hyper_map(ops.partial(_scale, scale), totals), applies)
+        kept = self.hyper_map(ops.partial(_keep, 1.0 - self.is_last), self.totals, ops.depend(totals, updated))
+        defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
+        statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
         if self.accumulates:
             cleared = self.hyper_map(_clear, ops.depend(self.accumulators, statistics))
             statistics = ops.depend(statistics, cleared)
         return statistics, norm
 
-    def _norm(self, gradients):
-        squares = ops.addn(self.hyper_map(_square_share, self.shares, gradients))
+    def _norm(self, gradients, defect):
+        squares = ops.addn(self.hyper_map(_square_share, self.shares, gradients)) + defect
         return ops.sqrt(squares if self.all_reduce is None else self.all_reduce(squares))
+
+
+# Outside of the network the graph is not sliced, and the front end believes that gradients are whole: no shape may be
+# written down, nor a constant in the shape of a gradient, such as ones_like gives.
+
+
+def _add(total, gradient):
+    return total + ops.cast(gradient, ms.float32)
 
 
 def _square_share(share, gradient):
     """This rank's share [1] in the square of a gradient, slices of which several ranks hold."""
     # Collectives take no scalars.
-    return ops.ExpandDims()(ops.ReduceSum()(ops.square(ops.cast(gradient, ms.float32)), ()) * share, 0)
+    return ops.ExpandDims()(ops.ReduceSum()(ops.square(gradient), ()) * share, 0)
+
+
+def _without_defects(total):
+    """Replace what is not finite by 0, so that a factor of 0 gives 0."""
+    return ops.select(ops.isfinite(total), total, ops.zeros_like(total))
 
 
 def _scale(scale, gradient):
-    return gradient * ops.cast(scale, gradient.dtype)
+    return gradient * scale
+
+
+def _keep(factor, target, total):
+    return ops.assign(target, total * factor)
 
 
 def _clear(accumulator):
     return ops.assign(accumulator, ops.zeros_like(accumulator))
+
+
+class ParallelLogProbs(nn.Cell):
+    """Log-probabilities of the rows of all data-parallel ranks, as one semi-auto-parallel graph without gradients.
+
+    Args:
+        policy: log-probabilities, its operators sharded.
+        num_pieces: pieces that every rank's rows are cut into, which the stages of a pipeline work on in turn.
+    """
+
+    def __init__(self, policy: PolicyLogProbs, num_pieces: int):
+        super().__init__(auto_prefix=False)
+        self.network = _VirtualDatasetCell(_PieceByPiece(_FirstOutput(policy), num_pieces))
+        self.set_train(False)
+
+    def construct(self, input_ids, segment_ids, labels, mask):
+        """Return float32 [rows / pieces, length] for each piece, rank after rank; whole on ranks of the last stage."""
+        return self.network(input_ids, segment_ids, labels, mask)
+
+
+class _PieceByPiece(nn.Cell):
+    def __init__(self, network: nn.Cell, num_pieces: int):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.pieces = nn.CellList([_MicroBatch(num_pieces) for _ in range(num_pieces)])
+        self.num_pieces = num_pieces
+
+    def construct(self, input_ids, segment_ids, labels, mask):
+        if self.num_pieces == 1:
+            return (self.network(input_ids, segment_ids, labels, mask),)
+        outputs = ()
+        for index in range(self.num_pieces):
+            piece = self.pieces[index](index, input_ids, segment_ids, labels, mask)
+            outputs = (*outputs, self.network(*piece))
+        return outputs
+
+
+class _FirstOutput(nn.Cell):
+    # Without it the pipeline could not tell the pieces apart.
+    @lazy_inline
+    def __init__(self, policy: PolicyLogProbs):
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+
+    def construct(self, input_ids, segment_ids, labels, mask):
+        return self.policy(input_ids, segment_ids, labels, mask)[0]
 
 
 def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:

@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.sections import RunSection
+from mindrlhf.config.sections import ParallelSection, RunSection
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # MindSpore has put handlers of its own there, which end the process without cleaning up.
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))
-        # The parallel mode stays stand-alone: OptimizerStep holds the only collective of data parallelism.
+        # The parallel mode stays stand-alone, unless start_parallel follows: OptimizerStep holds the only collective
+        # of data parallelism.
         index = get_rank()
     cores = os.sched_getaffinity(0)
     prepare_mindformers(run.device, log_dir / "mindformers")
@@ -72,3 +73,31 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # Set last: preparing MindFormers resets it.
         ms.set_context(runtime_num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
     return Rank(index, world_size)
+
+
+def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -> None:
+    """Have MindSpore cut every graph that is compiled from now on as `parallel_config` says (Ascend only).
+
+    Args:
+        parallel: the layout, with `data_parallel` filled in.
+        rank: this process; communication is up.
+        strategy_file: where MindSpore records the layout of the last graph compiled.
+    """
+    import mindspore as ms
+
+    options = {}
+    if parallel.enable_parallel_optimizer and parallel.optimizer_weight_shard_size > 0:
+        options["parallel_optimizer_config"] = {"optimizer_weight_shard_size": parallel.optimizer_weight_shard_size}
+    ms.set_auto_parallel_context(
+        parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL,
+        device_num=rank.world_size,
+        global_rank=rank.index,
+        # Inputs have the rows of all ranks, but a rank reads its own only; see mindrlhf.parallel.rows.
+        full_batch=True,
+        gradients_mean=False,
+        pipeline_stages=parallel.pipeline_stage,
+        enable_parallel_optimizer=parallel.enable_parallel_optimizer,
+        enable_alltoall=True,
+        strategy_ckpt_config={"save_file": str(strategy_file), "only_trainable_params": False},
+        **options,
+    )
