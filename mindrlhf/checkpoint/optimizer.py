@@ -20,7 +20,7 @@ def optimizer_infos(optimizer: "AdamW") -> dict[str, ArrayInfo]:
     # MindSpore calls its types Float32, Int32: NumPy's names but for the capital.
     return {
         name: ArrayInfo(np.dtype(str(parameter.dtype).lower()), tuple(parameter.shape))
-        for name, parameter in _state(optimizer).items()
+        for name, parameter in optimizer_state(optimizer).items()
     }
 
 
@@ -33,7 +33,7 @@ def optimizer_arrays(optimizer: "AdamW") -> Iterator[tuple[str, np.ndarray]]:
         CPU they are live views: write them before the next update. The learning rate, set anew for each update, is
         not among them.
     """
-    for name, parameter in _state(optimizer).items():
+    for name, parameter in optimizer_state(optimizer).items():
         yield name, parameter.asnumpy()
 
 
@@ -45,7 +45,7 @@ def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray]) -> N
     """
     import mindspore as ms
 
-    state, infos = _state(optimizer), optimizer_infos(optimizer)
+    state, infos = optimizer_state(optimizer), optimizer_infos(optimizer)
     if missing := sorted(state.keys() - arrays.keys()):
         raise UserError(f"the optimiser state lacks {missing[0]!r} ({len(missing)} missing): it is of another model")
     if unknown := sorted(arrays.keys() - state.keys()):
@@ -62,7 +62,8 @@ def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray]) -> N
         parameter.set_data(ms.Tensor(array.copy()))
 
 
-def _state(optimizer: "AdamW") -> dict[str, "Parameter"]:
+def optimizer_state(optimizer: "AdamW") -> dict[str, "Parameter"]:
+    """Return the parameters that hold what :func:`optimizer_arrays` yields, by the same names."""
     state = {GLOBAL_STEP_NAME: optimizer.global_step}
     for parameter, mean, square in zip(optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
         state[f"exp_avg.{parameter.name}"] = mean

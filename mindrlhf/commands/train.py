@@ -48,7 +48,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
     overrides, is_resumed = _resumption(arguments)
     # All checks run here once before any rank starts, so that a mistake costs a second.
     config = load_grpo_config(arguments.config, overrides, world_size=arguments.workers)
-    check_grpo_inputs(config)
+    check_grpo_inputs(config, arguments.workers)
     check_output(config, resume=is_resumed)
     log_dir = Path(config.run.output_dir) / "logs"
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]

@@ -10,9 +10,17 @@ from mindrlhf.checkpoint.arrays import load_arrays
 from mindrlhf.errors import UserError
 from mindrlhf.models.layouts import fuse_blocks
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
+from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.shard_files import checksum
 from mindrlhf.parallel.sharded_directory import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory
-from mindrlhf.weights.convert import check_checkpoint, common_dtype, file_dtype, with_dtype, without_drafts
+from mindrlhf.weights.convert import (
+    check_checkpoint,
+    common_dtype,
+    file_dtype,
+    random_hf_weights,
+    with_dtype,
+    without_drafts,
+)
 from mindrlhf.weights.hf import (
     SHARDED_NAME,
     STORAGE_DTYPES,
@@ -47,8 +55,22 @@ class ArraySource(Protocol):
     def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
         """A whole array in MindFormers' layout, and the checksums of the Hugging Face tensors it was made of."""
 
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        """What ``rank`` holds of the array ``layout.name`` under that layout, in the dtype of the source."""
+
     def release(self, name: str) -> None:
         """Give back the memory that maps what an array was read from."""
+
+
+def open_source(directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
+    """Open a Hugging Face directory, or one of slices, whose optimiser state is in it.
+
+    Raises:
+        UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.parallel.sharded_directory.ShardedDirectory`.
+    """
+    if (Path(directory) / SHARDED_NAME).is_file():
+        return ShardedSource(directory)
+    return HuggingFaceSource(directory, optimizer_file=optimizer_file)
 
 
 class HuggingFaceSource:
@@ -130,9 +152,55 @@ class HuggingFaceSource:
             place[...] = block
         return whole, checksums
 
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        whole, _ = self.read(layout.name)
+        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+
     def release(self, name: str) -> None:
         for hf_name in self._rules[name].hf_names if name in self._rules else ():
             self._files.release(hf_name)
+
+
+class RandomSource:
+    """Random parameters of a model of which only config.json is needed; see `ArraySource`. Small models only.
+
+    Args:
+        directory: of config.json.
+        seed: see :func:`mindrlhf.weights.convert.random_hf_weights`.
+    """
+
+    def __init__(self, directory: str | os.PathLike, seed: int):
+        self.directory = Path(directory)
+        self.hf_config = read_hf_config(directory)
+        self.spec = find_spec(self.hf_config)
+        self.dims = self.spec.dims(self.hf_config)
+        self._seed = seed
+        self._tensors = dict(random_hf_weights(self.hf_config, seed))
+        self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
+        self.tensors = dict.fromkeys(self._tensors, "float32")
+        self.dtypes = dict.fromkeys(self._rules, "float32")
+
+    def identity(self) -> Any:
+        return [self._seed, self.hf_config]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        rule = self._rules[name]
+        whole = np.concatenate(list(fuse_blocks(rule, self.dims, self._tensors.__getitem__)))
+        return whole, {hf_name: checksum(self._tensors[hf_name]) for hf_name in rule.hf_names}
+
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        whole, _ = self.read(layout.name)
+        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+
+    def release(self, name: str) -> None:
+        """Nothing: the arrays are in memory."""
+
+
+def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
+    """The optimiser state of a sharded directory, whole, by name."""
+    return {
+        name: source.read(name)[0] for name in source.dtypes if name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))
+    }
 
 
 class ShardedSource:
@@ -154,6 +222,12 @@ class ShardedSource:
         rule = self._rules.get(name)
         names = rule.hf_names if rule else ()
         return whole, {hf_name: self._shards.manifest.tensors[hf_name][1] for hf_name in names}
+
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        if self._shards.manifest.arrays[layout.name].layout == layout:
+            return self._shards.read_slice(rank, layout.name)
+        whole, _ = self.read(layout.name)
+        return np.ascontiguousarray(whole[layout.slice_of(rank)])
 
     def release(self, name: str) -> None:
         """Nothing: the slices were released when the array was put together."""

@@ -15,16 +15,18 @@ from mindrlhf.checkpoint.background import CopyBuffers
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
 from mindrlhf.config.sections import OptimizerSection
-from mindrlhf.data.packing import PackedRows, padding_rows
+from mindrlhf.data.packing import padding_rows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.training.batch import Batch, unpack_share
+from mindrlhf.parallel.array_sources import ShardedSource, open_source, saved_state
+from mindrlhf.training.batch import unpack_share
 from mindrlhf.training.learner import Learner
+from mindrlhf.training.received_batches import ReceivedBatches
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
 
 
-class Actor(Learner):
+class Actor(ReceivedBatches, Learner):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
     Args:
@@ -44,25 +46,13 @@ class Actor(Learner):
         reference: PolicyLogProbs | None,
         saves_reference: bool,
     ):
-        super().__init__(network, loss, optimizer, rank, device)
+        ReceivedBatches.__init__(self)
+        Learner.__init__(self, network, loss, optimizer, rank, device)
         self._reference = reference
         self._saves_reference = saves_reference
         self._copies = CopyBuffers()
         self._board: WeightBoard | None = None
         self._reward_model: TokenScores | None = None
-        self._batches: list[tuple[list[PackedRows], int]] = []
-
-    def receive_batch(self, is_first: bool, **share: Any) -> None:
-        """Take this rank's share of one optimiser update; ``is_first`` starts a new step."""
-        if is_first:
-            self._batches = []
-        self._batches.append(unpack_share(share))
-
-    def receive_tokens(self, batch: int, **arrays: np.ndarray) -> None:
-        """Take further token arrays of received batch number ``batch``: ``"<index>.<name>"`` for each micro-batch."""
-        for place, array in arrays.items():
-            index, _, name = place.partition(".")
-            self._batches[batch][0][int(index)].tokens[name] = array
 
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Compile the graphs for every row length on rows of weight 0, while the generator is still starting."""
@@ -107,15 +97,6 @@ class Actor(Learner):
             total = total + statistics
         norm = self.apply(lr, loss=float(total[0]))
         return {"statistics": total, "grad_norm": norm, **results, **self.process_statistics()}
-
-    def batch_arrays(self, batch: int) -> dict[str, Any]:
-        """Return this rank's share of received batch number ``batch``, with all it was given since, for a look at it.
-
-        Returns:
-            "num_micro_batches", and for each "<index>.<field>" and "<index>.tokens.<name>", as in ``Batch.share``.
-        """
-        micro_batches, num_tokens = self._batches[batch]
-        return Batch(tuple(micro_batches), num_tokens, ()).share(0, 1)
 
     def use_reward_model(self, scores: TokenScores) -> None:
         """Take the model that ``score_responses`` runs."""
@@ -183,7 +164,11 @@ class Actor(Learner):
         load_hf_weights(self.network, Path(directory) / MODEL_NAME)
         if self._saves_reference:
             load_hf_weights(self._reference.model, Path(directory) / REFERENCE_NAME)
-        restore_optimizer(self.optimizer, load_arrays(Path(directory) / OPTIMIZER_NAME))
+        source = open_source(Path(directory) / MODEL_NAME)
+        # Ranks that held slices have saved slices, moments among them.
+        is_sliced = isinstance(source, ShardedSource)
+        state = saved_state(source) if is_sliced else load_arrays(Path(directory) / OPTIMIZER_NAME)
+        restore_optimizer(self.optimizer, state)
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""

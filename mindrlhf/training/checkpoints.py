@@ -21,6 +21,7 @@ from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.training.preflight import FINAL_NAME, check_free
+from mindrlhf.training.replicas import ReplicaTeam
 from mindrlhf.training.save_requests import SaveRequests
 from mindrlhf.training.team import Team
 
@@ -122,7 +123,8 @@ class RunCheckpoints:
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the whole run; it appears whole or not at all.
 
-        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended.
+        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended; where
+        ranks hold slices, it returns when they have written them.
 
         Raises:
             UserError: the disk has too little room, or an earlier checkpoint could not be written.
@@ -209,7 +211,9 @@ class RunCheckpoints:
 
         self._writer.wait()  # the copy that it still reads is about to be overwritten
         self._saved_step = state.step
-        if self._section.asynchronous:
+        if isinstance(self._team, ReplicaTeam):  # every rank holds a part of it
+            write(lambda directory: self._team.call("save", directory=str(directory)))
+        elif self._section.asynchronous:
             write_copy = self._team.lead.capture()
             self._writer.start(lambda: write(write_copy))
         else:

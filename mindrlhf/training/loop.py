@@ -349,7 +349,7 @@ class Trainer:
                 mean_response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
                 num_prompts=len(samples) // self.config.algorithm.num_generations,
                 num_samples=self.config.algorithm.num_generations,
-                world_size=self.parts.team.world_size,
+                world_size=self.parts.team.num_devices,
             )
         return rates
 

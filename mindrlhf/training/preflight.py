@@ -1,5 +1,6 @@
 """Everything about a run that can be checked, and counted, before a device is touched."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,14 @@ from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.models.spec import find_spec
+from mindrlhf.parallel.feasibility import check_feasible, is_split
+from mindrlhf.parallel.layout import Layout
+from mindrlhf.parallel.sharded_directory import STRATEGY_NAME
+from mindrlhf.parallel.strategy_files import check_strategy_directory
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.weights.convert import hf_shapes, ignored_names
-from mindrlhf.weights.hf import open_tensors, read_hf_config
+from mindrlhf.weights.hf import SHARDED_NAME, open_tensors, read_hf_config
 
 FINAL_NAME = "final"  # the exported model, in the run's output directory
 
@@ -31,13 +36,14 @@ class RunInputs:
     num_steps: int
 
 
-def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
-    """Open the inputs of a `mindrlhf train` run.
+def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
+    """Open the inputs of a `mindrlhf train` run on ``world_size`` ranks.
 
     Raises:
-        UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths.
+        UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths, layout.
     """
-    _check_layout(config.parallel_config)
+    if config.run.device == "cpu":
+        _check_data_parallel(config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
     if selection is not None:
         selection.check()
@@ -55,6 +61,7 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
     row_lengths = choose_row_length(config.training.row_lengths, longest, what)
+    _check_layout(config, row_lengths, world_size)
     _check_model(config.model, config.model.path, tokenizer)
     if config.algorithm.beta > 0 and config.model.reference_path:
         _check_model(config.model, config.model.reference_path, tokenizer)
@@ -70,7 +77,7 @@ def check_grpo_inputs(config: GrpoConfig) -> RunInputs:
 
 def check_sft_inputs(config: SftConfig) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
-    _check_layout(config.parallel_config)
+    _check_data_parallel(config.parallel_config, "mindrlhf sft")
     tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
     held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
     longer = max((records, *([held_out] if held_out else [])), key=lambda file: _longest_record(file.header))
@@ -83,7 +90,7 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
 
 def check_preference_inputs(config: DpoConfig | RewardModelConfig) -> RunInputs:
     """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
-    _check_layout(config.parallel_config)
+    _check_data_parallel(config.parallel_config, "preference learning")
     tokenizer, records = _open_data(config.data, config.data.train_file, "preference")
     held_out = _open_data(config.data, config.data.eval_file, "preference")[1] if config.data.eval_file else None
     longer = max((records, *([held_out] if held_out else [])), key=lambda file: _longest_record(file.header))
@@ -103,16 +110,46 @@ def check_free(directory: Path) -> None:
         raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
 
 
-def _check_layout(parallel: ParallelSection) -> None:
-    # Not a rule of the config: configs for such layouts are written and checked now, and run later.
+def _check_data_parallel(parallel: ParallelSection, command: str) -> None:
     for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
         if getattr(parallel, name) > 1:
             raise UserError(
-                f"'parallel_config.{name}' is {getattr(parallel, name)}, but this release trains in data parallel "
-                "only: set it to 1"
+                f"'parallel_config.{name}' is {getattr(parallel, name)}, but {command} trains in data parallel only: "
+                "set it to 1"
             )
     if parallel.enable_parallel_optimizer:
-        raise UserError("'parallel_config.enable_parallel_optimizer' is not carried out yet: set it to false")
+        raise UserError(
+            f"'parallel_config.enable_parallel_optimizer' is true, but {command} trains in data parallel only: set it "
+            "to false"
+        )
+
+
+def _check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
+    """Check that the models can be cut over the ranks, and that what the run needs beside the actor can."""
+    parallel = config.parallel_config
+    if not is_split(parallel):
+        return
+    layout = Layout.from_config(parallel, world_size)
+    for key, is_used in (("critic.path", needs_critic(config)), ("reward.model_path", bool(config.reward.model_path))):
+        if is_used:
+            raise UserError(
+                f"'{key}' is set, but with parallel_config {layout} only the actor and its reference model are cut "
+                "over the ranks: use an algorithm and rewards without that model, or data parallelism alone"
+            )
+    # The checks want the row lengths that the plan would, which may have come from the data.
+    training = dataclasses.replace(config.training, row_lengths=row_lengths)
+    config = dataclasses.replace(config, training=training)
+    paths = [config.model.path]
+    if config.algorithm.beta > 0:
+        paths.append(config.model.reference_path or config.model.path)
+    for path in dict.fromkeys(paths):
+        hf_config = read_hf_config(path)
+        dims = find_spec(hf_config).dims(hf_config)
+        for length in row_lengths:
+            one_length = dataclasses.replace(training, row_lengths=(length,))
+            check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
+        if (Path(path) / SHARDED_NAME).is_file():
+            check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
 
 
 def _longest_record(header: PromptFileHeader) -> int:

@@ -7,12 +7,14 @@ from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
+from mindrlhf.parallel.feasibility import is_split
+from mindrlhf.parallel.layout import Layout
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
-from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
+from mindrlhf.training.runtime import Rank, is_lead_process, num_ranks_from_environment, start_runtime
 
 
 def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
@@ -21,7 +23,7 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_grpo_inputs(config)
+    inputs = check_grpo_inputs(config, num_ranks_from_environment())
     output_dir = Path(config.run.output_dir)
     if is_lead_process():
         check_output(config, resume=resume)
@@ -55,6 +57,14 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
+    if is_split(config.parallel_config):
+        from mindrlhf.training.parallel_run import build_parallel_actor
+
+        return build_parallel_actor(config, inputs.row_lengths, rank)
+    return _build_whole_actor(config, inputs, rank)
+
+
+def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.training.actor import Actor
@@ -98,6 +108,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.training.batch import RowOptions
     from mindrlhf.training.guards import Guards
     from mindrlhf.training.loop import Parts, Trainer
+    from mindrlhf.training.replicas import ReplicaTeam
     from mindrlhf.training.reward_model import RewardModel
     from mindrlhf.training.save_requests import SaveRequests
     from mindrlhf.training.team import Team
@@ -108,6 +119,8 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     if reward.verifier_function:
         rewards = stack.enter_context(RewardPool.from_config(reward, output_dir / "reward_failures.jsonl"))
     team = Team(actor, connections)
+    if is_split(config.parallel_config):
+        team = ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))
     stack.callback(team.close)
     board = stack.enter_context(actor.create_board())
     team.call("attach_board", path=board.path)

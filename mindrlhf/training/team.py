@@ -42,6 +42,11 @@ class Team:
         """Number of ranks, the lead included."""
         return 1 + len(self._connections)
 
+    @property
+    def num_devices(self) -> int:
+        """Number of ranks, also where copies of the model stand for them; see :mod:`mindrlhf.training.replicas`."""
+        return self.world_size
+
     def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> list[Values]:
         """Run ``worker.method(**arguments)`` on every rank and return the results by rank.
 

@@ -1,5 +1,6 @@
 """Strategies by compilation: what is refused before compiling, and how layers and stages are extended by name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -72,11 +73,22 @@ def test_impossible_layouts_are_explained_before_compiling(config, tmp_path, ove
     assert not (tmp_path / "out").exists()
 
 
-def test_losses_of_whole_responses_refuse_context_parallelism(config, tmp_path):
-    with pytest.raises(UserError, match=r"loss 'gspo' needs whole responses"):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.loss=gspo", r"splits responses, but 'algorithm.loss' is gspo, .* to ppo_clip"),
+        ("algorithm.loss=gspo_token", r"'algorithm.loss' is gspo_token"),
+        ("algorithm.name=rloo", r"'algorithm.loss' is sequence_clip"),
+        ("correction.weight=sequence", r"'correction.weight' is sequence, .* token or none"),
+        ("correction.mask=geometric", r"'correction.mask' is geometric"),
+        ("correction.veto=0.0001", r"'correction.veto' is 0.0001, .* to 0"),
+    ],
+)
+def test_what_spans_a_response_refuses_context_parallelism(config, tmp_path, override, message):
+    with pytest.raises(UserError, match=message):
         report_strategy(
             config,
-            ["algorithm.loss=gspo", "parallel_config.context_parallel=2"],
+            [override, "parallel_config.context_parallel=2"],
             world_size=2,
             directory=tmp_path / "out",
             layers_per_stage="auto",
@@ -116,16 +128,17 @@ def test_a_shortened_model_keeps_a_layer_of_each_kind():
 
 @pytest.mark.parametrize("num_layers", [6, 7, 11])
 def test_extension_gives_the_layouts_of_the_whole_model(tmp_path, num_layers):
-    """Files of a model with one layer per stage, extended, are those of the model; uneven stages too."""
+    """Files of three layers in three stages, extended, are those of the model in four; uneven stages too."""
     layout = Layout(data_parallel=2, model_parallel=2, pipeline_stage=4, optimizer_shard=-1)
-    whole, short = ({**HF_CONFIG, "num_hidden_layers": number} for number in (num_layers, 4))
+    compiled = dataclasses.replace(layout, pipeline_stage=3)
+    whole, short = ({**HF_CONFIG, "num_hidden_layers": number} for number in (num_layers, 3))
     spec = find_spec(whole)
     dims = spec.dims(whole)
     (tmp_path / "stages").mkdir()
-    for stage in (0, 1, 3):
-        layouts = parameter_layouts(spec, spec.dims(short), layout)
-        write_strategy_file(stage_path(tmp_path, stage), layouts, stage)
-    extend_strategies(tmp_path, spec, dims, layout, num_compiled=4)
+    for stage in range(3):
+        write_strategy_file(tmp_path / "compiled.ckpt", parameter_layouts(spec, spec.dims(short), compiled), stage)
+        (tmp_path / "compiled.ckpt").rename(stage_path(tmp_path, (0, 1, 3)[stage]))
+    extend_strategies(tmp_path, spec, dims, layout)
     finish_strategy_directory(tmp_path, dims, layout)
     expected = parameter_layouts(spec, dims, layout)
     found, found_layout = read_strategy(tmp_path, dims, {one.name: one.shape for one in expected})
@@ -143,4 +156,4 @@ def test_a_kind_of_layer_that_was_not_compiled_is_an_error(tmp_path):
     short = compiled.dims({**qwen2, "num_hidden_layers": 1})
     write_strategy_file(stage_path(tmp_path, 0), parameter_layouts(compiled, short, layout), 0)
     with pytest.raises(RunFailure, match=r"stage 0 has a kind of layer \(layer 0\) that was not compiled"):
-        extend_strategies(tmp_path, spec, spec.dims(qwen3), layout, num_compiled=1)
+        extend_strategies(tmp_path, spec, spec.dims(qwen3), layout)

@@ -147,7 +147,7 @@ class LocalTeam:
     def __init__(self, ranks):
         self.ranks = ranks
         self.lead = ranks[0]
-        self.world_size = len(ranks)
+        self.world_size = self.num_devices = len(ranks)
 
     def call(self, method, per_rank=None, **common):
         own = per_rank or [{}] * self.world_size

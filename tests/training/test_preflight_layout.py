@@ -1,0 +1,116 @@
+"""Layouts of a run on NPUs that are checked before it starts: each mistake by one line with its fix."""
+
+import pytest
+from test_preflight import changed, config, inputs_dir  # noqa: F401  (fixtures are imported to be used)
+
+from mindrlhf.errors import UserError
+from mindrlhf.parallel.sharding import shard_directory
+from mindrlhf.training.preflight import check_grpo_inputs
+from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("untied") / "model"
+    export_hf(random_hf_weights(MODEL, 0), MODEL, directory)
+    return directory
+
+
+@pytest.fixture
+def npu_config(config, model_dir):  # noqa: F811
+    config = changed(config, "run", device="ascend")
+    return changed(config, "model", path=str(model_dir))
+
+
+def refused(config, world_size):  # noqa: F811
+    with pytest.raises(UserError) as caught:
+        check_grpo_inputs(config, world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (4, {"model_parallel": 2}),
+        (4, {"pipeline_stage": 2, "micro_batch_num": 2}),
+        (2, {"enable_parallel_optimizer": True}),
+        (2, {"context_parallel": 2}),
+    ],
+)
+def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_size, parallel):
+    """The row length comes from the data here: a plan could not know it."""
+    config = changed(npu_config, "parallel_config", **parallel)  # noqa: F811
+    assert check_grpo_inputs(config, world_size).row_lengths == (32,)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "words"),
+    [
+        (3, {"model_parallel": 2}, ["3 ranks do not divide", "= 2", "start 4 workers"]),
+        (4, {"model_parallel": 4}, ["model_parallel is 4", "2 key/value heads", "set it to one of 1, 2"]),
+        (4, {"model_parallel": 2, "data_parallel": 4}, ["makes 8 ranks", "4 were started", "set data_parallel to 2"]),
+        (4, {"pipeline_stage": 4, "micro_batch_num": 4}, ["pipeline_stage is 4", "2 layers", "set it to 2"]),
+        (
+            2,
+            {"model_parallel": 2, "micro_batch_num": 3},
+            ["'training.batch_size' is 4", "3 equal pieces", "set it to 6"],
+        ),
+        (2, {"expert_parallel": 2}, ["expert_parallel is 2", "no experts"]),
+    ],
+)
+def test_layouts_that_do_not_fit(npu_config, world_size, parallel, words):
+    message = refused(changed(npu_config, "parallel_config", **parallel), world_size)
+    for word in words:
+        assert word in message
+
+
+def test_a_tied_model_has_no_pipeline(npu_config, tmp_path):
+    tied = {**MODEL, "tie_word_embeddings": True}
+    export_hf(random_hf_weights(tied, 0), tied, tmp_path / "tied")
+    config = changed(npu_config, "model", path=str(tmp_path / "tied"))  # noqa: F811
+    assert check_grpo_inputs(changed(config, "parallel_config", model_parallel=2), 2)
+    message = refused(changed(config, "parallel_config", pipeline_stage=2, micro_batch_num=2), 2)
+    assert "tie_word_embeddings" in message and "set it to 1" in message
+
+
+def test_only_the_actor_and_its_reference_are_cut(npu_config, model_dir):
+    split = changed(npu_config, "parallel_config", model_parallel=2)
+    ppo = changed(changed(split, "algorithm", name="ppo", advantage="gae"), "critic", path=str(model_dir))
+    assert "'critic.path' is set" in refused(ppo, 2)
+    scored = changed(split, "reward", model_path=str(model_dir))
+    assert "'reward.model_path' is set" in refused(scored, 2)
+    assert check_grpo_inputs(changed(split, "algorithm", beta=0.1), 2)
+
+
+def test_slices_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_config, model_dir, tmp_path):
+    shard_directory(model_dir, tmp_path / "mp2", parallel="dp=1,mp=2,vocab_emb_dp=1")
+    config = changed(npu_config, "model", path=str(tmp_path / "mp2"))  # noqa: F811
+    config = changed(config, "parallel_config", model_parallel=2)
+    assert check_grpo_inputs(config, 2)
+    message = refused(config, 4)
+    assert "was made for another config" in message and "dp=2,mp=2" in message
+    assert "was made for another config" in refused(changed(config, "parallel_config", vocab_emb_dp=False), 2)
+    (tmp_path / "mp2" / "strategy" / "merged.ckpt").write_bytes(b"another")
+    assert "damaged or of another config" in refused(config, 2)
+
+
+def test_the_cpu_trains_in_data_parallel_only(npu_config):
+    config = changed(npu_config, "run", device="cpu")  # noqa: F811
+    message = refused(changed(config, "parallel_config", model_parallel=2), 2)
+    assert (
+        "'parallel_config.model_parallel' is 2, but run.device=cpu trains in data parallel only: set it to 1" in message
+    )
+    assert "enable_parallel_optimizer" in refused(changed(config, "parallel_config", enable_parallel_optimizer=True), 2)

@@ -1,0 +1,73 @@
+"""Copies of a model that each lie on several ranks: who gets which rows, and whose answer counts."""
+
+import numpy as np
+import pytest
+
+from mindrlhf.parallel.layout import Layout
+from mindrlhf.training.replicas import ReplicaTeam
+from mindrlhf.weights.board import TensorInfo, WeightBoard
+
+
+class Ranks:
+    """A team whose workers note their arguments and answer with their number."""
+
+    def __init__(self, world_size, answer):
+        self.world_size = world_size
+        self.answer = answer
+        self.lead = object()
+        self.calls = []
+        self.is_closed = False
+
+    def call(self, method, per_rank=None, **common):
+        arguments = [{**common, **own} for own in per_rank] if per_rank else [common] * self.world_size
+        self.calls.append((method, arguments))
+        return [self.answer(rank) for rank in range(self.world_size)]
+
+    def close(self):
+        self.is_closed = True
+
+
+# Ranks of stage 0 are 0 to 3, of stage 1 4 to 7; of each four, the first two are copy 0.
+LAYOUT = Layout(data_parallel=2, model_parallel=2, pipeline_stage=2)
+
+
+def test_all_ranks_of_a_copy_get_its_rows_and_its_last_rank_answers():
+    ranks = Ranks(8, lambda rank: {"rank": rank, "memory/peak_rss_gb": 10.0 - rank, "recompiles": rank % 3})
+    team = ReplicaTeam(ranks, LAYOUT)
+    assert (team.world_size, team.num_devices, team.lead) == (2, 8, ranks.lead)
+    results = team.call("update", per_rank=[{"rows": "first"}, {"rows": "second"}], lr=0.5)
+    rows = [arguments["rows"] for arguments in ranks.calls[0][1]]
+    assert rows == ["first", "first", "second", "second"] * 2
+    assert all(arguments["lr"] == 0.5 for arguments in ranks.calls[0][1])
+    assert [result["rank"] for result in results] == [5, 7]
+    assert [result["memory/peak_rss_gb"] for result in results] == [10.0, 8.0]
+    assert [result["recompiles"] for result in results] == [2, 2]
+    team.call("publish", version=3)
+    assert ranks.calls[1] == ("publish", [{"version": 3}] * 8)
+    team.close()
+    assert ranks.is_closed
+
+
+def test_what_all_ranks_wrote_seals_the_board():
+    """Eight ranks write a part each; the copies' answers hold all of it."""
+    tensor = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
+    with WeightBoard.create([TensorInfo("weight", "float32", (16, 4))]) as board:
+        board.begin(1)
+        contributions = []
+        for rank in range(8):
+            with WeightBoard.attach(board.path, writable=True) as mine:
+                mine.begin(1)
+                part = slice(2 * rank, 2 * rank + 2)
+                mine.write("weight", tensor[part], (part,))
+                contributions.append(mine.contribution())
+        team = ReplicaTeam(Ranks(8, lambda rank: {"contribution": contributions[rank]}), LAYOUT)
+        results = team.call("publish", version=1)
+        assert len(results) == 2
+        board.seal([result["contribution"] for result in results])
+        board.verify(1)
+        np.testing.assert_array_equal({name: array for name, _, array in board.tensors(1)}["weight"], tensor)
+
+
+def test_the_layout_must_have_all_ranks():
+    with pytest.raises(AssertionError, match="4 ranks for a layout of 8"):
+        ReplicaTeam(Ranks(4, lambda rank: {}), LAYOUT)
