@@ -1,7 +1,7 @@
 """A sharded directory written by the ranks that hold its slices: nothing is gathered.
 
-Every rank writes its own file, then one of them the rest, which makes the directory whole. It has checksums of slices
-only, since no array was ever whole; `mindrlhf weights reshard` and `merge` read it like any other.
+Every rank writes its own file, and one of them the rest; who calls them knows when all are done. It has checksums of
+slices only, since no array was ever whole; `mindrlhf weights reshard` and `merge` read it like any other.
 """
 
 import hashlib

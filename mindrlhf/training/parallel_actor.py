@@ -1,6 +1,5 @@
 """What one rank does in reinforcement learning of a model that is cut over the ranks; see mindrlhf.training.actor."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -127,11 +126,9 @@ class ParallelActor(ReceivedBatches):
         return {"contribution": self._board.contribution()}
 
     def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint of all ranks, in bytes, an upper bound."""
-        own = sum(array.nbytes for _, array in self.model.slices())
-        weights = own * (2 if self._saves_reference else 1)
-        moments = sum(4 * math.prod(one.slice_shape) for one in self.learner.state_layouts())
-        return (weights + moments) * self.model.layout.world_size
+        """Return the size of a checkpoint of all ranks, in bytes."""
+        reference = self.model.size_bytes(with_state=False) if self._saves_reference else 0
+        return reference + self.model.size_bytes(with_state=True)
 
     def save(self, directory: str) -> None:
         """Write this rank's part of a checkpoint: its slices of weights and optimiser state; every rank's part."""

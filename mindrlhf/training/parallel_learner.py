@@ -18,6 +18,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.parallel.array_sources import ArraySource
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.rows import own_rows, place_rows
+from mindrlhf.parallel.sharded_directory import ShardedManifest
 from mindrlhf.parallel.slice_saving import (
     finish_saving,
     held_slices,
@@ -106,7 +107,7 @@ class SlicedModel:
             optimizer: AdamW, whose state is saved with the parameters.
         """
         hf_config = self.network.hf_config
-        manifest = plan_saving(hf_config, self.layouts, self.layout, self.dtype, with_state=optimizer is not None)
+        manifest = self._plan_saving(with_state=optimizer is not None)
 
         held = manifest.infos_of_rank(self.rank)
         state = optimizer_state(optimizer) if optimizer is not None else {}
@@ -115,6 +116,14 @@ class SlicedModel:
         write_rank(directory, manifest, self.rank, itertools.chain(self.slices(), moments))
         if self.rank == 0:
             finish_saving(directory, manifest, hf_config, self.layouts, self.layout)
+
+    def size_bytes(self, *, with_state: bool) -> int:
+        """Return the bytes that all ranks save, of parameters and, with ``with_state``, of AdamW's state."""
+        arrays = self._plan_saving(with_state=with_state).arrays.values()
+        return sum(array.slice_info.size_bytes * len(array.layout.ranks) for array in arrays)
+
+    def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
+        return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 FLOAT32, BFLOAT16 = 4, 2
-STATES = ("", "adam_m.", "adam_v.")
+# Parameters, moments and summed gradients.
+STATES = ("", "adam_m.", "adam_v.", "grad.")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_compiled_layouts_are_those_computed(reports, name):
     assert compiled.keys() == {prefix + parameter for parameter in computed for prefix in STATES}
     ranks = range(stage * layout.stage_size, (stage + 1) * layout.stage_size)
     for full_name, one in compiled.items():
-        expected = computed[full_name.removeprefix("adam_m.").removeprefix("adam_v.")]
+        expected = computed[full_name.removeprefix("adam_m.").removeprefix("adam_v.").removeprefix("grad.")]
         unsharded = ParameterLayout(one.name, one.global_shape, (stage,), one.device_matrix, one.tensor_map)
         shard = {0: 1, -1: unsharded.num_repeats}.get(one.optimizer_shard_size, one.optimizer_shard_size)
         found = ParameterLayout(one.name, one.global_shape, (stage,), one.device_matrix, one.tensor_map, shard)
