@@ -21,6 +21,8 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_END_TOKEN = "<|endoftext|>"
+# Published tokenizers leave some hundreds of ids unused.
+_MAX_UNUSED_IDS = 100_000
 
 
 class Tokenizer(ABC):
@@ -96,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
         _add_tokens(backend, config.added_tokens)
         self._backend = backend
         added_ids = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
-        super().__init__(config, added_ids, vocab_size=max(backend.get_vocab().values(), default=-1) + 1)
+        super().__init__(config, added_ids, vocab_size=_checked_vocab_size(backend.get_vocab()))
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -265,6 +267,16 @@ def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
     backend.decoder = tokenizers.decoders.ByteLevel()
     return HuggingFaceTokenizer(backend, config)
+
+
+def _checked_vocab_size(ids: dict[str, int]) -> int:
+    """The largest id and one. The library keeps a slot for each id below it, so a wild one would fill the memory."""
+    token, largest = max(ids.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= 2 * len(ids) + _MAX_UNUSED_IDS:
+        raise UserError(
+            f"the tokenizer gives {token!r} the id {largest}, though it has only {len(ids)} tokens: its file is damaged"
+        )
+    return largest + 1
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, specs: Sequence[AddedTokenSpec]) -> None:

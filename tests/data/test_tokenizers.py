@@ -217,6 +217,16 @@ def test_config_that_does_not_fit_the_vocabulary(small_directory, config, messag
         load_tokenizer(small_directory)
 
 
+def test_an_id_far_beyond_the_vocabulary_is_refused_before_it_fills_the_memory(small_directory):
+    path = small_directory / "tokenizer.json"
+    definition = json.loads(path.read_text())
+    token = next(iter(definition["model"]["vocab"]))
+    definition["model"]["vocab"][token] = 2**31
+    path.write_text(json.dumps(definition))
+    with pytest.raises(UserError, match=r"the id 2147483648, though it has only \d+ tokens"):
+        load_tokenizer(small_directory)
+
+
 def test_damaged_files_are_one_line_errors(small_directory, tmp_path_factory):
     (small_directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="cannot read .*tokenizer_config.json"):
