@@ -203,12 +203,33 @@ setup_rollout() {
   say ".venv-rollout is ready after $((SECONDS - started)) s"
 }
 
+# Side by side: each spends half of its time waiting for the network or for one core.
+setup_both() {
+  local job status=0 jobs_started=()
+  setup_rollout &
+  jobs_started+=($!)
+  setup_train &
+  jobs_started+=($!)
+  # What runs in the background does not hear Ctrl-C.
+  trap 'for job in "${jobs_started[@]}"; do pkill -TERM -P "$job" || true; kill "$job" || true; done; exit 130' INT TERM
+  for job in "${jobs_started[@]}"; do
+    wait "$job" || status=1
+  done
+  trap - INT TERM
+  ((status == 0)) || exit "$status"
+}
+
 if command -v flock >/dev/null; then
   exec 9>"$ROOT/.setup-lock.log"
   flock 9
 fi
 PYTHON_PROGRAM="$(find_python)"
 readonly PYTHON_PROGRAM
-((want_train)) && setup_train
-((want_rollout)) && setup_rollout
+if ((want_train && want_rollout)); then
+  setup_both
+elif ((want_train)); then
+  setup_train
+else
+  setup_rollout
+fi
 say "done"
