@@ -30,6 +30,7 @@ BATCHES_NAME = "batches.safetensors"
 SPEC_NAME = "execution.json"
 RESULT_NAME = "rank_{rank}.json"
 SLICES_NAME = "rank_{rank}.safetensors"
+LOGPROBS_NAME = "logprobs_{rank}.safetensors"
 # The moments at which ranks publish to a board of their own.
 PUBLICATIONS = ("before", "after")
 
@@ -41,12 +42,15 @@ class ExecutionJob:
     Attributes:
         name: of its directory and in messages.
         layout: which rank holds which slice.
-        graphs: the MindIR file of each rank, as compiled for Ascend.
+        graphs: the MindIR file of each rank's update, as compiled for Ascend.
+        logprob_graphs: those of the log-probabilities. They run first, under the initial weights, and what they return
+            takes the place of the old log-probabilities in the inputs. Empty leaves the inputs as they are.
     """
 
     name: str
     layout: Layout
     graphs: tuple[str, ...]
+    logprob_graphs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class ExecutionResult:
 
     Attributes:
         job: the job.
-        losses: of each step, from the last stage.
+        losses: of each call, from the last stage.
+        logprobs: of each call, float32 [rows, length] of all ranks; empty without ``logprob_graphs``.
         weights: the final parameters, whole, by MindFormers name.
         replica_difference: largest difference between ranks that hold the same slice.
         published: by the moment's name (``PUBLICATIONS``).
@@ -80,6 +85,7 @@ class ExecutionResult:
 
     job: ExecutionJob
     losses: tuple[float, ...]
+    logprobs: tuple[np.ndarray, ...]
     weights: dict[str, np.ndarray]
     replica_difference: float
     published: dict[str, Publication]
@@ -94,17 +100,19 @@ def execute(
     directory: str | os.PathLike,
     *,
     learning_rate: float,
+    is_last: Sequence[bool] = (),
     timeout_s: float = 300.0,
 ) -> list[ExecutionResult]:
-    """Run one optimiser step per batch of each job; the jobs take turns in one set of ranks.
+    """Call the update once per batch of each job; the jobs take turns in one set of ranks.
 
     Args:
         jobs: layouts of one world size.
         hf_config: the model's config.json.
         weights: whole initial parameters, float32, by MindFormers name.
-        batches: for each step the inputs of the graph, whole, in its order.
+        batches: for each call the inputs of the graph, whole, in its order. A rank gets its own rows only.
         directory: for graphs, logs and slices; made when missing.
-        learning_rate: of every step.
+        learning_rate: of every update.
+        is_last: for each call whether it ends an update; empty means that every call is one.
         timeout_s: a rank that is not done by then ends itself, and with it the run.
 
     Raises:
@@ -127,13 +135,14 @@ def execute(
         "hf_config": hf_config,
         "learning_rate": learning_rate,
         "timeout_s": timeout_s,
-        "num_steps": len(batches),
+        "is_last": list(is_last) or [True] * len(batches),
         "num_inputs": len(batches[0]),
         "jobs": [
             {
                 "name": job.name,
                 "layout": job.layout.to_dict(),
                 "graphs": [os.path.abspath(graph) for graph in job.graphs],
+                "logprob_graphs": [os.path.abspath(graph) for graph in job.logprob_graphs],
                 "boards": {moment: board.path for moment, board in boards[job.name].items()},
             }
             for job in jobs
@@ -163,7 +172,8 @@ def _collect(job: ExecutionJob, hf_config: dict, directory: Path, boards: Mappin
     }
     weights, difference = _assemble(job, hf_config, directory)
     losses = tuple(reports[-1]["losses"])  # the last rank is in the last stage
-    return ExecutionResult(job, losses, weights, difference, published, reports[0]["lowered"])
+    logprobs = _assemble_logprobs(job, directory, len(losses)) if job.logprob_graphs else ()
+    return ExecutionResult(job, losses, logprobs, weights, difference, published, reports[0]["lowered"])
 
 
 def _read_board(board: WeightBoard, parts: Sequence[dict]) -> Publication:
@@ -193,6 +203,16 @@ def _assemble(job: ExecutionJob, hf_config: dict, directory: Path) -> tuple[dict
                 difference = max(difference, float(np.abs(slices[rank][layout.name] - first).max()))
         weights[layout.name] = whole
     return weights, difference
+
+
+def _assemble_logprobs(job: ExecutionJob, directory: Path, num_calls: int) -> tuple[np.ndarray, ...]:
+    """Put the rows of all copies together, each from its last rank, which is in the last stage."""
+    from safetensors.numpy import load_file
+
+    layout = job.layout
+    last_of = {layout.coordinates(rank).data: rank for rank in range(layout.world_size)}
+    own = [load_file(directory / LOGPROBS_NAME.format(rank=last_of[copy])) for copy in range(layout.data_parallel)]
+    return tuple(np.concatenate([arrays[str(call)] for arrays in own]) for call in range(num_calls))
 
 
 def _contiguous(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -19,19 +19,30 @@ from mindspore.communication import create_group, get_rank, init
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.models.spec import ModelDims, find_spec
-from mindrlhf.parallel.execution import BATCHES_NAME, PUBLICATIONS, RESULT_NAME, SLICES_NAME, SPEC_NAME, WEIGHTS_NAME
+from mindrlhf.parallel.execution import (
+    BATCHES_NAME,
+    LOGPROBS_NAME,
+    PUBLICATIONS,
+    RESULT_NAME,
+    SLICES_NAME,
+    SPEC_NAME,
+    WEIGHTS_NAME,
+)
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.lowering import LoweredGraph, lower_graph
 from mindrlhf.parallel.lowering_graph import LOWERED_PREFIX, LoweringError
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.publishing import plan_publication, write_slices
+from mindrlhf.parallel.rows import block_of, own_rows, place_rows
 from mindrlhf.training.processes import die_with_launcher
 from mindrlhf.weights.board import WeightBoard
 
-# State that starts at zero: AdamW's moments and step count, gradient accumulators, and what the lowering has added.
-_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "global_step", LOWERED_PREFIX)
-_LEARNING_RATE = "learning_rate"
+# State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
+_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", "global_step", "defect", LOWERED_PREFIX)
+_LEARNING_RATE, _IS_LAST = "learning_rate", "is_last"  # what the host sets
+_OLD_LOGPROBS = 4 + POLICY_INPUTS.index("old_logprobs")  # its place among the inputs
 
 
 def main(directory: Path) -> None:
@@ -59,24 +70,39 @@ class _Execution:
         model = find_spec(spec["hf_config"])
         self.dims: ModelDims = model.dims(spec["hf_config"])
         self.rules = {rule.mf_name: rule for rule in model.rules(self.dims)}
-        self.layouts = {layout.name: layout for layout in parameter_layouts(model, self.dims, Layout(**job["layout"]))}
+        self.layout = Layout(**job["layout"])
+        self.layouts = {one.name: one for one in parameter_layouts(model, self.dims, self.layout)}
 
     def run(self, groups: dict[str, tuple[int, ...]]) -> None:
         """Execute all steps and write the report and the final slices; ``groups`` are those made so far."""
         own_directory = self.directory / self.job["name"]
-        lowered = lower_graph(self.job["graphs"][self.rank], self.rank, own_directory / f"lowered_{self.rank}.mindir")
-        make_groups(lowered, groups)
-        cell = nn.GraphCell(ms.load(lowered.path))
-        parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
-        self._fill(parameters.values())
+        old_logprobs = self._old_logprobs(own_directory, groups) if self.job["logprob_graphs"] else []
+        cell, parameters, lowered = self._load("graphs", own_directory, groups)
         published = {PUBLICATIONS[0]: self._publish(parameters, PUBLICATIONS[0])}
-        losses = [self._step(cell, step) for step in range(self.spec["num_steps"])]
+        losses = []
+        for call, is_last in enumerate(self.spec["is_last"]):
+            parameters[_IS_LAST].set_data(ms.Tensor([float(is_last)], ms.float32))
+            inputs = self._own_inputs(call)
+            if old_logprobs:
+                inputs[_OLD_LOGPROBS] = old_logprobs[call]
+            losses.append(self._call(cell, inputs))
         published[PUBLICATIONS[1]] = self._publish(parameters, PUBLICATIONS[1])
         # Contiguous, or safetensors would write the wrong bytes.
         slices = {name: np.ascontiguousarray(parameters[name].asnumpy()) for name in self._own_names(parameters)}
         save_file(slices, own_directory / SLICES_NAME.format(rank=self.rank))
         report = {"losses": losses, "published": published, "lowered": lowered.replaced}
         (own_directory / RESULT_NAME.format(rank=self.rank)).write_text(json.dumps(report))
+
+    def _load(
+        self, kind: str, directory: Path, groups: dict[str, tuple[int, ...]]
+    ) -> tuple[nn.Cell, dict[str, ms.Parameter], LoweredGraph]:
+        """Lower and load this rank's graph, and give its parameters their first values."""
+        lowered = lower_graph(self.job[kind][self.rank], self.rank, directory / f"lowered_{kind}_{self.rank}.mindir")
+        make_groups(lowered, groups)
+        cell = nn.GraphCell(ms.load(lowered.path))
+        parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
+        self._fill(parameters.values())
+        return cell, parameters, lowered
 
     def _own_names(self, parameters: dict[str, ms.Parameter]) -> list[str]:
         """Names of the model's parameters that this rank holds."""
@@ -102,6 +128,8 @@ class _Execution:
                     parameter.set_data(ms.Tensor(value))
                 elif parameter.name.startswith(_ZERO_PREFIXES):
                     parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
+                elif parameter.name == _IS_LAST:
+                    parameter.set_data(ms.Tensor([1.0], ms.float32))
                 elif parameter.name == _LEARNING_RATE:
                     parameter.set_data(ms.Tensor(self.spec["learning_rate"], ms.float32))
                 else:
@@ -112,11 +140,34 @@ class _Execution:
     def _slice(self, whole: np.ndarray, layout: ParameterLayout) -> np.ndarray:
         return np.ascontiguousarray(whole[layout.slice_of(self.rank)])
 
-    def _step(self, cell: nn.Cell, step: int) -> float:
-        """Run one optimiser step; return the first number of its first output, the loss."""
+    def _own_inputs(self, call: int) -> list[np.ndarray]:
+        """This rank's rows of the inputs of a call."""
         with safe_open(self.directory / BATCHES_NAME, framework="np") as batches:
-            inputs = [ms.Tensor(batches.get_tensor(f"{step}.{index}")) for index in range(self.spec["num_inputs"])]
-        outputs = cell(*inputs)
+            arrays = [batches.get_tensor(f"{call}.{index}") for index in range(self.spec["num_inputs"])]
+        return [array[block_of(self.layout, self.rank, len(array))] for array in arrays]
+
+    def _tensors(self, arrays: Iterable[np.ndarray]) -> list[ms.Tensor]:
+        return [ms.Tensor(place_rows(array, self.layout, self.rank)) for array in arrays]
+
+    def _old_logprobs(self, directory: Path, groups: dict[str, tuple[int, ...]]) -> list[np.ndarray]:
+        """Run the graph of the log-probabilities on the rows of every call; return and save this rank's."""
+        cell, _, _ = self._load("logprob_graphs", directory, groups)
+        logprobs = []
+        for call in range(len(self.spec["is_last"])):
+            outputs = cell(*self._tensors(self._own_inputs(call)[:4]))
+            pieces = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+            is_in_last = self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
+            rows = self._own_inputs(call)[_OLD_LOGPROBS]
+            own = own_rows([piece.asnumpy() for piece in pieces], self.layout, self.rank) if is_in_last else rows * 0
+            logprobs.append(np.ascontiguousarray(own))
+        save_file(
+            {str(call): array for call, array in enumerate(logprobs)}, directory / LOGPROBS_NAME.format(rank=self.rank)
+        )
+        return logprobs
+
+    def _call(self, cell: nn.Cell, inputs: Iterable[np.ndarray]) -> float:
+        """Run the update; return the first number of its first output, the loss."""
+        outputs = cell(*self._tensors(inputs))
         first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         return float(first.asnumpy().reshape(-1)[0])
 

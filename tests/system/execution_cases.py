@@ -1,4 +1,4 @@
-"""A tiny model, three batches and seven layouts of it, for the execution of parallel graphs on CPU ranks."""
+"""A tiny model, five batches and seven layouts of it, for the execution of parallel graphs on CPU ranks."""
 
 import numpy as np
 
@@ -28,6 +28,8 @@ MODEL = {
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
+# Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
+WITH_LOGPROBS = ("dp2_optimizer_parallel", "pp2", "tp2_dp2")
 # By number of ranks, name -> parallel_config.
 LAYOUTS = {
     2: {
@@ -72,11 +74,17 @@ def mf_weights() -> dict[str, np.ndarray]:
     return {rule.mf_name: fuse(rule, dims, [tensors[name] for name in rule.hf_names]) for rule in spec.rules(dims)}
 
 
-def batches(num_steps: int = 3) -> list[list[np.ndarray]]:
-    """For each step the inputs of the update: two sequences to a row, padding, positions without weight."""
+# Five calls of the update make three: two from two calls each, and between them one whose loss is not finite.
+IS_LAST = (False, True, True, False, True)
+NOT_FINITE = 2
+KL_COEFFICIENT = 0.04
+
+
+def batches() -> list[list[np.ndarray]]:
+    """For each call the inputs of the update: two sequences to a row, padding, positions without weight."""
     result = []
-    for step in range(num_steps):
-        random = np.random.default_rng(step)
+    for call in range(len(IS_LAST)):
+        random = np.random.default_rng(call)
         shape = (NUM_ROWS, ROW_LENGTH)
         input_ids, labels = random.integers(1, VOCABULARY, (2, *shape)).astype(np.int32)
         segment_ids = np.ones(shape, np.int32)
@@ -85,6 +93,14 @@ def batches(num_steps: int = 3) -> list[list[np.ndarray]]:
         mask = ((random.random(shape) > 0.3) & (segment_ids > 0)).astype(np.float32)
         advantages = random.standard_normal(shape).astype(np.float32) * mask
         logprobs = (-4.85 + 0.2 * random.standard_normal((3, *shape))).astype(np.float32) * mask
-        scalars = np.tile(np.array([[0.04, mask.sum()]], np.float32), (NUM_ROWS, 1))
-        result.append([input_ids, segment_ids, labels, mask, advantages, mask.copy(), *logprobs, scalars])
+        result.append([input_ids, segment_ids, labels, mask, advantages, mask.copy(), *logprobs])
+    result[NOT_FINITE][4][2] = np.where(result[NOT_FINITE][3][2] > 0, np.nan, 0.0)
+    first = 0
+    for call, is_last in enumerate(IS_LAST):
+        if is_last:
+            num_tokens = sum(inputs[3].sum() for inputs in result[first : call + 1])
+            scalars = np.tile(np.array([[KL_COEFFICIENT, num_tokens]], np.float32), (NUM_ROWS, 1))
+            for inputs in result[first : call + 1]:
+                inputs.append(scalars)
+            first = call + 1
     return result

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from execution_cases import (
     EPSILON,
+    IS_LAST,
     LAYOUTS,
     LEARNING_RATE,
     MODEL,
+    NOT_FINITE,
     NUM_ROWS,
     ROW_LENGTH,
+    WITH_LOGPROBS,
     batches,
     hf_weights,
     mf_weights,
@@ -32,7 +35,7 @@ TOLERANCE = 1e-5
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 
-def compile_request(name, parallel, rank, directory):
+def compile_request(name, parallel, rank, cell, directory):
     from mindrlhf.parallel.compile import CompileRequest
 
     num_cuts = parallel["data_parallel"] * parallel.get("micro_batch_num", 1)
@@ -44,7 +47,8 @@ def compile_request(name, parallel, rank, directory):
         batch_size=NUM_ROWS // num_cuts,
         compute_dtype="float32",
         epsilon=EPSILON,
-        mindir_file=str(directory / f"{name}_{rank}.mindir"),
+        cell=cell,
+        mindir_file=str(directory / f"{name}_{cell}_{rank}.mindir"),
     )
 
 
@@ -52,15 +56,17 @@ def compile_request(name, parallel, rank, directory):
 def executions(tmp_path_factory):
     """The result of every layout by name."""
     from mindrlhf.config.sections import ParallelSection
-    from mindrlhf.parallel.compile import compile_ranks
+    from mindrlhf.parallel.compile import LOGPROBS, UPDATE, compile_ranks
     from mindrlhf.parallel.execution import ExecutionJob, execute
     from mindrlhf.parallel.layout import Layout
 
     root = tmp_path_factory.mktemp("execution")
     requests = {
-        (name, rank): compile_request(name, parallel, rank, root)
+        (name, cell, rank): compile_request(name, parallel, rank, cell, root)
         for size, layouts in LAYOUTS.items()
         for name, parallel in layouts.items()
+        for cell in (UPDATE, LOGPROBS)
+        if cell == UPDATE or name in WITH_LOGPROBS
         for rank in range(size)
     }
     compile_ranks(list(requests.values()), timeout_s=1800, num_processes=2)
@@ -68,17 +74,28 @@ def executions(tmp_path_factory):
     for size, layouts in LAYOUTS.items():
         jobs = []
         for name, parallel in layouts.items():
-            graphs = tuple(requests[name, rank].mindir_file for rank in range(size))
-            jobs.append(ExecutionJob(name, Layout.from_config(ParallelSection(**parallel), size), graphs))
+            graphs, logprob_graphs = (
+                tuple(requests[name, cell, rank].mindir_file for rank in range(size) if (name, cell, rank) in requests)
+                for cell in (UPDATE, LOGPROBS)
+            )
+            layout = Layout.from_config(ParallelSection(**parallel), size)
+            jobs.append(ExecutionJob(name, layout, graphs, logprob_graphs))
         inputs = (jobs, MODEL, mf_weights(), batches(), root / f"ranks_{size}")
-        done = execute(*inputs, learning_rate=LEARNING_RATE, timeout_s=400)
+        done = execute(*inputs, learning_rate=LEARNING_RATE, is_last=IS_LAST, timeout_s=400)
         results.update({result.job.name: result for result in done})
     return results
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Losses and final weights of one process."""
+    """Losses, log-probabilities and final weights of one process, by whether it computes the old log-probabilities."""
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    return {is_computed: train_plainly(is_computed) for is_computed in (False, True)}
+
+
+def train_plainly(computes_logprobs):
     import mindspore as ms
 
     from mindrlhf.algorithms import policy_losses
@@ -87,11 +104,9 @@ def plain(tmp_path_factory):
     from mindrlhf.config.sections import OptimizerSection
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.learner import Learner
     from mindrlhf.training.runtime import Rank
 
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     network = build_model(MODEL, seq_length=ROW_LENGTH)
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     for name, value in mf_weights().items():
@@ -99,26 +114,42 @@ def plain(tmp_path_factory):
     surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
     loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
     learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
+    rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
+    logprobs = [learner.logprobs(learner.policy, one) for one in rows] if computes_logprobs else []
     losses = []
-    for inputs in batches():
+    for call, (inputs, is_last) in enumerate(zip(batches(), IS_LAST)):
+        if logprobs:
+            inputs[6] = logprobs[call]
         kl_coefficient, num_tokens = inputs[9][0]
-        rows = PackedRows(*inputs[:4], tokens={})
-        statistics, _ = learner.accumulate(rows, [*inputs[4:9], kl_coefficient], num_tokens)
-        learner.apply(LEARNING_RATE)
+        statistics, _ = learner.accumulate(rows[call], [*inputs[4:9], kl_coefficient], num_tokens)
         losses.append(statistics[0])
-    return losses, {name: parameter.asnumpy() for name, parameter in parameters.items()}
+        if is_last:
+            norm = learner.apply(LEARNING_RATE)
+            assert np.isfinite(norm) == (call != NOT_FINITE)
+    return losses, logprobs, {name: parameter.asnumpy() for name, parameter in parameters.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_one_process(executions, plain, name):
-    np.testing.assert_allclose(executions[name].losses, plain[0], rtol=0, atol=TOLERANCE)
+    losses = plain[name in WITH_LOGPROBS][0]
+    assert [np.isnan(loss) for loss in losses] == [call == NOT_FINITE for call in range(len(IS_LAST))]
+    np.testing.assert_allclose(executions[name].losses, losses, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", WITH_LOGPROBS)
+def test_logprobs_are_those_of_one_process(executions, plain, name):
+    assert len(executions[name].logprobs) == len(IS_LAST)
+    for found, expected in zip(executions[name].logprobs, plain[True][1]):
+        assert expected.min() < -4
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_of_one_process(executions, plain, name):
-    start = mf_weights()
-    assert executions[name].weights.keys() == plain[1].keys()
-    for parameter, expected in plain[1].items():
+    """Two updates from two calls each, and between them one that is withheld, since its loss is not finite."""
+    start, trained = mf_weights(), plain[name in WITH_LOGPROBS][2]
+    assert executions[name].weights.keys() == trained.keys()
+    for parameter, expected in trained.items():
         actual = executions[name].weights[parameter]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=parameter)
         # The training has moved them much further than the tolerance.
