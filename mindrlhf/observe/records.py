@@ -75,9 +75,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 record = json.loads(line)
-                if not isinstance(record, dict) or type(record.get("step")) is not int:
+                if not isinstance(record, dict) or not _is_step(record.get("step")):
                     raise ValueError("it is not an object with an integer 'step'")
-            except ValueError as failure:
+            except (ValueError, RecursionError) as failure:
                 if not line.endswith(b"\n"):
                     return
                 raise UserError(f"{path}, line {number} is not a record of a run ({failure}): remove it") from None
@@ -102,6 +102,10 @@ def replace_file(path: Path, text: str) -> None:
     except OSError as failure:
         partial.unlink(missing_ok=True)
         raise RunFailure(f"cannot write {path}: {failure.strerror}") from failure
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _dump(record: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -109,10 +110,10 @@ def _read_summary(path: Path) -> dict[str, Any]:
         for name in ("samples_before", "samples_after"):
             if not all(isinstance(sample, dict) for sample in summary.get(name) or []):
                 raise ValueError(f"'{name}' is not a list of objects")
-    except (ValueError, AttributeError, TypeError) as failure:
+    except (ValueError, AttributeError, TypeError, RecursionError) as failure:
         raise UserError(f"{path} is not a summary of a run ({failure}): remove it or write it again") from None
     return summary
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -57,7 +57,7 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
             if error.code not in RETRIED_STATUSES:
                 raise ChatError(f"{url} answered {reason}") from None
             wanted = error.headers.get("Retry-After", "")
-            pause_s = max(pause_s, float(wanted)) if wanted.isdigit() else pause_s
+            pause_s = max(pause_s, float(wanted)) if wanted.isascii() and wanted.isdigit() else pause_s
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
         if attempt == num_retries or time.monotonic() + pause_s >= deadline_s:
@@ -94,7 +94,7 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
 def _content(url: str, reply: bytes) -> str:
     try:
         content = json.loads(reply)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
         raise ChatError(f"{url} answered no chat completion: {reply[:MAX_SHOWN_CHARS].decode(errors='replace')!r}")

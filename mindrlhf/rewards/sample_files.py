@@ -163,6 +163,8 @@ def _parse(number: int, line: bytes, needed: Container[str]) -> SampleLine:
         raise UserError("the line is not UTF-8 text") from None
     except RecursionError:
         raise UserError("the line is nested too deeply") from None
+    except ValueError:
+        raise UserError("the line has a number of too many digits") from None
     if not isinstance(fields, dict):
         raise UserError(f"the line holds a {type(fields).__name__}, not an object with 'completion' and 'answer'")
     values = {}

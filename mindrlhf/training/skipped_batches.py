@@ -104,4 +104,44 @@ def load_skipped(directory: Path) -> tuple[SkippedBatch, list[PackedRows], list[
         logprobs = [arrays[f"{index}.logprobs"] for index in range(batch.num_micro_batches)]
     except (KeyError, TypeError) as error:
         raise UserError(f"{directory / ARRAYS_NAME} does not fit {INFO_NAME}: {error} is missing or wrong") from None
+    if wrong := _first_misfit(batch, micro_batches, logprobs):
+        raise UserError(f"{directory} is damaged: {wrong} is missing or wrong")
     return batch, micro_batches, logprobs
+
+
+def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndarray]) -> str:
+    """Return what of a batch cannot be replayed, "" when all of it can."""
+    numbers = (batch.step, batch.update, batch.num_tokens)
+    if not (micro_batches and all(type(number) is int and number >= 0 for number in numbers)):
+        return "a number of steps, updates, micro-batches or tokens"
+    if not isinstance(batch.kl_coefficient, (int, float)) or not all(
+        isinstance(text, str) for text in (batch.loss, batch.grad_norm, batch.weights)
+    ):
+        return "kl_coefficient, loss, grad_norm or weights"
+    for rows, computed in zip(micro_batches, logprobs, strict=True):
+        arrays = [rows.input_ids, rows.segment_ids, rows.labels, rows.mask, computed, *rows.tokens.values()]
+        if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
+            return "a row"
+        if "advantages" not in rows.tokens:
+            return "an advantage"
+    if not (isinstance(batch.samples, list) and isinstance(batch.placed, list)):
+        return "the list of samples"
+    if len(batch.samples) != len(batch.placed) or not all(_is_sample(sample) for sample in batch.samples):
+        return "a sample"
+    return "" if all(_is_place(place, logprobs) for place in batch.placed) else "the place of a sample"
+
+
+def _is_sample(sample: Any) -> bool:
+    names = {"prompt": str, "completion": str, "reward": (int, float)}
+    return isinstance(sample, dict) and all(isinstance(sample.get(name), kind) for name, kind in names.items())
+
+
+def _is_place(place: Any, logprobs: Sequence[np.ndarray]) -> bool:
+    """Whether it is micro-batch, row, first position and last + 1 of a sequence that is not empty."""
+    if not (isinstance(place, list) and len(place) == 4 and all(type(number) is int for number in place)):
+        return False
+    number, row, first, last = place
+    if not 0 <= number < len(logprobs):
+        return False
+    num_rows, length = logprobs[number].shape
+    return 0 <= row < num_rows and 0 <= first < last <= length

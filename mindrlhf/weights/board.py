@@ -147,9 +147,8 @@ class WeightBoard:
             if magic != _MAGIC:
                 raise ValueError("it is not a weight board")
             manifest = json.loads(memory[_HEADER.size : _HEADER.size + manifest_size])
-            infos = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in manifest)
-            return cls(memory, fd, path, infos, writable)
-        except (OSError, ValueError, struct.error) as error:
+            return cls(memory, fd, path, tuple(_info(entry) for entry in manifest), writable)
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
             os.close(fd)
             raise WeightBoardError(f"cannot read the weight board {path}: {error}") from error
 
@@ -278,6 +277,15 @@ class WeightBoard:
         if self.version != version:
             held = "no complete version" if self.version is None else f"version {self.version}"
             raise WeightBoardError(f"weights version {version} was asked for; the board {self.path} holds {held}")
+
+
+def _info(entry: Any) -> TensorInfo:
+    """Check one entry of the manifest: a size of -1, for one, would mean all there is to NumPy."""
+    name, dtype, shape = entry
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not (isinstance(name, str) and dtype in _STORED_DTYPES and is_shape):
+        raise ValueError(f"its manifest is damaged at {name!r}")
+    return TensorInfo(name, dtype, tuple(shape))
 
 
 def _align(offset: int) -> int:

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import struct
 from typing import Any
 
 # Values that parsers trip over: limits of integers, floats that are none, containers where scalars are expected.
@@ -79,6 +80,15 @@ def corrupt_json(rng: random.Random, tree: Any) -> bytes:
     return corrupt_bytes(rng, text) if kind <= 1 else text
 
 
+def corrupt_safetensors(rng: random.Random, whole: bytes) -> bytes:
+    """Return a damaged file of a length (uint64, little endian), a JSON header of that length, and data."""
+    if rng.randrange(3) == 0:
+        return corrupt_bytes(rng, whole)
+    (length,) = struct.unpack("<Q", whole[:8])
+    text = corrupt_json(rng, json.loads(whole[8 : 8 + length]))
+    return struct.pack("<Q", len(text)) + text + whole[8 + length :]
+
+
 def _near(rng: random.Random, value: Any) -> Any:
     """A value of the same type, or of one that is easily taken for it."""
     if isinstance(value, bool):
@@ -88,7 +98,9 @@ def _near(rng: random.Random, value: Any) -> Any:
     if isinstance(value, float):
         return rng.choice((-value, str(value), value * 1e300))
     if isinstance(value, str):
-        return rng.choice((value + "x", value[:-1], value.upper(), [value], value.encode().decode("latin-1")))
+        return rng.choice(
+            (value + "x", value[:-1], value.upper(), [value], value.encode(errors="replace").decode("latin-1"))
+        )
     if isinstance(value, list):
         return rng.choice((value[::-1], value * 2, value[:1], {str(i): item for i, item in enumerate(value)}))
     if isinstance(value, dict):

@@ -1,0 +1,128 @@
+"""What a run leaves for other commands, and completions to be scored."""
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import corruption
+import numpy as np
+from fuzz_target import Case
+
+STEPS = [
+    {"step": step, "reward/mean": 0.1 * step, "timing/all": 2.0, "timing/rollout": 1.5, "eval/accuracy": None}
+    for step in range(1, 4)
+]
+SAMPLES = [
+    {
+        "step": step,
+        "prompt": f"{step} + 1?",
+        "completion": "2",
+        "answer": "2",
+        "reward": 1.0,
+        "rewards": {"accuracy": 1.0},
+    }
+    for step in range(1, 4)
+]
+COURSE = [
+    {"step": step, "samples": "ab" * 8, "loss": 0.5, "weights": "cd" * 8, "hash": "ef" * 8} for step in range(1, 4)
+]
+INTERVAL = {"low": -0.1, "high": 0.9, "accuracy": 0.5, "mean": 0.5}
+SUMMARY = {
+    "num_prompts": 4,
+    **dict.fromkeys(("before", "after", "difference"), INTERVAL),
+    **dict.fromkeys(("samples_before", "samples_after"), [{"prompt": "q", "completion": "c", "reward": 1.0}]),
+}
+
+
+def _lines(rng: random.Random, records: list[dict[str, Any]]) -> bytes:
+    """Return JSON lines of which one is damaged, or all bytes."""
+    lines = [json.dumps(record).encode() for record in records]
+    if rng.randrange(3) == 0:
+        return corruption.corrupt_bytes(rng, b"\n".join(lines) + b"\n")
+    chosen = rng.randrange(len(lines))
+    lines[chosen] = corruption.corrupt_json(rng, records[chosen])
+    return b"\n".join(lines) + b"\n"
+
+
+def run_records(directory: Path) -> Case:
+    from mindrlhf.observe.report import render_report
+    from mindrlhf.observe.run_data import read_run
+    from mindrlhf.observe.run_diff import compare_runs
+
+    files: Mapping[str, list] = {"metrics.jsonl": STEPS, "samples.jsonl": SAMPLES, "trajectory.jsonl": COURSE}
+    run, other = directory / "run", directory / "other"
+    for run_dir in (run, other):
+        run_dir.mkdir()
+        for name, records in files.items():
+            (run_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
+    texts = {path.name: path.read_bytes() for path in run.iterdir()}
+
+    def case(rng: random.Random) -> None:
+        name = rng.choice(list(texts))
+        damaged = corruption.corrupt_json(rng, SUMMARY) if name == "summary.json" else _lines(rng, files[name])
+        (run / name).write_bytes(damaged)
+        try:
+            if name == "trajectory.jsonl":
+                compare_runs(run, other)
+            else:
+                render_report(read_run(run)).encode(errors="replace")
+        finally:
+            (run / name).write_bytes(texts[name])
+
+    return case
+
+
+def samples_to_score(directory: Path) -> Case:
+    from mindrlhf.errors import UserError
+    from mindrlhf.rewards.sample_files import read_samples, scored_line
+    from mindrlhf.rewards.types import RewardResult
+
+    path = directory / "samples.jsonl"
+    samples = [
+        {"completion": "7", "answer": 7, "prompt": "3 + 4?", "finish_reason": "stop", "num_tokens": 2, "id": [1]},
+        {"completion": "x", "answer": "y"},
+    ]
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(_lines(rng, samples))
+        for line in read_samples(path):
+            if isinstance(line, UserError):
+                raise line
+            scored_line(line, RewardResult(line.number, {"accuracy": 1.0}, 1.0))
+
+    return case
+
+
+def skipped_batch(directory: Path) -> Case:
+    from mindrlhf.data.packing import TokenSequence
+    from mindrlhf.training.batch import RowOptions, make_batch
+    from mindrlhf.training.skipped_batches import ARRAYS_NAME, INFO_NAME, SkippedBatch, load_skipped, save_skipped
+
+    ids = np.arange(3, dtype=np.int32)
+    sequences = [TokenSequence(ids, ids, {"advantages": np.ones(3, np.float32)}) for _ in range(3)]
+    rows = make_batch(sequences, RowOptions((8,), rows_per_micro_batch=1, num_ranks=1, pack=True))
+    batch = SkippedBatch(
+        step=3, update=1, num_micro_batches=len(rows.micro_batches), num_tokens=9, kl_coefficient=0.1, loss="nan",
+        grad_norm="1.5", weights="", placed=[list(place) for place in rows.placed],
+        samples=[{"prompt": "q", "completion": "c", "reward": 1.0} for _ in rows.placed], config={"run": {"seed": 1}},
+    )  # fmt: skip
+    share = {name: value for name, value in rows.share(0, 1).items() if isinstance(value, np.ndarray)}
+    share |= {f"{index}.logprobs": np.zeros_like(one.mask) for index, one in enumerate(rows.micro_batches)}
+    target = directory / "batch"
+    save_skipped(target, batch, share)
+    info, arrays = (target / INFO_NAME), (target / ARRAYS_NAME)
+    whole_info, whole_arrays = info.read_bytes(), arrays.read_bytes()
+
+    def case(rng: random.Random) -> None:
+        chosen = rng.randrange(3)
+        info.write_bytes(corruption.corrupt_json(rng, json.loads(whole_info)) if chosen else whole_info)
+        arrays.write_bytes(whole_arrays if chosen else corruption.corrupt_safetensors(rng, whole_arrays))
+        found, micro_batches, logprobs = load_skipped(target)
+        for (number, row, first, last), sample in zip(found.placed, found.samples, strict=True):
+            values = logprobs[number][row, first:last], micro_batches[number].tokens["advantages"][row, first:last]
+            assert min(array.min() for array in values) <= sample["reward"] + np.inf, "a sample of no use"
+
+    return case
