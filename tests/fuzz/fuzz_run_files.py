@@ -96,10 +96,11 @@ def samples_to_score(directory: Path) -> Case:
     return case
 
 
-def skipped_batch(directory: Path) -> Case:
+def make_skipped_batch(directory: Path) -> Path:
+    """Write a skipped update of three samples."""
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.skipped_batches import ARRAYS_NAME, INFO_NAME, SkippedBatch, load_skipped, save_skipped
+    from mindrlhf.training.skipped_batches import SkippedBatch, save_skipped
 
     ids = np.arange(3, dtype=np.int32)
     sequences = [TokenSequence(ids, ids, {"advantages": np.ones(3, np.float32)}) for _ in range(3)]
@@ -113,6 +114,13 @@ def skipped_batch(directory: Path) -> Case:
     share |= {f"{index}.logprobs": np.zeros_like(one.mask) for index, one in enumerate(rows.micro_batches)}
     target = directory / "batch"
     save_skipped(target, batch, share)
+    return target
+
+
+def skipped_batch(directory: Path) -> Case:
+    from mindrlhf.training.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped
+
+    target = make_skipped_batch(directory)
     info, arrays = (target / INFO_NAME), (target / ARRAYS_NAME)
     whole_info, whole_arrays = info.read_bytes(), arrays.read_bytes()
 

@@ -1,0 +1,84 @@
+"""Inputs on which fuzzing once made a parser end with an error of another kind."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from fuzz_run_files import make_skipped_batch
+
+from mindrlhf.errors import UserError
+from mindrlhf.observe.records import read_jsonl
+from mindrlhf.observe.run_data import read_run
+from mindrlhf.rewards.chat_client import ChatError, _content
+from mindrlhf.rewards.sample_files import read_samples
+from mindrlhf.training.skipped_batches import INFO_NAME, load_skipped
+from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
+
+MANY_DIGITS = "1" * 5000  # Python refuses to read more than 4300
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("step", [str(2**63), "-1", MANY_DIGITS, "true", DEEP])
+def test_a_record_needs_a_step_that_fits_an_array(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}, "loss": 1}}\n')
+    with pytest.raises(UserError, match="line 1"):
+        list(read_jsonl(tmp_path / "metrics.jsonl"))
+
+
+def test_a_metric_beyond_every_float_is_no_number(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 0.5, "huge": {10**400}}}\n')
+    assert read_run(tmp_path).series.keys() == {"loss"}
+
+
+@pytest.mark.parametrize("answer", [MANY_DIGITS, DEEP])
+def test_a_sample_with_an_unreadable_answer_is_named(tmp_path, answer):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(f'{{"completion": "x", "answer": {answer}}}\n{{"completion": "x", "answer": 7}}\n')
+    bad, good = read_samples(path)
+    assert str(bad).startswith(f"{path}:1: ")
+    assert good.sample.answer == "7"
+
+
+@pytest.mark.parametrize("reply", [DEEP.encode(), b'{"choices": [{"message": {"content": 3}}]}', b"\xff"])
+def test_a_reply_that_is_no_completion_is_an_error_of_the_judge(reply):
+    with pytest.raises(ChatError):
+        _content("http://judge", reply)
+
+
+@pytest.mark.parametrize(
+    "entry", ['["w", "object", [2]]', '["w", "float32", [-1]]', '["w", "float32", [1e9]]', "3", '["w", [], [2]]']
+)
+def test_a_board_of_impossible_tensors_is_refused(tmp_path, entry):
+    with WeightBoard.create([TensorInfo("weight", "float32", (2,))]) as board:
+        with open(board.path, "rb") as file:
+            whole = file.read()
+    manifest = b'[["weight", "float32", [2]]]'
+    assert whole.count(manifest) == 1
+    (tmp_path / "board").write_bytes(whole.replace(manifest, f"[{entry}]".encode().ljust(len(manifest))))
+    with pytest.raises(WeightBoardError, match="cannot read the weight board"):
+        WeightBoard.attach(str(tmp_path / "board"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"placed": [[0, 0, 0, 10**6]]},
+        {"placed": [[0, 0, 3, 3]]},
+        {"placed": [[9, 0, 0, 3]]},
+        {"placed": 3},
+        {"samples": [{"prompt": "q"}]},
+        {"num_micro_batches": 0},
+        {"num_tokens": "9"},
+    ],
+)
+def test_a_skipped_batch_that_cannot_be_replayed_is_refused(tmp_path, change):
+    directory = make_skipped_batch(tmp_path)
+    batch, micro_batches, logprobs = load_skipped(directory)
+    assert len(batch.samples) == 3
+    assert all(np.array_equal(rows.mask.shape, array.shape) for rows, array in zip(micro_batches, logprobs))
+    values = json.loads((directory / INFO_NAME).read_text())
+    assert change.keys() <= {field.name for field in dataclasses.fields(batch)}
+    (directory / INFO_NAME).write_text(json.dumps(values | change))
+    with pytest.raises(UserError, match="damaged"):
+        load_skipped(directory)
