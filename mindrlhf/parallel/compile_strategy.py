@@ -1,7 +1,9 @@
 """Strategy files by compilation: one rank of each distinct pipeline stage, extended by name to all stages and layers.
 
-Layers of a kind (dense, or with experts) are cut alike, and so are the stages between the first and the last; so it is
-enough to compile a few layers and three stages. :func:`compile_strategy` compiles everything when asked to.
+Layers of a kind (dense, or with experts) are cut alike, and so are the stages between the first and the last. So it is
+enough to compile a few layers in a pipeline of three stages, of as many ranks each; a graph of all stages, layers and
+micro-batches takes many times as long, and of the largest models more memory than a message of protobuf may hold.
+:func:`compile_strategy` compiles everything when asked to.
 """
 
 import dataclasses
@@ -22,7 +24,22 @@ from mindrlhf.parallel.strategy_files import finish_strategy_directory, stage_pa
 
 ROLLOUT_NAME = "rollout"
 ALL_LAYERS = 0
+# The first, one that stands for all between, and the last.
+NUM_DISTINCT_STAGES = 3
 _LAYER_MARK = "decoder.layers."
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStrategy:
+    """What was compiled.
+
+    Attributes:
+        reports: one for each distinct pipeline stage, by the stage of the layout that it stands for.
+        extent: how much of the model, the pipeline and the batch was compiled, in words.
+    """
+
+    reports: list[CompileReport]
+    extent: str
 
 
 def compile_strategy(
@@ -33,7 +50,7 @@ def compile_strategy(
     *,
     layers_per_stage: int,
     on_progress: Callable[[str], None],
-) -> list[CompileReport]:
+) -> CompiledStrategy:
     """Write a strategy directory (see :mod:`mindrlhf.parallel.strategy_files`) and one for the rollout layout in it.
 
     Args:
@@ -46,32 +63,33 @@ def compile_strategy(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    requests = _requests(config, hf_config, layout, layers_per_stage)
+    by_stage = _requests(config, hf_config, layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
         raise UserError(f"--out {directory} exists: give a directory that does not")
     temporary = _make_temporary(directory)
     try:
         (temporary / "stages").mkdir()
+        stages = list(by_stage)
         requests = [
             dataclasses.replace(request, strategy_file=str(stage_path(temporary, stage)))
-            for stage, request in requests.items()
+            for stage, request in by_stage.items()
         ]
-        on_progress(
-            f"compiling {requests[0].num_layers} of {dims.num_layers} layers and "
-            f"{requests[0].parallel['micro_batch_num']} of {config.parallel_config.micro_batch_num} micro-batches for "
-            f"rank {', '.join(str(request.rank) for request in requests)} of {layout.world_size}, one of each distinct "
-            "pipeline stage"
-        )
+        extent = _describe_extent(requests[0], config, dims)
+        on_progress(f"compiling {extent}, for one rank of each of these stages")
         # One after the other: each takes up to a few GB.
-        reports = compile_ranks(requests)
-        extend_strategies(temporary, spec, dims, layout, reports[0].num_layers)
+        reports = [
+            dataclasses.replace(report, stage=stage)
+            for stage, report in zip(stages, compile_ranks(requests), strict=True)
+        ]
+        if layers_per_stage != ALL_LAYERS:
+            extend_strategies(temporary, spec, dims, layout)
         finish_strategy_directory(temporary, dims, layout, {"compiled_layers": reports[0].num_layers})
         write_strategy_directory(temporary / ROLLOUT_NAME, dims, *rollout)
         _publish(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return reports
+    return CompiledStrategy(reports, extent)
 
 
 def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_stage: int) -> dict[int, CompileRequest]:
@@ -79,42 +97,52 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
     batch = check_feasible(config, dims, layout)
-    num_layers = layers_per_stage * layout.pipeline_stage
-    stages = range(layout.pipeline_stage)
-    if layers_per_stage == ALL_LAYERS or num_layers >= dims.num_layers:
-        num_layers = dims.num_layers
-    else:
-        hf_config = shorten(hf_config, num_layers)
+    num_stages = layout.pipeline_stage
     if layers_per_stage != ALL_LAYERS:
-        stages = sorted({0, min(1, layout.pipeline_stage - 1), layout.pipeline_stage - 1})
+        num_stages = min(num_stages, NUM_DISTINCT_STAGES)
+    num_layers = layers_per_stage * num_stages or dims.num_layers
+    if num_layers < dims.num_layers:
+        hf_config = shorten(hf_config, num_layers)
     parallel = dataclasses.asdict(config.parallel_config) | {
         "data_parallel": layout.data_parallel,
-        "micro_batch_num": num_compiled_pieces(config, layout, layers_per_stage),
+        "pipeline_stage": num_stages,
+        "micro_batch_num": _num_compiled_pieces(config, num_stages, layers_per_stage),
     }
     return {
-        stage: CompileRequest(
+        # The last of the compiled stages is the last of all.
+        stage if stage < num_stages - 1 else layout.pipeline_stage - 1: CompileRequest(
             hf_config=hf_config,
             parallel=parallel,
             rank=stage * layout.stage_size,
             seq_length=batch.row_length,
             batch_size=batch.rows_per_piece // config.parallel_config.micro_batch_interleave_num,
-            num_layers=num_layers,
+            num_layers=min(num_layers, dims.num_layers),
             param_dtype=config.model.param_dtype,
             compute_dtype=config.model.compute_dtype,
             recompute=config.model.recompute,
             beta=config.algorithm.beta,
         )
-        for stage in stages
+        for stage in range(num_stages)
     }
 
 
-def num_compiled_pieces(config: GrpoConfig, layout: Layout, layers_per_stage: int) -> int:
+def _num_compiled_pieces(config: GrpoConfig, num_stages: int, layers_per_stage: int) -> int:
     """Micro-batches of the compiled pipeline: no more than fill it, unless everything is compiled.
 
-    They are unrolled in the graph, whose size is limited to 2 GB, and change nothing about the layouts.
+    They are unrolled in the graph, and change nothing about the layouts.
     """
     number = config.parallel_config.micro_batch_num
-    return number if layers_per_stage == ALL_LAYERS else min(number, layout.pipeline_stage)
+    # At least two, where there are two: else nothing would be accumulated.
+    return number if layers_per_stage == ALL_LAYERS else min(number, max(num_stages, 2))
+
+
+def _describe_extent(request: CompileRequest, config: GrpoConfig, dims: ModelDims) -> str:
+    parts = (
+        (request.num_layers, dims.num_layers, "layers"),
+        (request.parallel["pipeline_stage"], config.parallel_config.pipeline_stage, "stages"),
+        (request.parallel["micro_batch_num"], config.parallel_config.micro_batch_num, "micro-batches"),
+    )
+    return ", ".join(f"{number} of {total} {what}" for number, total, what in parts)
 
 
 def shorten(hf_config: dict, num_layers: int) -> dict:
@@ -125,12 +153,11 @@ def shorten(hf_config: dict, num_layers: int) -> dict:
     return shortened
 
 
-def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout: Layout, num_compiled: int) -> None:
+def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout: Layout) -> None:
     """Extend compiled stage files to all layers of all stages, in place.
 
     Args:
         directory: holds the stage files of the first, the second and the last stage, or of all.
-        num_compiled: decoder layers that were compiled, over all stages.
 
     Raises:
         RunFailure: a stage has a kind of layer that was not compiled.
@@ -148,11 +175,10 @@ def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout:
         source = stage if stage in compiled else 1
         extended = ParallelStrategyMap()
         extended.CopyFrom(compiled[source])
-        if num_compiled != dims.num_layers or source != stage:
-            for item in extended.parallel_strategy_item:
-                item.parallel_strategys.stage = stage
-            layers = [layer for layer, of_stage in enumerate(stages) if of_stage == stage]
-            _extend(extended, spec, dims, layers, stage)
+        for item in extended.parallel_strategy_item:
+            item.parallel_strategys.stage = stage
+        layers = [layer for layer, of_stage in enumerate(stages) if of_stage == stage]
+        _extend(extended, spec, dims, layers, stage)
         _write(stage_path(directory, stage), extended.SerializeToString())
 
 

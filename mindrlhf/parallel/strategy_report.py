@@ -1,15 +1,13 @@
 """Carrying out `mindrlhf strategy`: read, check, compile, summarise."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from mindrlhf.config.schema import load_grpo_config
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import find_spec
 from mindrlhf.parallel.collectives import summarize
-from mindrlhf.parallel.compile import CompileReport
-from mindrlhf.parallel.compile_strategy import ALL_LAYERS, ROLLOUT_NAME, compile_strategy, num_compiled_pieces
+from mindrlhf.parallel.compile_strategy import ALL_LAYERS, ROLLOUT_NAME, CompiledStrategy, compile_strategy
 from mindrlhf.parallel.layout import Layout
 from mindrlhf.parallel.plan_sizes import format_size
 from mindrlhf.weights.hf import read_hf_config
@@ -41,31 +39,26 @@ def report_strategy(
     one_of_each = 2 if hf_config.get("first_k_dense_replace") else 1
     per_stage = {"all": ALL_LAYERS, "auto": one_of_each}.get(layers_per_stage, layers_per_stage)
     directory = Path(directory)
-    reports = compile_strategy(
+    compiled = compile_strategy(
         config, hf_config, layout, directory, layers_per_stage=per_stage, on_progress=_print_progress
     )
-    num_layers, num_pieces = find_spec(hf_config).dims(hf_config).num_layers, config.parallel_config.micro_batch_num
-    extent = (
-        f"{reports[0].num_layers} of {num_layers} layers, "
-        f"{num_compiled_pieces(config, layout, per_stage)} of {num_pieces} micro-batches"
-    )
-    return "\n".join(_lines(reports, layout, directory, extent))
+    return "\n".join(_lines(compiled, layout, directory))
 
 
 def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _lines(reports: Sequence[CompileReport], layout: Layout, directory: Path, extent: str) -> Iterable[str]:
-    compiler = "MindSpore, CANN simulated" if reports[0].simulated else "MindSpore with CANN"
+def _lines(compiled: CompiledStrategy, layout: Layout, directory: Path) -> Iterable[str]:
+    compiler = "MindSpore, CANN simulated" if compiled.reports[0].simulated else "MindSpore with CANN"
     yield f"strategy of {layout} ({layout.world_size} ranks): {directory}"
     yield f"  {directory}/merged.ckpt      all stages, for transform_checkpoints and load_distributed_checkpoint"
     yield f"  {directory}/stages           one file per stage, for merge_pipeline_strategys"
     yield f"  {directory}/{ROLLOUT_NAME}          the same for one rollout server"
-    yield f"compiled with {compiler}; {extent}"
-    for report in reports:
+    yield f"compiled with {compiler}; {compiled.extent}"
+    for report in compiled.reports:
         yield (
-            f"stage {report.stage}: rank {report.rank}, {len(report.parameters)} parameters and states, "
+            f"stage {report.stage}: {len(report.parameters)} parameters and states, "
             f"{report.seconds:.0f} s, {format_size(report.peak_rss_bytes)} of memory; "
             + ("per update it communicates" if report.collectives is not None else "its collectives were not read")
         )

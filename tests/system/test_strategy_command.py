@@ -22,21 +22,21 @@ model: {path: MODEL, compute_dtype: bfloat16, recompute: true}
 data: {train_file: prompts.mindrecord, tokenizer_dir: MODEL}
 reward: {verifier_function: accuracy_reward}
 rollout: {max_response_length: 32, tensor_parallel: 2}
-training: {row_lengths: [64], batch_size: 2}
-parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2, vocab_emb_dp: false}
+training: {row_lengths: [64], batch_size: 4}
+parallel_config: {model_parallel: 2, pipeline_stage: 4, micro_batch_num: 4, vocab_emb_dp: false}
 """
 
 
 @pytest.fixture(scope="module")
 def strategies(tmp_path_factory):
-    """Directories of one compiled layer per stage and of all, for five layers in two stages."""
+    """Directories of one compiled layer for each of three stages and of all, for five layers in four stages."""
     directory = tmp_path_factory.mktemp("strategy")
     (directory / "model").mkdir()
     (directory / "model" / "config.json").write_text(json.dumps(hf_config(QWEN3, 5)))
     config = directory / "config.yaml"
     config.write_text(CONFIG.replace("MODEL", str(directory / "model")))
     for layers in ("1", "all"):
-        arguments = [str(config), "--world-size", "8", "--out", str(directory / layers), "--layers-per-stage", layers]
+        arguments = [str(config), "--world-size", "16", "--out", str(directory / layers), "--layers-per-stage", layers]
         assert main(["strategy", *arguments, "parallel_config.enable_parallel_optimizer=true"]) == 0
     return directory
 
@@ -44,7 +44,7 @@ def strategies(tmp_path_factory):
 def test_few_layers_extended_equal_all_layers_compiled(strategies):
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
-    for stage in range(2):
+    for stage in range(4):
         layouts = []
         for layers in ("1", "all"):
             message = ParallelStrategyMap()
@@ -63,7 +63,7 @@ def test_the_strategy_is_the_one_computed_from_the_config(strategies):
     config = hf_config(QWEN3, 5)
     spec = find_spec(config)
     dims = spec.dims(config)
-    layout = Layout(data_parallel=2, model_parallel=2, pipeline_stage=2, optimizer_shard=-1)
+    layout = Layout(data_parallel=2, model_parallel=2, pipeline_stage=4, optimizer_shard=-1)
     computed = parameter_layouts(spec, dims, layout)
     found, described = read_strategy(strategies / "1", dims, {one.name: one.shape for one in computed})
     assert described == layout
@@ -78,7 +78,7 @@ def test_mindspore_merges_the_stage_files(strategies, tmp_path):
     mindspore.merge_pipeline_strategys(str(strategies / "1" / "stages"), str(tmp_path / "merged.ckpt"))
     assert (tmp_path / "merged.ckpt").read_bytes() == (strategies / "1" / "merged.ckpt").read_bytes()
     ranks = mindspore.rank_list_for_transform(0, str(tmp_path / "merged.ckpt"), None)
-    assert sorted(ranks) == list(range(8))
+    assert sorted(ranks) == list(range(16))
 
 
 def test_the_rollout_layout_lies_beside(strategies):
