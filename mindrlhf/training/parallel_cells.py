@@ -205,7 +205,8 @@ class ParallelUpdate(nn.Cell):
 
 
 # Outside of the network the graph is not sliced, and the front end believes that gradients are whole: no shape may be
-# written down, nor a constant in the shape of a gradient, such as ones_like gives.
+# written down, nor a constant in the shape of a gradient. Such as zeros_like gives would also be as large in the graph
+# and on the device as the gradients: the compiler turns it into data.
 
 
 def _add(total, gradient):
@@ -220,7 +221,7 @@ def _square_share(share, gradient):
 
 def _without_defects(total):
     """Replace what is not finite by 0, so that a factor of 0 gives 0."""
-    return ops.select(ops.isfinite(total), total, ops.zeros_like(total))
+    return ops.nan_to_num(total, 0.0, 0.0, 0.0)
 
 
 def _scale(scale, gradient):
@@ -232,7 +233,7 @@ def _keep(factor, target, total):
 
 
 def _clear(accumulator):
-    return ops.assign(accumulator, ops.zeros_like(accumulator))
+    return ops.assign(accumulator, ops.nan_to_num(accumulator, 0.0, 0.0, 0.0) * 0.0)
 
 
 class ParallelLogProbs(nn.Cell):
