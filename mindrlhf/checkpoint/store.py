@@ -1,7 +1,6 @@
 """A directory of checkpoints: each whole or not there, each verified before use, only the newest kept."""
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, write_manifest
-from mindrlhf.durable import sync
+from mindrlhf.durable import is_locked, locked, sync
 from mindrlhf.errors import UserError
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -82,7 +81,8 @@ class CheckpointStore:
         self.check_space(size_bytes)
         temporary = self._temporary(step)
         try:
-            with _locked_directory(temporary):
+            temporary.mkdir()
+            with locked(temporary):
                 try:
                     yield temporary
                     write_manifest(temporary)
@@ -137,7 +137,7 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for name in os.listdir(self.save_dir):
             path = self.save_dir / name
-            if _TEMPORARY_NAME.fullmatch(name) and not _is_locked(path):
+            if _TEMPORARY_NAME.fullmatch(name) and not is_locked(path):
                 _remove_any(path)
 
 
@@ -146,35 +146,6 @@ def _remove_any(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-@contextlib.contextmanager
-def _locked_directory(path: Path) -> Iterator[None]:
-    """Make a directory and hold a lock on it, which the system drops when this process dies, however it dies."""
-    path.mkdir()
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # not a directory: nothing that a store is writing
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _sync_tree(directory: Path) -> None:

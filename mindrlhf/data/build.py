@@ -1,12 +1,12 @@
 """Build a prompt file: read, encode in parallel, spool, then write MindRecord with the final counts."""
 
 import importlib.util
+import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonpath, relpath
@@ -28,6 +28,7 @@ from mindrlhf.data.mindrecord import (
 )
 from mindrlhf.data.readers import BadRecord, RawRecord, check_readable, read_records
 from mindrlhf.data.workers import default_num_workers, encode_in_order
+from mindrlhf.durable import scratch_directory
 from mindrlhf.errors import UserError
 
 CHUNK_RECORDS = 128
@@ -139,7 +140,7 @@ def build_prompts(
         show_progress: draw a progress bar on stderr when it is a terminal.
 
     Raises:
-        UserError: a setting that does not fit, unreadable data, a bad record, or no record left.
+        UserError: a setting that does not fit, unreadable data, a bad record, no record left, or a disk that refuses.
         RunFailure: a worker process died.
     """
     started_s = time.monotonic()
@@ -163,8 +164,8 @@ def build_prompts(
     )
     encoder = RecordEncoder(settings)
     tally = _Tally()
-    with tempfile.TemporaryDirectory(prefix=".mindrlhf-build-", dir=output.parent) as directory:
-        spool = Path(directory) / "records.arrow"
+    with _one_line_for_disks(output), scratch_directory(output.parent, ".mindrlhf-build-") as directory:
+        spool = directory / "records.arrow"
         with _progress_bar(input_size_bytes, show_progress) as bar:
             encoded = encode_in_order(encoder, settings, _chunks(inputs, bar), num_workers)
             # Closing the generator ends the worker processes, also when a bad record ends the build.
@@ -181,6 +182,18 @@ def build_prompts(
         bad_examples=tuple(tally.bad_examples),
         elapsed_s=time.monotonic() - started_s,
     )
+
+
+@contextmanager
+def _one_line_for_disks(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # Arrow puts words of its own around the system's.
+        reason = os.strerror(error.errno) if error.errno else error
+        raise UserError(
+            f"{output} cannot be written ({reason}): make room, or choose an output on another disk"
+        ) from error
 
 
 def _check_paths(inputs: Sequence[Path], output: Path) -> None:

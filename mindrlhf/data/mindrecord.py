@@ -10,7 +10,6 @@ import os
 import shutil
 import sqlite3
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.data.mindrecord_checksum import verify_checksums, write_checksums
-from mindrlhf.durable import sync
+from mindrlhf.durable import scratch_directory, sync
 from mindrlhf.errors import UserError
 
 FORMAT = "mindrlhf-prompts"
@@ -84,9 +83,9 @@ def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Se
         UserError: MindRecord takes no such name, or cannot write there.
     """
     check_output_path(path)
-    with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=path.parent) as directory:
+    with scratch_directory(path.parent, ".mindrecord-") as directory:
         # MindRecord stores the name, so the temporary part is the directory.
-        temporary = Path(directory) / path.name
+        temporary = directory / path.name
         num_written = _write(temporary, header, batches)
         assert num_written == header.num_kept, f"wrote {num_written} records, the header says {header.num_kept}"
         write_checksums(temporary, index_path(temporary), HEADER_SIZE_BYTES)

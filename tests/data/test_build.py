@@ -1,5 +1,6 @@
 """Building prompt files: what is kept, counted, refused, and that workers change nothing."""
 
+import errno
 import json
 import os
 import subprocess
@@ -124,6 +125,21 @@ def test_first_bad_record_ends_the_build_and_leaves_nothing(tokenizer_directory,
     for num_workers in (1, 2):
         with pytest.raises(UserError, match=r"a\.jsonl:2: no field 'answer' \(mend the record, or pass --skip-bad"):
             build_prompts([path], tmp_path / "out" / "o.mindrecord", tokenizer_directory, num_workers=num_workers)
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["_spool", "write_prompt_file"])
+def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(tokenizer_directory, tmp_path, monkeypatch, name):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "Arrow's own words")
+
+    monkeypatch.setattr(build, name, refuse)
+    _write_lines(tmp_path / "a.jsonl", [_problem(1)])
+    (tmp_path / "out").mkdir()
+    output = tmp_path / "out" / "a.mindrecord"
+    with pytest.raises(UserError) as raised:
+        build_prompts([tmp_path / "a.jsonl"], output, tokenizer_directory, max_prompt_length=64, num_workers=1)
+    assert str(raised.value).startswith(f"{output} cannot be written (No space left on device): make room")
     assert os.listdir(tmp_path / "out") == []
 
 
