@@ -131,6 +131,7 @@ def skipped_batch(directory: Path) -> Case:
         found, micro_batches, logprobs = load_skipped(target)
         for (number, row, first, last), sample in zip(found.placed, found.samples, strict=True):
             values = logprobs[number][row, first:last], micro_batches[number].tokens["advantages"][row, first:last]
-            assert min(array.min() for array in values) <= sample["reward"] + np.inf, "a sample of no use"
+            assert [array.size for array in values] == 2 * [last - first], "a place of no use"
+            assert f"{sample['prompt']}{sample['completion']} {sample['reward']:g}", "a sample of no use"
 
     return case

@@ -1,0 +1,369 @@
+"""What must not be in the code, and what malicious files and strangers on a socket get."""
+
+import ast
+import json
+import os
+import pickle
+import re
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindrlhf.checkpoint.arrays import load_arrays
+from mindrlhf.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
+from mindrlhf.config.loader import read_yaml
+from mindrlhf.data.handlers import Example, Message, RecordError
+from mindrlhf.data.templates import load_template
+from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.errors import UserError
+from mindrlhf.training import team
+from mindrlhf.training.runtime import Rank
+from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.hf import SafetensorsFile, open_tensors
+from mindrlhf.wire import ProtocolError, receive_message, send_message
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*ROOT.glob("mindrlhf/**/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("examples/**/*.py")])
+
+# Formats that run code when they are read.
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "telnetlib"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "asyncio.create_subprocess_shell",
+    "yaml.unsafe_load",
+    "yaml.unsafe_load_all",
+    "yaml.full_load",
+    "yaml.full_load_all",
+    "yaml.load_all",
+    "tempfile.mktemp",
+    "torch.load",
+    "shutil.unpack_archive",
+}
+FORBIDDEN_METHODS = {"extractall", "read_pickle", "to_pickle"}
+FORBIDDEN_KEYWORDS = ("shell", "allow_pickle", "trust_remote_code")
+# The program under test runs here, in the sandbox.
+ALLOWED = {("mindrlhf/rewards/unit_test_harness.py", "exec")}
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects (what, line) of everything that runs code from data, whatever names it was imported by."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: list[tuple[str, int]] = []
+        self._full_names: dict[str, str] = {}
+        self._safe_loaders = {"yaml.SafeLoader", "yaml.CSafeLoader"}
+        self.visit(tree)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._full_names[alias.asname or alias.name.partition(".")[0]] = (
+                alias.name if alias.asname else alias.name.partition(".")[0]
+            )
+            self._check_module(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self._full_names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        self._check_module(node.module or "", node.lineno)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        if any(self._name(base) in self._safe_loaders for base in node.bases):
+            self._safe_loaders.add(node.name)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name, keywords = self._name(node.func), {word.arg: word.value for word in node.keywords}
+        if name in FORBIDDEN_CALLS or name.rpartition(".")[2] in FORBIDDEN_METHODS:
+            self.found.append((name, node.lineno))
+        for word in FORBIDDEN_KEYWORDS:
+            if word in keywords and getattr(keywords[word], "value", True) is not False:
+                self.found.append((word, node.lineno))
+        if name == "yaml.load" and self._name(keywords.get("Loader", node)) not in self._safe_loaders:
+            self.found.append((name, node.lineno))
+        if name == "mindspore.load_checkpoint" and getattr(keywords.get("format"), "value", "") != "safetensors":
+            self.found.append((name, node.lineno))
+        self.generic_visit(node)
+
+    def _check_module(self, name: str, line: int) -> None:
+        if name.partition(".")[0] in FORBIDDEN_MODULES:
+            self.found.append((name, line))
+
+    def _name(self, node: ast.AST) -> str:
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name):
+            parts.append(self._full_names.get(node.id, node.id))
+        return ".".join(reversed(parts))
+
+
+def _dangers(source: str) -> list[str]:
+    return [what for what, _ in _Finder(ast.parse(source)).found]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_code_runs_what_it_reads(path):
+    place = path.relative_to(ROOT).as_posix()
+    found = _Finder(ast.parse(path.read_text(encoding="utf-8"))).found
+    assert [(what, line) for what, line in found if (place, what) not in ALLOWED] == []
+
+
+def test_every_exception_to_the_rule_is_needed():
+    for place, what in ALLOWED:
+        assert what in _dangers((ROOT / place).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle", "pickle"),
+        ("from joblib import load", "joblib"),
+        ("def f():\n    import dill.source", "dill.source"),
+        ("eval('1')", "eval"),
+        ("import os as o\no.system('x')", "os.system"),
+        ("from os import popen as p\np('x')", "os.popen"),
+        ("import subprocess\nsubprocess.run('x', shell=True)", "shell"),
+        ("run('x', shell=flag)", "shell"),
+        ("import yaml\nyaml.load(text)", "yaml.load"),
+        ("import yaml\nyaml.load(text, Loader=yaml.FullLoader)", "yaml.load"),
+        ("from yaml import load, Loader\nload(text, Loader=Loader)", "yaml.load"),
+        ("import torch\ntorch.load(path)", "torch.load"),
+        ("import numpy as np\nnp.load(path, allow_pickle=True)", "allow_pickle"),
+        ("import mindspore as ms\nms.load_checkpoint(path)", "mindspore.load_checkpoint"),
+        ("archive.extractall(path)", "archive.extractall"),
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", "trust_remote_code"),
+    ],
+)
+def test_the_search_finds(source, what):
+    assert _dangers(source) == [what]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import subprocess\nsubprocess.run(['x'], shell=False)",
+        "import yaml\nclass Mine(yaml.SafeLoader): ...\nyaml.load(text, Loader=Mine)\nyaml.safe_load(text)",
+        "import numpy as np\nnp.load(path)\nmodel.eval()\nre.compile('x')",
+    ],
+)
+def test_the_search_leaves_alone(source):
+    assert _dangers(source) == []
+
+
+def test_templates_run_in_a_sandbox_wherever_a_user_gives_them():
+    plain = [path for path in SOURCES if re.search(r"(?<!Sandboxed)Environment\(", path.read_text(encoding="utf-8"))]
+    # The report's template is the package's own, and what it shows is escaped.
+    assert [path.relative_to(ROOT).as_posix() for path in plain] == ["mindrlhf/observe/report.py"]
+    assert "autoescape=True" in plain[0].read_text(encoding="utf-8")
+
+
+class _Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self._marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._marker),)
+
+
+@pytest.fixture
+def marker(tmp_path) -> Iterator[Path]:
+    """A path that a bomb makes; nobody may have made it by the end of the test."""
+    path = tmp_path / "it-went-off"
+    yield path
+    assert not path.exists(), "code from a file was run"
+
+
+def test_a_bomb_goes_off_when_it_is_unpickled(tmp_path):
+    pickle.loads(pickle.dumps(_Bomb(tmp_path / "off")))
+    assert (tmp_path / "off").is_dir()
+
+
+@pytest.mark.parametrize("reader", [SafetensorsFile, load_arrays])
+@pytest.mark.parametrize("is_framed", [False, True])
+def test_a_pickle_in_place_of_tensors_is_refused(tmp_path, marker, reader, is_framed):
+    text = pickle.dumps(_Bomb(marker))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text if is_framed else text)
+    with pytest.raises(UserError):
+        reader(path)
+
+
+def test_a_directory_of_pickled_weights_is_refused(tmp_path, marker):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(marker)))
+    with pytest.raises(UserError, match="only safetensors are read"):
+        open_tensors(tmp_path)
+
+
+def test_a_pickle_on_the_wire_is_refused(marker):
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(pickle.dumps(_Bomb(marker)).ljust(64, b"\0"))
+        with pytest.raises(ProtocolError):
+            receive_message(right, timeout_s=20)
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir"])
+def test_a_config_constructs_no_objects(tmp_path, marker, tag):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: {tag} [{json.dumps(str(marker))}]\n")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages }}",
+        "{{ messages.append.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.mkdir(%r) }}{{ messages }}",
+        "{%% include '/etc/passwd' %%}{{ messages }}",
+    ],
+)
+def test_a_chat_template_reaches_nothing(tmp_path, marker, source):
+    path = tmp_path / "template.jinja"
+    path.write_text(source % str(marker) if "%r" in source else source.replace("%%", "%"))
+    tokenizer = load_tokenizer(ROOT / "examples" / "quickstart" / "checkpoint")
+    with pytest.raises((UserError, RecordError)):
+        load_template(str(path), tokenizer).render(Example((Message("user", "hi"),), "7"))
+
+
+def _write_safetensors(path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "{outside}/other.safetensors", "sub/other.safetensors", ".."])
+def test_an_index_names_only_its_neighbours(tmp_path, name):
+    model = tmp_path / "model"
+    (model / "sub").mkdir(parents=True)
+    for directory in (tmp_path, model / "sub"):
+        _write_safetensors(directory / "other.safetensors")
+    index = {"weight_map": {"w": name.format(outside=tmp_path)}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError):
+        open_tensors(model)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])
+def test_a_manifest_lists_nothing_outside(tmp_path, name):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (tmp_path / "secret").write_text("")
+    write_manifest(checkpoint)
+    verify(checkpoint)
+    manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    manifest["files"][name] = {"size_bytes": 0, "crc32": "00000000"}
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(UserError):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_checkpoint_with_a_link_is_refused(tmp_path, is_directory):
+    checkpoint, outside = tmp_path / "checkpoint", tmp_path / "outside"
+    checkpoint.mkdir()
+    outside.mkdir()
+    (outside / "state.json").write_text("{}")
+    write_manifest(checkpoint)
+    (checkpoint / "state.json").symlink_to(outside if is_directory else outside / "state.json")
+    with pytest.raises(UserError, match="symbolic link"):
+        verify(checkpoint)
+
+
+def test_the_board_is_memory_without_a_name_that_only_its_user_can_open():
+    with WeightBoard.create([TensorInfo("w", "float32", (2,))]) as board:
+        status = os.stat(board.path)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_uid == os.getuid()
+        assert status.st_nlink == 0  # in no directory
+        assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", board.path)
+
+
+def test_nothing_listens_but_the_lead_rank():
+    """All other channels are socket pairs and pipes, which have no name or port to connect to."""
+    pattern = re.compile(r"\.bind\(\(|create_server\(|\.listen\(\d|AF_UNIX|start_unix_server|mkfifo|SharedMemory\(")
+    found = {
+        (path.relative_to(ROOT).as_posix(), call)
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "mindrlhf")
+        for call in pattern.findall(path.read_text(encoding="utf-8"))
+    }
+    # The launcher only looks for a free port of the local machine.
+    assert found == {("mindrlhf/training/team.py", "create_server("), ("mindrlhf/training/launch.py", ".bind((")}
+
+
+@pytest.fixture
+def admission(monkeypatch):
+    """The lead rank of two, waiting for the other: (port, token) of the door, and who came in by it."""
+    told, is_told, admitted = [], threading.Event(), []
+
+    def broadcast(words: np.ndarray) -> np.ndarray:
+        told.append(words.tolist())
+        is_told.set()
+        return words
+
+    monkeypatch.setattr(team, "_broadcast", broadcast)
+    monkeypatch.setattr(team, "_HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    lead = threading.Thread(target=lambda: admitted.extend(team.connect(Rank(0, 2))), daemon=True)
+    lead.start()
+    assert is_told.wait(30)
+    port, *token = told[0]
+    yield port, token, admitted
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as rank:
+        send_message(rank, {"rank": 1, "token": token})
+        lead.join(30)
+        assert len(admitted) == 1
+        send_message(admitted[0], {"hello": 1})
+        assert receive_message(rank, timeout_s=30)[0] == {"hello": 1}
+        admitted[0].close()
+
+
+def _is_hung_up_on(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # what it had said was not read to its end
+        return True
+
+
+@pytest.mark.parametrize("change", [lambda t: [0] * len(t), lambda t: t[:-1], lambda t: [*t[:-1], t[-1] ^ 1], str])
+def test_a_stranger_without_the_token_is_not_admitted(admission, change):
+    port, token, admitted = admission
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+        send_message(stranger, {"rank": 1, "token": change(token)})
+        assert _is_hung_up_on(stranger)
+    assert admitted == []
+
+
+@pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n" * 4, struct.pack("!4sIIQ", b"MRL1", 2, 0, 2**40)])
+def test_a_stranger_that_talks_nonsense_or_not_at_all_holds_nobody_up(admission, message):
+    port, _, admitted = admission
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+        stranger.sendall(message)
+        assert _is_hung_up_on(stranger)
+    assert admitted == []
+
+
+def test_tokens_are_long_and_not_repeated(monkeypatch):
+    tokens = []
+    monkeypatch.setattr(team, "_broadcast", lambda words: tokens.append(words.tolist()[1:]))
+    monkeypatch.setattr(team, "_accept", lambda *arguments: (_ for _ in ()).throw(TimeoutError))
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            team.connect(Rank(0, 2))
+    assert len(set(sum(tokens, []))) == 2 * 4  # of 31 bits each
+    assert max(sum(tokens, [])) > 2**24
