@@ -116,7 +116,7 @@ setup_train() {
   fi
   say "making .venv (MindSpore, MindFormers): a few minutes, about 3 GB; log: $TRAIN_LOG"
   make_venv .venv "$TRAIN_LOG"
-  run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev]"
+  run "$TRAIN_LOG" .venv/bin/python -m pip install -e ".[cpu,dev,debug]"
   run "$TRAIN_LOG" .venv/bin/mindrlhf --version
   write_stamp .venv "$stamp"
   say ".venv is ready after $((SECONDS - started)) s"

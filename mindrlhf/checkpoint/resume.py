@@ -30,6 +30,7 @@ FREE_KEYS = frozenset(
         "checkpoint",
         "guard",
         "observe",
+        "msprobe",
     }
 )
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.

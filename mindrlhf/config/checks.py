@@ -26,6 +26,7 @@ def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | No
         )
     _check_guard(config.guard)
     _check_tools(config.tools, config.rollout, given)
+    _check_msprobe(config, given)
     if world_size is not None:
         resolve_data_parallel(config.parallel_config, world_size)
 
@@ -215,6 +216,20 @@ def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, 
             f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = "
             f"{rollout.max_response_length} holds all turns and answers of a response: lower the one or raise the other"
         )
+
+
+def _check_msprobe(config: "GrpoConfig", given: frozenset[str]) -> None:
+    section = config.msprobe
+    unused = sorted(name for name in given if name.startswith("msprobe.") and name != "msprobe.enabled")
+    if unused and not section.enabled and "msprobe.enabled" not in given:
+        raise UserError(f"'{unused[0]}' is set, but msprobe.enabled is not: set it to true, or remove the key")
+    if section.last_step < section.first_step:
+        raise UserError(
+            f"'msprobe.last_step' is {section.last_step}, before msprobe.first_step = {section.first_step}: raise the "
+            "one or lower the other"
+        )
+    if not section.stages:
+        raise UserError("'msprobe.stages' is empty: name at least one, or set msprobe.enabled to false")
 
 
 def _next_multiple(value: int, unit: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from mindrlhf.config import checks, sections
 from mindrlhf.config.keys import section
 from mindrlhf.config.loader import load, root_config
+from mindrlhf.config.msprobe_section import MsprobeSection
 from mindrlhf.config.presets import apply_preset
 from mindrlhf.errors import UserError
 
@@ -32,6 +33,7 @@ class GrpoConfig:
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     guard: sections.GuardSection = section(sections.GuardSection, "the guards")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging")
 
 
 @root_config

@@ -19,6 +19,7 @@ from mindrlhf.data.packing import padding_rows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.parallel.array_sources import ShardedSource, open_source, saved_state
 from mindrlhf.training.batch import unpack_share
+from mindrlhf.training.cell_dump import CellDump
 from mindrlhf.training.learner import Learner
 from mindrlhf.training.received_batches import ReceivedBatches
 from mindrlhf.training.runtime import Rank
@@ -53,6 +54,7 @@ class Actor(ReceivedBatches, Learner):
         self._copies = CopyBuffers()
         self._board: WeightBoard | None = None
         self._reward_model: TokenScores | None = None
+        self._cell_dump: CellDump | None = None
 
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Compile the graphs for every row length on rows of weight 0, while the generator is still starting."""
@@ -72,6 +74,9 @@ class Actor(ReceivedBatches, Learner):
         """
         cell = self.policy if name == "old_logprobs" else self._reference
         results = {}
+        if self._cell_dump is not None:
+            stage = "old_log_prob" if name == "old_logprobs" else "reference"
+            self._cell_dump.forward(stage, cell, self._batches[batch][0])
         for index, rows in enumerate(self._batches[batch][0]):
             self.count_compile(name, rows)
             rows.tokens[name] = self.logprobs(cell, rows)
@@ -89,12 +94,16 @@ class Actor(ReceivedBatches, Learner):
         micro_batches, num_tokens = self._batches[batch]
         results: dict[str, Any] = {}
         total = 0.0
+        if self._cell_dump is not None:
+            self._cell_dump.forward("update", self.policy, micro_batches)
         for index, rows in enumerate(micro_batches):
             unread = np.zeros_like(rows.mask)
             values = [rows.tokens.get(name, unread) for name in POLICY_INPUTS]
             values.append(np.float32(kl_coefficient))
             statistics, results[f"{index}.logprobs"] = self.accumulate(rows, values, num_tokens)
             total = total + statistics
+        if self._cell_dump is not None:
+            self._cell_dump.gradients(self.policy, self.gradients())
         norm = self.apply(lr, loss=float(total[0]))
         return {"statistics": total, "grad_norm": norm, **results, **self.process_statistics()}
 
@@ -109,6 +118,18 @@ class Actor(ReceivedBatches, Learner):
             self.count_compile("reward_model", rows)
             results[f"{index}.scores"] = self.logprobs(self._reward_model, rows)
         return results
+
+    def use_cell_dump(self, cell_dump: CellDump) -> None:
+        """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``."""
+        self._cell_dump = cell_dump
+
+    def begin_dump(self, step: int) -> None:
+        """Write the cells of what follows, as those of a step, from 1."""
+        self._cell_dump.begin(step)
+
+    def end_dump(self) -> None:
+        """Write no more cells."""
+        self._cell_dump.end()
 
     def create_board(self) -> WeightBoard:
         """Make the weight board of this node; the lead rank's part."""

@@ -11,6 +11,7 @@ from mindrlhf.algorithms.losses import POLICY_STATISTICS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
+from mindrlhf.debugging.key_data import KeyData
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
@@ -53,6 +54,7 @@ class Parts:
     checkpoints: RunCheckpoints
     guards: Guards
     trajectory: TrajectoryWriter
+    key_data: KeyData | None = None  # None: no step is dumped
 
 
 class Trainer:
@@ -161,6 +163,9 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """Do one step and return its metrics."""
         index = self.progress.step
+        key_data = self.parts.key_data if self.parts.key_data and self.parts.key_data.is_due(index + 1) else None
+        if key_data:
+            key_data.begin(index + 1)
         carried = from_carried(self.progress.carried)
         step_samples, greedy = self._drawing.draw(index, carried, needs_greedy=self.objective.needs_greedy)
         samples = step_samples.used
@@ -179,6 +184,9 @@ class Trainer:
             extra |= self.critic.update(batches, index)
         results = self._update(batches, index) if trains_actor else []
         record = StepRecord(index + 1, samples, batches, results, self.objective.kl.coefficient, self._weights)
+        if key_data:
+            with self.timer.stage("dump"):
+                key_data.finish(record)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
         self.progress.step += 1

@@ -10,6 +10,8 @@ from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
+from mindrlhf.debugging.dump_files import check_dump, dump_dir
+from mindrlhf.debugging.layout import CELL_LEVEL
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.models.spec import find_spec
@@ -62,6 +64,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
     )
     row_lengths = choose_row_length(config.training.row_lengths, longest, what)
     _check_layout(config, row_lengths, world_size)
+    _check_msprobe(config)
     _check_model(config.model, config.model.path, tokenizer)
     if config.algorithm.beta > 0 and config.model.reference_path:
         _check_model(config.model, config.model.reference_path, tokenizer)
@@ -108,6 +111,18 @@ def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
+
+
+def _check_msprobe(config: GrpoConfig) -> None:
+    section = config.msprobe
+    if not section.enabled:
+        return
+    if section.level == CELL_LEVEL and is_split(config.parallel_config):
+        raise UserError(
+            f"'msprobe.level' is {CELL_LEVEL}, but the cells of a model that 'parallel_config' cuts cannot be run one "
+            "by one: set it to debug, or debug a smaller model in data parallel"
+        )
+    check_dump(dump_dir(section, config.run))
 
 
 def _check_data_parallel(parallel: ParallelSection, command: str) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.debugging.dump_files import dump_dir
+from mindrlhf.debugging.key_data import KeyData
+from mindrlhf.debugging.layout import CELL_LEVEL
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.parallel.feasibility import is_split
 from mindrlhf.parallel.layout import Layout
@@ -68,6 +71,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.training.actor import Actor
+    from mindrlhf.training.cell_dump import CellDump
     from mindrlhf.training.critic import ActorCritic, build_critic
     from mindrlhf.training.learner import load_model
     from mindrlhf.training.policy_loss import build_policy_loss
@@ -94,6 +98,8 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if config.reward.model_path:
         scorer = load_scorer(model, config.reward.model_path, config.run, length)
         actor.use_reward_model(TokenScores(scorer, after_token=True))
+    if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
+        actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
     return actor
 
 
@@ -159,6 +165,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
         checkpoints=checkpoints,
         guards=Guards(config, team, first_step=first_step, state=progress.algorithm_state.get("guards")),
         trajectory=TrajectoryWriter(output_dir / TRAJECTORY_NAME, first_step=first_step),
+        key_data=_key_data(config, team),
     )
     stack.callback(parts.sinks.close)
     stack.callback(parts.sample_writer.close)
@@ -192,6 +199,12 @@ def _finish(config: GrpoConfig, actor, progress, parts) -> None:
     if summary:
         print(f"\n{summary_text(summary)}")
     print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {report}", flush=True)
+
+
+def _key_data(config: GrpoConfig, team) -> KeyData | None:
+    if not config.msprobe.enabled:
+        return None
+    return KeyData(config.msprobe, dump_dir(config.msprobe, config.run), team)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:

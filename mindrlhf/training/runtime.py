@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +75,18 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # Set last: preparing MindFormers resets it.
         ms.set_context(runtime_num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
     return Rank(index, world_size)
+
+
+@contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Have cells that the body calls run operator by operator; compiled graphs stay as they are."""
+    import mindspore as ms
+
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        yield
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
 
 
 def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -> None:
