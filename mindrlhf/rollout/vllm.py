@@ -23,6 +23,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _FINISH_REASONS = ("stop", "length")
@@ -361,14 +362,11 @@ class VllmGenerator:
 def _check(options: VllmOptions) -> None:
     if shutil.which(options.python) is None:
         raise UserError(f"rollout.python '{options.python}' is no executable; give the rollout environment's python")
-    config_path = Path(options.model_dir) / "config.json"
-    if not config_path.is_file():
-        raise UserError(f"model directory '{options.model_dir}' has no config.json")
-    max_positions = json.loads(config_path.read_text()).get("max_position_embeddings")
-    if max_positions is not None and options.max_model_len > max_positions:
+    max_positions = read_hf_config(options.model_dir).get("max_position_embeddings")
+    if max_positions is not None and (type(max_positions) is not int or options.max_model_len > max_positions):
         raise UserError(
-            f"rollout max_model_len {options.max_model_len} is over max_position_embeddings {max_positions} of "
-            f"{config_path}; lower the prompt or response length"
+            f"rollout max_model_len {options.max_model_len} is over max_position_embeddings {max_positions!r} of "
+            f"{options.model_dir}; lower the prompt or response length"
         )
     if options.device not in _DEVICE_VARIABLES:
         raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.rewards.chat_client import ChatError, _content
 from mindrlhf.rewards.sample_files import read_samples
+from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
 from mindrlhf.training.skipped_batches import INFO_NAME, load_skipped
 from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
 
@@ -82,3 +84,15 @@ def test_a_skipped_batch_that_cannot_be_replayed_is_refused(tmp_path, change):
     (directory / INFO_NAME).write_text(json.dumps(values | change))
     with pytest.raises(UserError, match="damaged"):
         load_skipped(directory)
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", "{", '{"max_position_embeddings": "4096"}', '{"max_position_embeddings": [1]}']
+)
+def test_the_rollout_refuses_a_damaged_model_config(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    options = VllmOptions(
+        python=sys.executable, model_dir=str(tmp_path), log_path=str(tmp_path / "log"), max_model_len=8
+    )
+    with pytest.raises(UserError):
+        VllmGenerator(options)

@@ -194,7 +194,7 @@ def test_bad_requests_are_the_users_error(options, requests, message):
     "changes, message",
     [
         ({"python": "/nowhere/python"}, "'/nowhere/python' is no executable"),
-        ({"model_dir": "/nowhere"}, "'/nowhere' has no config.json"),
+        ({"model_dir": "/nowhere"}, "model directory '/nowhere' does not exist"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_model_len": 65}, "max_model_len 65 is over max_position_embeddings 64"),
