@@ -138,6 +138,24 @@ EXIT_USER_ERROR = 2
 _LOG_LINES = 4
 
 
+def can_compile(num_ranks: int) -> bool:
+    """Whether MindSpore cuts graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
+    return num_ranks in (1, 2, 4) or num_ranks % 8 == 0
+
+
+def check_num_ranks(num_ranks: int) -> None:
+    """Check that MindSpore cuts graphs for this many ranks.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not can_compile(num_ranks):
+        choice = next((number for number in (2, 4) if num_ranks < number), -(-num_ranks // 8) * 8)
+        raise UserError(
+            f"the run has {num_ranks} ranks, but MindSpore cuts models over 2, 4 or a multiple of 8 ranks: use {choice}"
+        )
+
+
 def compile_ranks(
     requests: Sequence[CompileRequest], *, timeout_s: float = 1800.0, num_processes: int = 1
 ) -> list[CompileReport]:
@@ -203,8 +221,11 @@ def _end_group(child: subprocess.Popen) -> None:
 def _read_report(directory: Path, index: int, request: CompileRequest) -> CompileReport:
     path = directory / f"report_{index}.json"
     if not path.exists():
-        log = directory / f"log_{index}"
-        raise RunFailure(f"compiling rank {request.rank} of {_describe(request)} failed: {_log_tail(log)}")
+        exit_path = directory / f"exit_{index}"
+        reason = _log_tail(directory / f"log_{index}")
+        if exit_path.exists() and exit_path.read_text() == str(-signal.SIGKILL):
+            reason = "it was killed, as when the machine's memory is used up: free some, or compile fewer layers"
+        raise RunFailure(f"compiling rank {request.rank} of {_describe(request)} failed: {reason}")
     values = json.loads(path.read_text())
     values["parameters"] = tuple(
         CompiledParameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})

@@ -2,7 +2,8 @@
 
 ``python -m mindrlhf.parallel.compile_child DIRECTORY`` reads ``requests.json`` there, writes ``report_INDEX.json`` for
 each request, and ``user_error`` for what the user can mend. MindSpore's parallel state is global and can be set once,
-so every request has a process; they are forked after the import, which takes seconds.
+so every request has a process; they are forked after the import, which takes seconds. ``exit_INDEX`` has the exit code
+of one that failed.
 """
 
 import importlib
@@ -42,20 +43,30 @@ def main(directory: Path) -> int:
     except UserError as error:
         (directory / "user_error").write_text(str(error))
         return EXIT_USER_ERROR
-    running, failed = 0, False
+    running: dict[int, int] = {}  # index of the request by process
+    failed = False
     for index, request in enumerate(requests):
-        if running == work["num_processes"]:
-            failed |= os.wait()[1] != 0
-            running -= 1
+        if len(running) == work["num_processes"]:
+            failed |= _wait_for_one(running, directory)
         if failed:
             break
-        if not os.fork():
+        process = os.fork()
+        if not process:
             os._exit(_serve(request, directory, index, simulated))
-        running += 1
-    for _ in range(running):
-        failed |= os.wait()[1] != 0
+        running[process] = index
+    while running:
+        failed |= _wait_for_one(running, directory)
     # A failed request has left a log instead of a report.
     return EXIT_USER_ERROR if (directory / "user_error").exists() else 0
+
+
+def _wait_for_one(running: dict[int, int], directory: Path) -> bool:
+    """Wait for a process to end, note how if it failed, and return whether it did."""
+    process, status = os.wait()
+    index = running.pop(process)
+    if status:
+        (directory / f"exit_{index}").write_text(str(os.waitstatus_to_exitcode(status)))
+    return status != 0
 
 
 def _serve(request: CompileRequest, directory: Path, index: int, simulated: bool) -> int:

@@ -1,8 +1,8 @@
 """Strategy files by compilation: one rank of each distinct pipeline stage, extended by name to all stages and layers.
 
 Layers of a kind (dense, or with experts) are cut alike, and so are the stages between the first and the last. So it is
-enough to compile a few layers in a pipeline of three stages, of as many ranks each; a graph of all stages, layers and
-micro-batches takes many times as long, and of the largest models more memory than a message of protobuf may hold.
+enough to compile a few layers in a pipeline of three stages, of as many ranks each (or a few stages more, where
+MindSpore does not take the number of ranks); a graph of all stages, layers and micro-batches takes many times as long.
 :func:`compile_strategy` compiles everything when asked to.
 """
 
@@ -17,7 +17,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.durable import sync
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
-from mindrlhf.parallel.compile import CompileReport, CompileRequest, compile_ranks
+from mindrlhf.parallel.compile import CompileReport, CompileRequest, can_compile, check_num_ranks, compile_ranks
 from mindrlhf.parallel.feasibility import check_feasible
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.strategy_files import finish_strategy_directory, stage_path, write_strategy_directory
@@ -97,9 +97,14 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
     batch = check_feasible(config, dims, layout)
+    check_num_ranks(layout.world_size)
     num_stages = layout.pipeline_stage
     if layers_per_stage != ALL_LAYERS:
-        num_stages = min(num_stages, NUM_DISTINCT_STAGES)
+        num_stages = next(
+            number
+            for number in range(min(num_stages, NUM_DISTINCT_STAGES), num_stages + 1)
+            if can_compile(number * layout.stage_size)
+        )
     num_layers = layers_per_stage * num_stages or dims.num_layers
     if num_layers < dims.num_layers:
         hf_config = shorten(hf_config, num_layers)

@@ -7,6 +7,7 @@ import pytest
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.models.spec import find_spec
+from mindrlhf.parallel.compile import check_num_ranks
 from mindrlhf.parallel.compile_strategy import extend_strategies, shorten
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.strategy_files import finish_strategy_directory, read_strategy, stage_path, write_strategy_file
@@ -105,6 +106,13 @@ def test_a_tied_embedding_refuses_a_pipeline(config, tmp_path):
             directory=tmp_path / "out",
             layers_per_stage="auto",
         )
+
+
+@pytest.mark.parametrize(("num_ranks", "choice"), [(3, 4), (5, 8), (12, 16)])
+def test_numbers_of_ranks_that_mindspore_refuses(num_ranks, choice):
+    with pytest.raises(UserError, match=f"has {num_ranks} ranks, .*: use {choice}$"):
+        check_num_ranks(num_ranks)
+    check_num_ranks(choice)
 
 
 def test_an_existing_directory_is_not_touched(config, tmp_path):

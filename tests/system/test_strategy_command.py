@@ -36,7 +36,7 @@ def strategies(tmp_path_factory):
     config = directory / "config.yaml"
     config.write_text(CONFIG.replace("MODEL", str(directory / "model")))
     for layers in ("1", "all"):
-        arguments = [str(config), "--world-size", "16", "--out", str(directory / layers), "--layers-per-stage", layers]
+        arguments = [str(config), "--world-size", "32", "--out", str(directory / layers), "--layers-per-stage", layers]
         assert main(["strategy", *arguments, "parallel_config.enable_parallel_optimizer=true"]) == 0
     return directory
 
@@ -63,7 +63,7 @@ def test_the_strategy_is_the_one_computed_from_the_config(strategies):
     config = hf_config(QWEN3, 5)
     spec = find_spec(config)
     dims = spec.dims(config)
-    layout = Layout(data_parallel=2, model_parallel=2, pipeline_stage=4, optimizer_shard=-1)
+    layout = Layout(data_parallel=4, model_parallel=2, pipeline_stage=4, optimizer_shard=-1)
     computed = parameter_layouts(spec, dims, layout)
     found, described = read_strategy(strategies / "1", dims, {one.name: one.shape for one in computed})
     assert described == layout
@@ -78,7 +78,7 @@ def test_mindspore_merges_the_stage_files(strategies, tmp_path):
     mindspore.merge_pipeline_strategys(str(strategies / "1" / "stages"), str(tmp_path / "merged.ckpt"))
     assert (tmp_path / "merged.ckpt").read_bytes() == (strategies / "1" / "merged.ckpt").read_bytes()
     ranks = mindspore.rank_list_for_transform(0, str(tmp_path / "merged.ckpt"), None)
-    assert sorted(ranks) == list(range(16))
+    assert sorted(ranks) == list(range(32))
 
 
 def test_the_rollout_layout_lies_beside(strategies):
