@@ -56,7 +56,7 @@ def config_override(directory: Path) -> Case:
         "a,b",
         "{a: 1}",
         "!!int ''",
-        "[" * 600,
+        "[" * 400,
         "0x" + "f" * 5000,
         "1_0:2",
         "=",

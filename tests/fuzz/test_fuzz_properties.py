@@ -140,7 +140,7 @@ def test_no_single_wrong_bit_in_a_prompt_file_or_its_index_goes_unnoticed(prompt
 )
 def test_a_manifest_that_lists_anything_else_is_refused(checkpoint, name):
     manifest = json.loads((checkpoint / MANIFEST_NAME).read_bytes())
-    manifest["files"][name] = {"size_bytes": 0, "crc32": "00000000"}
+    manifest["files"][name] = {"size_bytes": 0, "xxh3_64": "0" * 16}
     text = (checkpoint / MANIFEST_NAME).read_bytes()
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
     try:
