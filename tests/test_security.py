@@ -266,7 +266,7 @@ def test_a_manifest_lists_nothing_outside(tmp_path, name):
     write_manifest(checkpoint)
     verify(checkpoint)
     manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())
-    manifest["files"][name] = {"size_bytes": 0, "crc32": "00000000"}
+    manifest["files"][name] = {"size_bytes": 0, "xxh3_64": "0" * 16}
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
     with pytest.raises(UserError):
         verify(checkpoint)

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mindrlhf.errors import UserError
+from mindrlhf.weights.direct_file import DirectFile
 
 _CODES = {
     np.dtype(name): code
@@ -53,20 +54,20 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Map
         OSError: the disk refuses.
     """
     header, positions = _layout(infos)
+    size_bytes = len(header) + sum(info.size_bytes for info in infos.values())
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        with open(temporary, "wb") as file:
-            file.write(header)
+        with DirectFile(temporary, size_bytes) as file:
+            file.write(memoryview(header), 0)
             for name, array in arrays:
                 assert name in positions, f"array {name!r} is not in the infos, or came twice"
                 info = infos[name]
                 assert array.dtype == info.dtype, f"array {name!r} comes as {array.dtype}, not {info.dtype}"
                 assert array.shape == info.shape, f"array {name!r} comes with shape {array.shape}, not {info.shape}"
-                file.seek(positions.pop(name))
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                file.write(data, positions.pop(name))
             assert not positions, f"{len(positions)} arrays did not come, {next(iter(positions))!r} first"
-            file.flush()
-            os.fsync(file.fileno())
+            file.sync()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

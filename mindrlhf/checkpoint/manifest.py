@@ -1,23 +1,25 @@
 """The manifest of a directory: every file with its size and checksum, so that damage is found before it is loaded.
 
-The checksum is CRC-32 (ISO 3309, as in zlib): it finds every burst of up to 32 wrong bits and misses other damage
-once in 2**32. It guards against failing disks and half-written files. It does not guard against an
-attacker, and neither would a cryptographic hash that lies, unsigned, beside the files.
+The checksum is XXH3 of 64 bits (Y. Collet, the xxHash specification): as fast as memory is read, so that it takes next
+to nothing from the training beside it, and it misses damage once in 2**64. It guards against failing disks and
+half-written files. It does not guard against an attacker, and neither would a cryptographic hash that lies, unsigned,
+beside the files.
 """
 
 import json
 import os
 import re
 import stat
-import zlib
 from pathlib import Path, PurePosixPath
+
+import xxhash
 
 from mindrlhf.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _BLOCK_BYTES = 1 << 20
-_CRC32 = re.compile(r"[0-9a-f]{8}")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
 class DamagedDirectory(UserError):
@@ -128,26 +130,27 @@ def _listed_files(path: Path) -> dict[str, dict]:
 
 
 def _is_entry(entry: dict) -> bool:
-    size_bytes, checksum = entry.get("size_bytes"), entry.get("crc32")
+    size_bytes, checksum = entry.get("size_bytes"), entry.get("xxh3_64")
     is_size = isinstance(size_bytes, int) and not isinstance(size_bytes, bool)
-    return is_size and isinstance(checksum, str) and _CRC32.fullmatch(checksum) is not None
+    return is_size and isinstance(checksum, str) and _CHECKSUM.fullmatch(checksum) is not None
 
 
 def _check_file(path: Path, entry: dict) -> None:
     size_bytes = path.stat().st_size
     if size_bytes != entry["size_bytes"]:
         raise DamagedDirectory(f"{path} has {size_bytes} bytes, not {entry['size_bytes']}")
-    if _describe(path) != {"size_bytes": entry["size_bytes"], "crc32": entry["crc32"]}:
+    if _describe(path) != {"size_bytes": entry["size_bytes"], "xxh3_64": entry["xxh3_64"]}:
         raise DamagedDirectory(f"{path} is damaged: its checksum differs")
 
 
 def _describe(path: Path) -> dict[str, int | str]:
-    size_bytes = checksum = 0
-    with open(_open_regular(path), "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            size_bytes += len(block)
-            checksum = zlib.crc32(block, checksum)
-    return {"size_bytes": size_bytes, "crc32": f"{checksum:08x}"}
+    size_bytes, digest = 0, xxhash.xxh3_64()
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with open(_open_regular(path), "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            size_bytes += count
+            digest.update(block[:count])
+    return {"size_bytes": size_bytes, "xxh3_64": digest.hexdigest()}
 
 
 def _open_regular(path: Path) -> int:

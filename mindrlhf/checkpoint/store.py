@@ -91,9 +91,13 @@ class CheckpointStore:
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)
             self._prune(step, best_step)
-        except OSError as error:
+        except (OSError, UserError) as error:
+            # Who writes part of it may have turned the system's error into one that names the temporary directory.
+            refusal = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(refusal, OSError):
+                raise
             raise UserError(
-                f"checkpoint {self.path(step)} cannot be written ({error.strerror or error}): make room, or set "
+                f"checkpoint {self.path(step)} cannot be written ({refusal.strerror or refusal}): make room, or set "
                 "checkpoint.save_dir to another disk"
             ) from error
 

@@ -2,9 +2,9 @@
 
 import json
 import os
-import zlib
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,11 +35,11 @@ def directory(tmp_path):
     return make_directory(tmp_path / "checkpoint")
 
 
-def test_a_whole_directory_passes_and_its_manifest_says_sizes_and_crc32(directory):
+def test_a_whole_directory_passes_and_its_manifest_says_sizes_and_checksums(directory):
     verify(directory)
     files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
     assert files == {
-        name: {"size_bytes": len(data), "crc32": format(zlib.crc32(data), "08x")} for name, data in CONTENTS.items()
+        name: {"size_bytes": len(data), "xxh3_64": xxhash.xxh3_64(data).hexdigest()} for name, data in CONTENTS.items()
     }
 
 
@@ -106,7 +106,7 @@ def test_special_files_are_refused_without_waiting_for_a_writer(directory):
 )
 def test_a_listed_path_that_leads_outside_is_refused(directory, tmp_path, name):
     (tmp_path / "secret").write_bytes(b"")
-    edit_manifest(directory, lambda manifest: manifest["files"].update({name: {"size_bytes": 0, "crc32": "00000000"}}))
+    edit_manifest(directory, lambda manifest: manifest["files"].update({name: {"size_bytes": 0, "xxh3_64": "0" * 16}}))
     with pytest.raises(DamagedDirectory, match="no path inside"):
         verify(directory)
 
@@ -114,14 +114,14 @@ def test_a_listed_path_that_leads_outside_is_refused(directory, tmp_path, name):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda manifest: manifest.update(format_version=2),
+        lambda manifest: manifest.update(format_version=3),
         lambda manifest: manifest.pop("format_version"),
         lambda manifest: manifest.update(files=[]),
         lambda manifest: manifest["files"].update({"state.json": None}),
         lambda manifest: manifest["files"]["state.json"].update(size_bytes=11.0),
         lambda manifest: manifest["files"]["state.json"].update(size_bytes=True),
-        lambda manifest: manifest["files"]["state.json"].update(crc32=0),
-        lambda manifest: manifest["files"]["state.json"].update(crc32="0000"),
+        lambda manifest: manifest["files"]["state.json"].update(xxh3_64=0),
+        lambda manifest: manifest["files"]["state.json"].update(xxh3_64="0000"),
     ],
 )
 def test_a_manifest_of_another_form_is_an_error_that_names_it(directory, change):

@@ -1,5 +1,6 @@
 """The store under kills, damage and full disks."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -61,6 +62,22 @@ def test_a_disk_that_refuses_is_one_line_that_names_the_checkpoint(store):
                 full.write(b"weights")
     assert store.latest() == store.path(1)
     assert names(store.save_dir) == ["step_00000001"]
+
+
+def test_an_error_of_who_writes_a_part_names_the_checkpoint_too(store):
+    def write_part(directory):
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(f"{directory}/model cannot be written") from error
+
+    with pytest.raises(UserError, match=r"step_00000002 cannot be written \(No space left on device\): make room"):
+        with store.writing(2, size_bytes=10) as directory:
+            write_part(directory)
+    with pytest.raises(UserError, match="another mistake"):
+        with store.writing(2, size_bytes=10):
+            raise UserError("another mistake")
+    assert names(store.save_dir) == []
 
 
 def test_only_the_newest_are_kept(store):
