@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,10 +212,11 @@ def _read_array(file_name: Any, directory: Path) -> np.ndarray | None:
         return None
     path = directory / layout.TENSORS_NAME / file_name
     try:
-        return np.load(path, allow_pickle=False).astype(np.float64)
+        # A map, so that a damaged shape is noticed before memory is taken for it.
+        return np.array(np.lib.format.open_memmap(path, mode="r"), np.float64)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError, TypeError) as error:
+    except (OSError, ValueError, EOFError, TypeError, OverflowError, tokenize.TokenError) as error:
         raise UserError(f"{path} is damaged ({error}): dump the step again") from None
 
 

@@ -135,3 +135,46 @@ def skipped_batch(directory: Path) -> Case:
             assert f"{sample['prompt']}{sample['completion']} {sample['reward']:g}", "a sample of no use"
 
     return case
+
+
+def _write_dump(directory: Path) -> Path:
+    """Write a dump of one stage, of a cell and its tensors, as msprobe does; return the directory of its only rank."""
+    from mindrlhf.debugging import layout
+    from mindrlhf.debugging.statistics import describe
+
+    target = layout.rank_dir(directory, "update", 2, 0)
+    (target / layout.TENSORS_NAME).mkdir(parents=True)
+
+    def save(name: str, array: np.ndarray) -> str:
+        np.save(target / layout.TENSORS_NAME / f"{name}.npy", array)
+        return f"{name}.npy"
+
+    described = [describe(np.arange(3.0), "values", save), describe(np.ones((2, 2), np.float16), "row", save)]
+    cells = {"Cell.net.Net.forward.0": {"input_args": described[:1], "output": described[1:]}}
+    for name, data in ((layout.CELLS_NAME, cells), (layout.KEY_DATA_NAME, {"loss.0.debug": described})):
+        (target / name).write_text(json.dumps({"task": "statistics", "data": data}))
+    return target
+
+
+def msprobe_dump(directory: Path) -> Case:
+    from mindrlhf.debugging.dump_diff import compare_dumps
+
+    parts = [_write_dump(directory / name) for name in ("one", "other")]
+    paths = [path for path in sorted(parts[0].rglob("*")) if path.is_file()]
+    # Without checksums, and with other values, so that the arrays are read.
+    tree = json.loads((parts[1] / "debug.json").read_text().replace('"crc32"', '"sum"'))
+    tree["data"]["loss.0.debug"][0]["Max"] += 1
+    (parts[1] / "debug.json").write_text(json.dumps(tree))
+    texts = {path: path.read_bytes() for path in paths}
+
+    def case(rng: random.Random) -> None:
+        path = rng.choice(paths)
+        is_json = path.suffix == ".json" and rng.randrange(3)
+        changed = corruption.corrupt_json(rng, json.loads(texts[path])) if is_json else None
+        path.write_bytes(corruption.corrupt_bytes(rng, texts[path]) if changed is None else changed)
+        try:
+            compare_dumps(directory / "one", directory / "other")
+        finally:
+            path.write_bytes(texts[path])
+
+    return case
