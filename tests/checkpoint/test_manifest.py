@@ -3,6 +3,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -41,6 +42,18 @@ def test_a_whole_directory_passes_and_its_manifest_says_sizes_and_checksums(dire
     assert files == {
         name: {"size_bytes": len(data), "xxh3_64": xxhash.xxh3_64(data).hexdigest()} for name, data in CONTENTS.items()
     }
+
+
+@pytest.mark.parametrize("size_bytes", [2**20 - 1, 2**20, 2**20 + 1, 2 * 2**20, 3 * 2**20 + 4097])
+def test_large_files_are_described_to_their_last_byte(tmp_path, size_bytes):
+    data = bytes(np.random.default_rng(size_bytes).integers(0, 256, size_bytes, np.uint8))
+    directory = make_directory(tmp_path / "checkpoint", {"large": data})
+    files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
+    assert files == {"large": {"size_bytes": size_bytes, "xxh3_64": xxhash.xxh3_64(data).hexdigest()}}
+    verify(directory)
+    (directory / "large").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DamagedDirectory, match="its checksum differs"):
+        verify(directory)
 
 
 def test_empty_files_and_an_empty_directory_pass(tmp_path):
