@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mindrlhf.config.loader import load
 from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import RunFailure, UserError
 
@@ -80,19 +79,14 @@ class Run:
         """
         if not (self.directory / "summary.json").is_file():
             return False
-        used = yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8"))
-        wanted = json.loads(json.dumps(dataclasses.asdict(self.config())))  # tuples become lists, as in the file
-        used["run"]["output_dir"] = wanted["run"]["output_dir"]
-        if used != wanted:
-            differing = sorted(
-                f"{section}.{key}"
-                for section in wanted
-                for key in wanted[section]
-                if used.get(section, {}).get(key) != wanted[section][key]
-            )
+        # Read as a config: a key that is newer than the run has the default, which the run had too.
+        used, _ = load(GrpoConfig, self.directory / "config.yaml", [f"run.output_dir={self.directory}"])
+        used, wanted = dataclasses.asdict(used), dataclasses.asdict(self.config())
+        differing = [f"{name}.{key}" for name in wanted for key in wanted[name] if used[name][key] != wanted[name][key]]
+        if differing:
             raise UserError(
-                f"{self.directory} was made with another config ({', '.join(differing) or 'keys that are gone'}): "
-                "remove it, or give another --output-dir"
+                f"{self.directory} was made with another config ({', '.join(differing)}): remove it, or give another "
+                "--output-dir"
             )
         return True
 
