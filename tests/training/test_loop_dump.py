@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -133,7 +135,12 @@ def test_ranks_are_told_which_steps_to_dump(tmp_path):
     assert calls == begun
 
 
-def test_a_run_without_dump_has_the_same_metrics_and_never_loads_msprobe(tmp_path):
+def test_the_modules_of_a_run_do_not_load_msprobe():
+    code = "import sys, mindrlhf.training.loop, mindrlhf.training.actor; sys.exit('msprobe' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True)
+
+
+def test_a_run_without_dump_has_the_same_metrics(tmp_path):
     with_dump, _ = train(tmp_path, last_step=3)
     without = Run(num_prompts=6, **OPTIONS)()
     for step, metrics in without.items():
