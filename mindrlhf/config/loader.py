@@ -229,6 +229,7 @@ def _shown(value: Any) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 2
 
 
 def _scalar(name: str, value: Any, hint: type) -> Any:

@@ -6,10 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+from fuzz_files import model_config
 from fuzz_run_files import make_skipped_batch
 
 from mindrlhf.debugging.dump_diff import _read_array
 from mindrlhf.errors import UserError
+from mindrlhf.models.spec import find_spec
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.rewards.chat_client import ChatError, _content
@@ -121,3 +123,23 @@ def test_a_dump_cannot_claim_an_array_larger_than_its_file(tmp_path):
     assert b"300000000000" in path.read_bytes()
     with pytest.raises(UserError, match="x.npy is damaged"):
         _read_array("x.npy", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("qwen3/qwen3_30b_a3b", {"head_dim": [128]}),
+        ("qwen3/qwen3_30b_a3b", {"head_dim": "128"}),
+        ("qwen3/qwen3_30b_a3b", {"num_experts": 10**8}),
+        ("deepseek_v3/deepseek_v3_671b", {"n_shared_experts": [1]}),
+        ("deepseek_v3/deepseek_v3_671b", {"n_shared_experts": "1"}),
+        ("deepseek_v3/deepseek_v3_671b", {"n_group": 8.0}),
+        ("deepseek_v3/deepseek_v3_671b", {"num_nextn_predict_layers": [1]}),
+    ],
+)
+def test_a_model_config_with_a_size_that_is_none_is_refused(model, changes):
+    config = model_config(model)
+    spec = find_spec(config)
+    assert spec.rules(spec.dims(config))
+    with pytest.raises(UserError, match="config.json"):
+        spec.dims(config | changes)

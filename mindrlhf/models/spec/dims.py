@@ -1,6 +1,7 @@
 """The sizes of a model, read from its Hugging Face config.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from mindrlhf.errors import UserError
 
@@ -137,6 +138,23 @@ def positive_int(hf_config: dict, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise UserError(f"config.json has {key}={value!r}: give a positive integer")
     return value
+
+
+def check_sizes(dims: Any) -> None:
+    """Check that every whole number of dimensions is one, those of parts included.
+
+    Raises:
+        UserError: naming one that is not.
+    """
+    for known in fields(dims):
+        value = getattr(dims, known.name)
+        is_optional = known.type == int | None
+        if is_dataclass(value):
+            check_sizes(value)
+        elif (known.type is int or is_optional and value is not None) and (
+            type(value) is not int or not 0 <= value < 2**31
+        ):
+            raise UserError(f"config.json gives {known.name} as {value!r}: give a whole number")
 
 
 def rope_theta(hf_config: dict) -> float:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec.dims import ModelDims, positive_int, rope_theta, yarn_dims
+from mindrlhf.models.spec.dims import ModelDims, check_sizes, positive_int, rope_theta, yarn_dims
 from mindrlhf.models.spec.rules import ParameterRule
 
 # Lists of this length are made from what a config.json says.
-_MAX_LAYERS = 10_000
+_MAX_LAYERS, _MAX_EXPERTS = 10_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,17 @@ class ModelSpec:
         if positive_int(hf_config, "num_hidden_layers") > _MAX_LAYERS:
             raise UserError(f"config.json has num_hidden_layers={hf_config['num_hidden_layers']}: it is damaged")
         try:
-            return self._read_dims(hf_config)
+            dims = self._read_dims(hf_config)
         except UserError:
             raise
         except (TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"config.json has a size of the wrong type or value ({error}): correct it") from error
+        check_sizes(dims)
+        if dims.num_layers * dims.num_experts > _MAX_EXPERTS:
+            raise UserError(
+                f"config.json has {dims.num_experts} experts in each of {dims.num_layers} layers: it is damaged"
+            )
+        return dims
 
     def _read_dims(self, hf_config: dict) -> ModelDims:
         for key, reason in self.unsupported.items():
