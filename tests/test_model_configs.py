@@ -11,6 +11,7 @@ from mindrlhf.config.loader import read_yaml
 from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import UserError
 from mindrlhf.models.spec import find_spec
+from mindrlhf.parallel.plan import Machine, make_plan, read_model
 from mindrlhf.weights.hf import read_hf_config
 
 ROOT = Path(__file__).parents[1] / "model_configs"
@@ -36,7 +37,7 @@ LARGE_PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module
 }
-DEVICE_BYTES = 64e9
+DEVICE_BYTES = 64 * 10**9
 BFLOAT16_BYTES = 2
 FLOAT32_BYTES = 4
 
@@ -126,15 +127,23 @@ def test_training_state_and_generator_fit_the_device(path):
     num_parameters = _num_parameters(path.parent / _model_and_world_size(path)[0])
     assert config.model.param_dtype == "float32"
     cut = parallel.model_parallel * parallel.pipeline_stage
-    weights_and_gradients = 2 * FLOAT32_BYTES * num_parameters / cut
-    moments = 2 * FLOAT32_BYTES * num_parameters / cut
-    if parallel.enable_parallel_optimizer:
-        moments /= parallel.data_parallel
-    state_bytes = weights_and_gradients + moments
+    copies = parallel.data_parallel if parallel.enable_parallel_optimizer else 1
+    # Weights, sums of gradients and two moments; in a pipeline the gradients of a micro-batch's pieces as well.
+    state_bytes = 4 * FLOAT32_BYTES * num_parameters / cut / copies
+    if parallel.pipeline_stage > 1:
+        state_bytes += FLOAT32_BYTES * num_parameters / cut
     generator_bytes = rollout.gpu_memory_utilization * DEVICE_BYTES
     assert state_bytes + generator_bytes < 0.95 * DEVICE_BYTES
-    # Weights take at most half of the generator's share, so that the rest can cache keys and values.
-    assert BFLOAT16_BYTES * num_parameters / rollout.tensor_parallel < generator_bytes / 2
+    # Weights leave a third of the generator's share and more to keys and values.
+    assert BFLOAT16_BYTES * num_parameters / rollout.tensor_parallel < generator_bytes * 2 / 3
+
+
+@pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("grpo")], ids=_name)
+def test_the_plan_fits(path):
+    model_dir, world_size = _model_and_world_size(path)
+    model = read_model(str(path.parent / model_dir))
+    plan = make_plan(_load(path), model, Machine(world_size, DEVICE_BYTES, node_size=8))
+    assert plan.fits, plan.peak
 
 
 @pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("predict")], ids=_name)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import ParallelSection
 from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
-from mindrlhf.parallel.feasibility import check_feasible
+from mindrlhf.parallel.compile import check_num_ranks
+from mindrlhf.parallel.feasibility import check_feasible, is_split
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.plan_activations import LayerWidths, model_widths
@@ -127,8 +129,10 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     """
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
+    if is_split(config.parallel_config):
+        check_num_ranks(machine.world_size)
     check_rollout(config.rollout, model.dims, machine.world_size)
-    layouts, states = _state(model, layout, config.model.param_dtype)
+    layouts, states = _state(model, layout, config.model.param_dtype, accumulates(config.parallel_config))
     inputs = MemoryInputs(
         config=config,
         layout=layout,
@@ -145,11 +149,18 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     return inputs, layouts
 
 
+def accumulates(parallel: ParallelSection) -> bool:
+    """Whether the compiler adds up the gradients of the pieces of a micro-batch, which takes memory of its own."""
+    return is_split(parallel) and (parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1)
+
+
 @lru_cache(maxsize=4)
-def _state(model: Model, layout: Layout, param_dtype: str) -> tuple[list[ParameterLayout], list[StageState]]:
+def _state(
+    model: Model, layout: Layout, param_dtype: str, accumulates: bool
+) -> tuple[list[ParameterLayout], list[StageState]]:
     """Cached, since the search varies what it does not depend on."""
     layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
-    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained)
+    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates)
 
 
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:

@@ -127,7 +127,12 @@ def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, eleme
 
 def logit_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int) -> int:
     """Return the memory of the logits of one micro-batch, cut over the vocabulary, and of what is made of them."""
-    return num_tokens * dims.vocab_size // layout.model_parallel * (element_bytes + LOGIT_FLOAT32_COPIES * 4)
+    return num_tokens * dims.vocab_size // layout.model_parallel * logit_width(element_bytes)
+
+
+def logit_width(element_bytes: int) -> int:
+    """Return the bytes of one logit and of what is made of it."""
+    return element_bytes + LOGIT_FLOAT32_COPIES * 4
 
 
 def _sequence_split(layout: Layout) -> int:

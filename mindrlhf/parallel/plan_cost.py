@@ -6,6 +6,7 @@ It ranks, it does not predict: the rates below are round numbers for an Ascend 9
 import math
 from dataclasses import dataclass
 
+from mindrlhf.parallel.feasibility import is_split
 from mindrlhf.parallel.plan_groups import num_nodes
 from mindrlhf.parallel.plan_memory import MemoryInputs
 
@@ -16,6 +17,7 @@ NODE_BYTES_PER_S = 150e9
 NETWORK_BYTES_PER_S = 20e9
 # A device that fills up to the last byte fails at the first uneven batch: less free memory than this costs score.
 WANTED_SLACK = 0.1
+GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -113,18 +115,22 @@ def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tu
 
 
 def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
-    """Seconds of the gradients' sum, once an update, and of gathering sharded weights, once a micro-batch."""
-    layout = inputs.layout
+    """Seconds of summing gradients and of gathering sharded weights, both once a micro-batch.
+
+    Where nothing but the data is cut, the sum comes once an update, outside of the graph of a micro-batch.
+    """
+    layout, num_calls = inputs.layout, inputs.batch.num_micro_batches_per_rank
     copies = layout.data_parallel * layout.context_parallel
     if copies == 1:
         return 0.0
-    rate = _rate(range(0, layout.stage_size, layout.model_parallel), node_size)
     elements = max(state.num_gathered_elements for state in inputs.states)
-    seconds = 2 * 4 * elements * (copies - 1) / copies / rate
     if layout.optimizer_shard != 1:
-        gathered = elements * inputs.element_bytes * inputs.batch.num_micro_batches_per_rank
-        seconds += gathered * (copies - 1) / copies / rate
-    return seconds
+        # Gradients are scattered where they are summed; all-reducing them would be twice that.
+        moved = num_calls * elements * (GRADIENT_BYTES + inputs.element_bytes)
+    else:
+        moved = (num_calls if is_split(inputs.config.parallel_config) else 1) * elements * 2 * GRADIENT_BYTES
+    rate = _rate(range(0, layout.stage_size, layout.model_parallel), node_size)
+    return moved * (copies - 1) / copies / rate
 
 
 def _rate(ranks: range, node_size: int) -> float:

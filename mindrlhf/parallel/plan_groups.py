@@ -36,7 +36,7 @@ class GroupKind:
 _AXES = (
     ("model", "tensor parallel", "activations of every layer"),
     ("context", "context parallel", "keys and values of every layer"),
-    ("data", "data parallel", "gradients, once an update"),
+    ("data", "data parallel", "gradients"),
     ("stage", "pipeline", "activations between stages"),
     ("expert", "expert parallel", "tokens to experts and back"),
 )

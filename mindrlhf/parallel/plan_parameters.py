@@ -9,9 +9,9 @@ from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our accumulators.
+# MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our sums of gradients.
 MOMENT_BYTES = 4
-ACCUMULATOR_BYTES = 4
+GRADIENT_SUM_BYTES = 4
 UNTRAINED_BYTES = 4
 NUM_MOMENTS = 2
 
@@ -26,7 +26,9 @@ class StageState:
         largest_gathered_elements: those of the largest parameter.
         parameters: slices in the parameters' dtype.
         moments: AdamW's two moments of those slices, float32.
-        accumulators: summed gradients, float32. They have the shape of the slices before optimiser sharding.
+        gradient_sums: gradients of those slices, float32, added up over the micro-batches of an update.
+        accumulators: gradients added up over the pieces of one micro-batch, where it is cut into such. They are of the
+            parameters' dtype, and of the slices before optimiser sharding: MindSpore clones the parameters for it.
     """
 
     num_elements: int
@@ -34,12 +36,13 @@ class StageState:
     largest_gathered_elements: int
     parameters: int
     moments: int
+    gradient_sums: int
     accumulators: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.moments + self.accumulators
+        return self.parameters + self.moments + self.gradient_sums + self.accumulators
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class KnownRules:
 
     def __init__(self, spec: ModelSpec, dims: ModelDims):
         self._rules = spec.rules(dims)
+        self.is_scorer = spec.is_scorer
 
     def rules(self, _: ModelDims) -> list[ParameterRule]:
         """Return the rules of the model that this was made for."""
@@ -91,7 +95,7 @@ def active_parameters(spec: ModelSpec | KnownRules, dims: ModelDims) -> int:
 
 
 def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> frozenset[str]:
-    """Return the names of the parameters that gradients do not change: float32, without moments and accumulators."""
+    """Return the names of the parameters that gradients do not change: float32, without moments and gradients."""
     return frozenset(rule.mf_name for rule in spec.rules(dims) if not rule.trained)
 
 
@@ -100,8 +104,14 @@ def stage_states(
     num_stages: int,
     param_dtype: str,
     untrained: frozenset[str] = frozenset(),
+    accumulates: bool = False,
 ) -> list[StageState]:
-    """Return the state of a rank, by pipeline stage; all ranks of a stage hold slices of the same shapes."""
+    """Return the state of a rank, by pipeline stage; all ranks of a stage hold slices of the same shapes.
+
+    Args:
+        untrained: names of the parameters without moments and gradients, which are float32.
+        accumulates: micro-batches are cut into pieces.
+    """
     states = []
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
@@ -116,7 +126,8 @@ def stage_states(
                 largest_gathered_elements=max(gathered),
                 parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
                 moments=elements * NUM_MOMENTS * MOMENT_BYTES,
-                accumulators=sum(gathered) * ACCUMULATOR_BYTES,
+                gradient_sums=elements * GRADIENT_SUM_BYTES,
+                accumulators=sum(gathered) * ELEMENT_BYTES[param_dtype] if accumulates else 0,
             )
         )
     return states

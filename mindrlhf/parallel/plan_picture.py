@@ -21,7 +21,7 @@ _SLICES = ("#2a6fb0", "#e08a2e", "#3f9b6c", "#c2534f", "#7d68b0", "#8a6a50", "#c
 _PARTS = {
     "parameters": "#2a6fb0",
     "AdamW moments": "#7d68b0",
-    "gradient accumulators": "#3f9b6c",
+    "gradients": "#3f9b6c",
     "reference model": "#8a6a50",
     "activations and logits": "#e08a2e",
     "rollout weights": "#c2534f",
@@ -29,6 +29,8 @@ _PARTS = {
     "runtime and the rest": "#9aa5b1",
 }
 _PART_OF_ITEM = {
+    "gradient sums": "gradients",
+    "gradient accumulators": "gradients",
     "rollout workspace": "runtime and the rest",
     "runtime and HCCL": "runtime and the rest",
     "attention mask": "runtime and the rest",

@@ -10,7 +10,8 @@ from mindrlhf.models.spec import ModelDims, ParameterRule
 from mindrlhf.parallel.plan_parameters import ELEMENT_BYTES, KnownRules
 
 # Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
-_FIXED_WORKSPACE_BYTES = 1_500_000_000
+FIXED_WORKSPACE_BYTES = 1_500_000_000
+LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def plan_rollout(
     """Estimate a device's share of a rollout server."""
     share = int(rollout.gpu_memory_utilization * device_bytes)
     weights = rollout_weight_elements(rollout.tensor_parallel, spec, dims) * ELEMENT_BYTES[rollout.dtype]
-    workspace = _FIXED_WORKSPACE_BYTES + rollout.max_num_seqs * dims.vocab_size * 4
+    workspace = FIXED_WORKSPACE_BYTES + rollout.max_num_seqs * dims.vocab_size * LOGIT_BYTES
     kv_cache = share - weights - workspace
     kv_token = kv_token_bytes(rollout, dims)
     num_tokens = max(0, kv_cache) // kv_token

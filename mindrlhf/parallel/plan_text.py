@@ -8,6 +8,7 @@ from mindrlhf.parallel.plan_compile import PlannedStage
 from mindrlhf.parallel.plan_cost import NETWORK_BYTES_PER_S, NODE_BYTES_PER_S
 from mindrlhf.parallel.plan_groups import describe_groups
 from mindrlhf.parallel.plan_memory import PhaseMemory
+from mindrlhf.parallel.plan_parameters import StageState
 from mindrlhf.parallel.plan_search import Candidate, SearchResult
 from mindrlhf.parallel.plan_sizes import format_size
 from mindrlhf.parallel.plan_verdict import Verdict
@@ -125,7 +126,7 @@ def _heading(plan: Plan) -> str:
             f" x context {layout.context_parallel}, expert {layout.expert_parallel}"
             f"{', sequence parallel' if layout.use_seq_parallel else ''}"
             f"{', parallel optimizer' if layout.optimizer_shard != 1 else ''}",
-            "exact: parameters, moments, accumulators (sums over the layouts, to the byte); ~ marks an estimate",
+            "exact: parameters, moments, gradients (sums over the layouts, to the byte); ~ marks an estimate",
         ]
     )
 
@@ -142,7 +143,7 @@ def _group_lines(plan: Plan) -> list[str]:
 
 
 def _stage_lines(plan: Plan) -> list[str]:
-    rows = [("stage", "ranks", "layers", "parameters/rank", "parameters", "moments", "accumulators")]
+    rows = [("stage", "ranks", "layers", "parameters/rank", "parameters", "moments", "gradients")]
     size = plan.layout.stage_size
     for stage, state in enumerate(plan.states):
         layers = [layer for layer, place in enumerate(plan.layer_stages) if place == stage]
@@ -153,10 +154,14 @@ def _stage_lines(plan: Plan) -> list[str]:
                 f"{stage * size}-{(stage + 1) * size - 1}" if size > 1 else str(stage),
                 f"{layers[0]}-{layers[-1]}" + "".join(f" + {word}" for word in extra),
                 f"{state.num_elements:,}",
-                *(format_size(value) for value in (state.parameters, state.moments, state.accumulators)),
+                *(format_size(value) for value in _exact_sizes(state)),
             )
         )
     return _columns(rows, "><<>>>>")
+
+
+def _exact_sizes(state: StageState) -> tuple[int, int, int]:
+    return state.parameters, state.moments, state.gradient_sums + state.accumulators
 
 
 def _memory_lines(plan: Plan) -> list[str]:
@@ -169,10 +174,22 @@ def _memory_lines(plan: Plan) -> list[str]:
         sizes = [next((item.size_bytes for item in phase.items if item.name == name), 0) for phase in shown]
         rows.append((("  " if name in exact else "~ ") + name, *(format_size(size) if size else "-" for size in sizes)))
     rows.append(("total", *(format_size(phase.total) for phase in shown)))
-    lines = _columns(rows, "<" + ">" * len(shown))
+    lines = [*_columns(rows, "<" + ">" * len(shown)), "", *_columns(_calculations(shown, names), "<<")]
     if plan.layout.pipeline_stage > 1:
         lines += ["", *_columns(_stage_totals(plan.memory), "<" + ">" * len(shown))]
     return lines
+
+
+def _calculations(shown: Sequence[PhaseMemory], names: Sequence[str]) -> list[tuple[str, str]]:
+    """How the size of each item was worked out; where phases differ, for each."""
+    rows = []
+    for name in names:
+        hows = {phase.phase: item.how for phase in shown for item in phase.items if item.name == name}
+        if len(set(hows.values())) == 1:
+            rows.append((f"  {name}", f"= {next(iter(hows.values()))}"))
+        else:
+            rows += [(f"  {name}, {phase}", f"= {how}") for phase, how in hows.items()]
+    return rows
 
 
 def _stage_totals(memory: Sequence[PhaseMemory]) -> list[tuple[str, ...]]:

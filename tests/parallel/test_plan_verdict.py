@@ -29,7 +29,7 @@ from mindrlhf.parallel.plan_verdict import give_verdict, with_keys
         ),
         (
             "qwen2_5_32b_16npu",
-            ("rollout.tensor_parallel=2", "rollout.num_replicas=8"),
+            ("rollout.tensor_parallel=4", "rollout.num_replicas=4"),
             DEVICE_BYTES,
             "rollout.tensor_parallel",
         ),
