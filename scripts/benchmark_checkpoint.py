@@ -4,7 +4,8 @@
 
 A round is one block of steps without a checkpoint and one with a checkpoint after its first step, in an order that
 changes from round to round; a block ends when its checkpoint is on the disk. Steps are updates alone: those of a real
-run also sample and evaluate, so that the share of a checkpoint is smaller there.
+run also sample and evaluate, so that the share of a checkpoint is smaller there. On a machine that others use too,
+wall time tells little: processor time (of this process, all threads) then says what the checkpoint takes.
 """
 
 import argparse
@@ -89,8 +90,8 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
     batch = random_batch(actor.network.dims.vocab_size, arguments.num_samples, arguments.row_length)
     progress, blocking_s = Progress(), []
 
-    def block(saves: bool) -> float:
-        start = time.perf_counter()
+    def block(saves: bool) -> tuple[float, float]:
+        start, cpu_start = time.perf_counter(), time.process_time()
         for index in range(arguments.every_steps):
             checkpoints.begin_step(progress)
             actor.receive_batch(is_first=True, **batch)
@@ -101,15 +102,18 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
                 checkpoints.save(progress)
                 blocking_s.append(time.perf_counter() - saving)
         checkpoints.wait()
-        return (time.perf_counter() - start) / arguments.every_steps
+        elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        return elapsed_s / arguments.every_steps, cpu_s / arguments.every_steps
 
     block(saves=True)  # compiles, and takes the memory of the copy
     blocking_s.clear()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for number in range(arguments.rounds):
         for saves in (False, True) if number % 2 else (True, False):
             seconds[saves].append(block(saves))
-    off_s, on_s = (statistics.median(seconds[saves]) for saves in (False, True))
+    (off_s, cpu_off_s), (on_s, cpu_on_s) = (
+        [statistics.median(values) for values in zip(*seconds[saves])] for saves in (False, True)
+    )
     return {
         "num_parameters": sum(parameter.size for parameter in actor.network.get_parameters()),
         "checkpoint_gb": actor.state_size_bytes() / 1e9,
@@ -117,6 +121,9 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
         "step_without_s": off_s,
         "step_with_s": on_s,
         "overhead_percent": 100 * (on_s / off_s - 1),
+        "step_without_cpu_s": cpu_off_s,
+        "step_with_cpu_s": cpu_on_s,
+        "cpu_overhead_percent": 100 * (cpu_on_s / cpu_off_s - 1),
         "blocking_s": statistics.median(blocking_s),
         "blocking_percent": 100 * statistics.median(blocking_s) / (off_s * arguments.every_steps),
     }

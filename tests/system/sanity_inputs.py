@@ -39,19 +39,19 @@ def run(*arguments: object, timeout_s: float) -> subprocess.CompletedProcess:
 def make(directory: Path) -> None:
     """Write ``model`` (with random weights and tokenizer) and ``prompts.mindrecord`` into ``directory``."""
     prepare = REPOSITORY / "examples" / "sanity" / "prepare.py"
-    subprocess.run([sys.executable, prepare, "--out", directory], check=True, env=environment(), timeout=60)
+    subprocess.run([sys.executable, prepare, "--out", directory], check=True, env=environment(), timeout=300)
     bare = directory / "model"
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, **SMALLER}))
     bare.rename(directory / "bare")
     weights = ("--config", directory / "bare" / "config.json", "--tokenizer-dir", directory / "bare")
-    finished = run("weights", "random", *weights, "--out", directory / "model", timeout_s=60)
+    finished = run("weights", "random", *weights, "--out", directory / "model", timeout_s=300)
     assert finished.returncode == 0, finished.stderr
     finished = run(
         *("data", "build", "--input", directory / "prompts.jsonl", "--output", directory / "prompts.mindrecord"),
         *("--tokenizer", directory / "model", "--handler", "map_keys", "--map", "question=prompt,answer=answer"),
         *("--template", "plain", "--max-prompt-length", 32, "--workers", 1),
-        timeout_s=60,
+        timeout_s=300,
     )
     assert finished.returncode == 0, finished.stderr
 

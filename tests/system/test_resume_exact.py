@@ -4,91 +4,15 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
-import fault_jobs
 import pytest
-import sanity_inputs
-from fault_jobs import FaultJob
+from fault_jobs import FAULTY_START, NUM_STEPS, FaultJob, assert_same_run, last_state, metrics
 
 pytestmark = pytest.mark.timeout(1800)
 
 # One rank starts in half the time of two, and there are seven starts; the proof on two is run by hand.
 WORLD_SIZES = (1, pytest.param(2, marks=pytest.mark.skipif(not os.environ.get("MINDRLHF_SLOW_TESTS"), reason="slow")))
 TIMEOUT_S = 400  # generous: other work may load the machine
-
-NUM_STEPS = 9
-RECIPE = {
-    "run__max_steps": NUM_STEPS,
-    # Two updates a step, a learning rate, a reference model and a KL weight that all move: each is state.
-    "training__num_minibatches": 2,
-    "optimizer__lr_schedule": "linear",
-    "optimizer__end_lr": 0,
-    "algorithm__beta": 0.05,
-    "algorithm__kl_target": 0.001,
-    "algorithm__sync_ref_model": "true",
-    "algorithm__ref_model_sync_steps": 3,
-    "evaluation__every_steps": 2,
-    "evaluation__max_prompts": 8,
-    "checkpoint__every_steps": 1,
-    "observe__samples_per_step": 16,
-    "observe__tensorboard": "false",
-}
-# Not of the run's course: times, memory and what depends on them.
-TIMES = ("timing/", "memory/", "e2e_tps", "update_tps", "vllm_tps")
-
-
-@pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory, rollout_python) -> Path:
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def start(inputs_dir, tmp_path_factory):
-    """Start a job: ``start(output_dir, options...)``."""
-    jobs = []
-    segments = fault_jobs.shared_memory()
-
-    def start_job(output_dir: Path, *options: object) -> FaultJob:
-        recipe = {**RECIPE, "data__eval_file": inputs_dir / "prompts.mindrecord"}
-        arguments = [*sanity_inputs.overrides(inputs_dir, output_dir, **recipe), *options]
-        jobs.append(FaultJob(tmp_path_factory.mktemp("job"), output_dir, arguments))
-        return jobs[-1]
-
-    yield start_job
-    for job in jobs:
-        job.clean_up()
-    assert fault_jobs.shared_memory() <= segments
-
-
-@pytest.fixture(scope="module")
-def whole(start, tmp_path_factory):
-    """Return the output directory of the run that nobody disturbed, by its number of ranks."""
-    directories = {}
-
-    def find(world_size: int) -> Path:
-        if world_size not in directories:
-            directories[world_size] = tmp_path_factory.mktemp(f"whole{world_size}") / "run"
-            job = start(directories[world_size], "--workers", world_size)
-            assert job.wait(TIMEOUT_S) == 0, job.text()
-            assert job.leftovers() == []
-        return directories[world_size]
-
-    return find
-
-
-def metrics(output_dir: Path) -> list[dict]:
-    lines = sanity_inputs.read_lines(output_dir / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
-
-
-def state(output_dir: Path) -> dict:
-    """Return the last checkpoint's state, without where the run was written."""
-    values = json.loads((output_dir / "checkpoints" / f"step_{NUM_STEPS:08d}" / "state.json").read_text())
-    del values["config"]["run"]["output_dir"]
-    return values
 
 
 def kill_in(job: FaultJob, is_reached: Callable[[], bool], victim: int) -> str:
@@ -102,9 +26,9 @@ def kill_in(job: FaultJob, is_reached: Callable[[], bool], victim: int) -> str:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_run_killed_everywhere_ends_like_one_that_was_never_killed(start, whole, tmp_path, world_size):
+def test_a_run_killed_everywhere_ends_like_one_that_was_never_killed(start_job, undisturbed_run, tmp_path, world_size):
     output_dir = tmp_path / "run"
-    job = start(output_dir, "--workers", world_size, "--max-restarts", 12)
+    job = start_job(output_dir, "--workers", world_size, "--max-restarts", 12)
     other = world_size - 1
     plan = (("rollout", 2, 0), ("update", 3, other), ("reshard_to_infer", 4, 0), ("evaluation", 4, other))
     for stage, first_step, victim in plan:
@@ -138,42 +62,38 @@ def test_a_run_killed_everywhere_ends_like_one_that_was_never_killed(start, whol
     job.kill_rank(other, signal.SIGSTOP)
     job.wait_until(lambda: f"rank {other} has been stopped for" in job.text())
     job.wait_until(lambda: (beat := job.beat()) is not None and beat.pid != stopped.pid)
-    os.kill(job.process.pid, signal.SIGKILL)
-    job.process.wait()
+    job.kill()
     assert job.leftovers() == []
     assert job.text().count("was killed by SIGKILL") >= 5
-    resumed = start(output_dir, "--workers", world_size, "--resume", "auto")
+    resumed = start_job(output_dir, "--workers", world_size, "--resume", "auto")
     assert resumed.wait(TIMEOUT_S) == 0, resumed.text()
     assert resumed.leftovers() == [] == resumed.unfinished()
 
-    undisturbed = whole(world_size)
-    assert metrics(output_dir) == metrics(undisturbed)
-    assert (output_dir / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
-    assert state(output_dir) == state(undisturbed)
-    last = Path("checkpoints") / f"step_{NUM_STEPS:08d}"
-    for name in (last / "model", last / "reference", "final"):
-        name = Path(name) / "model.safetensors"
-        assert (output_dir / name).read_bytes() == (undisturbed / name).read_bytes(), name
-    name = last / "optimizer.safetensors"
-    assert (output_dir / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert_same_run(output_dir, undisturbed_run(world_size))
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks(start, whole, tmp_path):
+def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, tmp_path):
     output_dir = tmp_path / "run"
-    for workers, last_step in ((2, 2), (1, 4)):
-        job = start(output_dir, "--workers", workers, *["--resume"] * (workers == 1))
-        # The evaluation before the first step has a line of its own.
-        job.wait_until(lambda job=job, num_lines=last_step + 1: job.num_steps() >= num_lines)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 0, job.text()
-        assert job.text().rstrip().splitlines()[-1].startswith("mindrlhf: SIGTERM: step "), job.text()
-        assert job.leftovers() == []
-    job = start(output_dir, "--workers", 4, "--resume")
+    job = start_job(output_dir, "--workers", 2, environment={"PYTHONPATH": str(FAULTY_START)})
+    job.wait_until(lambda: job.is_in("update", 3))
+    # Not killed: it leaves by sys.exit, as a library might in its name.
+    job.kill_rank(1, signal.SIGRTMIN)
+    assert job.wait(60) == 7, job.text()
+    assert "rank 1 ended with exit code 7 at " in job.text()
+    assert job.leftovers() == []
+    job = start_job(output_dir, "--resume")
+    # The evaluation before the first step has a line of its own.
+    job.wait_until(lambda: job.num_steps() >= 5)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0, job.text()
+    assert job.text().rstrip().splitlines()[-1].startswith("mindrlhf: SIGTERM: step "), job.text()
+    assert job.leftovers() == []
+    job = start_job(output_dir, "--workers", 4, "--resume")
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert job.leftovers() == []
-    undisturbed = whole(1)
+    undisturbed = undisturbed_run(1)
     assert (output_dir / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
-    assert state(output_dir)["prompt_stream"] == state(undisturbed)["prompt_stream"]
+    assert last_state(output_dir)["prompt_stream"] == last_state(undisturbed)["prompt_stream"]
     changed, plain = metrics(output_dir), metrics(undisturbed)
     assert [line["step"] for line in changed] == list(range(NUM_STEPS + 1))
     for one, other in zip(changed[1:], plain[1:]):

@@ -1,0 +1,52 @@
+"""What the tests of faults share: their inputs, jobs that are cleaned up, and the run that nobody disturbed."""
+
+from pathlib import Path
+
+import fault_jobs
+import pytest
+import sanity_inputs
+from fault_jobs import RECIPE, FaultJob
+
+_TIMEOUT_S = 400  # generous: other work may load the machine
+
+
+@pytest.fixture(scope="session")
+def fault_inputs_dir(tmp_path_factory, rollout_python) -> Path:
+    """The model and the prompts of all runs with faults."""
+    directory = tmp_path_factory.mktemp("inputs")
+    sanity_inputs.make(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def start_job(fault_inputs_dir, tmp_path_factory):
+    """Start a job: ``start_job(output_dir, options...)``; keyword arguments change the recipe."""
+    jobs = []
+    segments = fault_jobs.shared_memory()
+
+    def start(output_dir: Path, *options: object, environment: dict[str, str] | None = None, **changes) -> FaultJob:
+        recipe = {**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes}
+        arguments = [*sanity_inputs.overrides(fault_inputs_dir, output_dir, **recipe), *options]
+        jobs.append(FaultJob(tmp_path_factory.mktemp("job"), output_dir, arguments, environment))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.clean_up()
+    assert fault_jobs.shared_memory() <= segments
+
+
+@pytest.fixture(scope="session")
+def undisturbed_run(start_job, tmp_path_factory):
+    """Return the output directory of the run that nobody disturbed: ``undisturbed_run(world_size)``."""
+    directories = {}
+
+    def find(world_size: int) -> Path:
+        if world_size not in directories:
+            directories[world_size] = tmp_path_factory.mktemp(f"undisturbed{world_size}") / "run"
+            job = start_job(directories[world_size], "--workers", world_size)
+            assert job.wait(_TIMEOUT_S) == 0, job.text()
+            assert job.leftovers() == []
+        return directories[world_size]
+
+    return find

@@ -1,0 +1,22 @@
+"""Imported by every Python process that has this directory on PYTHONPATH: a bad clock, and a way out on request."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_SHIFTS_S = (0, 3 * 3600, -5 * 3600)  # one after the other, two seconds each
+_clock = time.time
+
+
+def _jumping_clock() -> float:
+    return _clock() + _SHIFTS_S[int(time.monotonic()) // 2 % len(_SHIFTS_S)]
+
+
+if directory := os.environ.get("MINDRLHF_TEST_CLOCK_DIR"):
+    time.time = _jumping_clock
+    time.time_ns = lambda: int(_jumping_clock() * 1e9)
+    (Path(directory) / str(os.getpid())).touch()
+
+signal.signal(signal.SIGRTMIN, lambda *_: sys.exit(7))
