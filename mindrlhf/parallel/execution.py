@@ -43,14 +43,18 @@ class ExecutionJob:
         name: of its directory and in messages.
         layout: which rank holds which slice.
         graphs: the MindIR file of each rank's update, as compiled for Ascend.
+        num_pieces: that the update cuts its rows into.
         logprob_graphs: those of the log-probabilities. They run first, under the initial weights, and what they return
             takes the place of the old log-probabilities in the inputs. Empty leaves the inputs as they are.
+        num_logprob_pieces: that they cut their rows into.
     """
 
     name: str
     layout: Layout
     graphs: tuple[str, ...]
+    num_pieces: int = 1
     logprob_graphs: tuple[str, ...] = ()
+    num_logprob_pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def execute(
                 "name": job.name,
                 "layout": job.layout.to_dict(),
                 "graphs": [os.path.abspath(graph) for graph in job.graphs],
+                "num_pieces": job.num_pieces,
+                "num_logprob_pieces": job.num_logprob_pieces,
                 "logprob_graphs": [os.path.abspath(graph) for graph in job.logprob_graphs],
                 "boards": {moment: board.path for moment, board in boards[job.name].items()},
             }

@@ -146,15 +146,15 @@ class _Execution:
             arrays = [batches.get_tensor(f"{call}.{index}") for index in range(self.spec["num_inputs"])]
         return [array[block_of(self.layout, self.rank, len(array))] for array in arrays]
 
-    def _tensors(self, arrays: Iterable[np.ndarray]) -> list[ms.Tensor]:
-        return [ms.Tensor(place_rows(array, self.layout, self.rank)) for array in arrays]
+    def _tensors(self, arrays: Iterable[np.ndarray], num_pieces: int) -> list[ms.Tensor]:
+        return [ms.Tensor(place_rows(array, self.layout, self.rank, num_pieces)) for array in arrays]
 
     def _old_logprobs(self, directory: Path, groups: dict[str, tuple[int, ...]]) -> list[np.ndarray]:
         """Run the graph of the log-probabilities on the rows of every call; return and save this rank's."""
         cell, _, _ = self._load("logprob_graphs", directory, groups)
         logprobs = []
         for call in range(len(self.spec["is_last"])):
-            outputs = cell(*self._tensors(self._own_inputs(call)[:4]))
+            outputs = cell(*self._tensors(self._own_inputs(call)[:4], self.job["num_logprob_pieces"]))
             pieces = outputs if isinstance(outputs, (tuple, list)) else [outputs]
             is_in_last = self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
             rows = self._own_inputs(call)[_OLD_LOGPROBS]
@@ -167,7 +167,7 @@ class _Execution:
 
     def _call(self, cell: nn.Cell, inputs: Iterable[np.ndarray]) -> float:
         """Run the update; return the first number of its first output, the loss."""
-        outputs = cell(*self._tensors(inputs))
+        outputs = cell(*self._tensors(inputs, self.job["num_pieces"]))
         first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         return float(first.asnumpy().reshape(-1)[0])
 

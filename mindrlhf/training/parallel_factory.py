@@ -13,6 +13,7 @@ from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSec
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.parameter_layout import ParameterLayout
+from mindrlhf.parallel.rows import num_logprob_pieces
 from mindrlhf.training.cells import make_optimizer
 from mindrlhf.training.parallel_cells import ParallelLogProbs, ParallelUpdate, ShardedPolicyLoss
 from mindrlhf.training.parallel_optimizer import WithholdableAdamW
@@ -60,7 +61,7 @@ def build_policy(
 
 def build_logprobs(policy: PolicyLogProbs, parallel: ParallelSection) -> ParallelLogProbs:
     """Return the cell that computes the log-probabilities of ``policy`` without gradients."""
-    return ParallelLogProbs(policy, parallel.micro_batch_num if parallel.pipeline_stage > 1 else 1)
+    return ParallelLogProbs(policy, num_logprob_pieces(parallel))
 
 
 def _forget_side_effects(policy: PolicyLogProbs) -> None:

@@ -17,7 +17,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.parallel.array_sources import ArraySource
 from mindrlhf.parallel.parameter_layout import ParameterLayout
-from mindrlhf.parallel.rows import own_rows, place_rows
+from mindrlhf.parallel.rows import num_logprob_pieces, num_update_pieces, own_rows, place_rows
 from mindrlhf.parallel.sharded_directory import ShardedManifest
 from mindrlhf.parallel.slice_saving import (
     finish_saving,
@@ -49,6 +49,8 @@ class SlicedModel:
         self.held = held_slices(self.layouts, rank)
         self._parameters = {parameter.name: parameter for parameter in self.network.get_parameters()}
         self.logprobs_cell = build_logprobs(policy, parallel)
+        self.num_update_pieces = num_update_pieces(parallel)
+        self._num_logprob_pieces = num_logprob_pieces(parallel)
 
     @property
     def dtype(self) -> str:
@@ -57,22 +59,23 @@ class SlicedModel:
 
     def compile(self, rows: PackedRows) -> None:
         """Compile the graph of the log-probabilities for the shape of ``rows``."""
-        self.logprobs_cell.compile(*self.row_inputs(rows))
+        self.logprobs_cell.compile(*self.row_inputs(rows, self._num_logprob_pieces))
 
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """Return the log-probabilities of this rank's rows, float32 [rows, length]; zeros before the last stage."""
-        pieces = [piece.asnumpy() for piece in self.logprobs_cell(*self.row_inputs(rows))]
+        inputs = self.row_inputs(rows, self._num_logprob_pieces)
+        pieces = [piece.asnumpy() for piece in self.logprobs_cell(*inputs)]
         if self.layout.stage_of(self.rank) != self.layout.pipeline_stage - 1:
             return np.zeros_like(rows.mask)
         return own_rows(pieces, self.layout, self.rank)
 
-    def row_inputs(self, rows: PackedRows) -> list[ms.Tensor]:
+    def row_inputs(self, rows: PackedRows, num_pieces: int) -> list[ms.Tensor]:
         """Return the four arrays that every cell takes first."""
-        return self.inputs((rows.input_ids, rows.segment_ids, rows.labels, rows.mask))
+        return self.inputs((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), num_pieces)
 
-    def inputs(self, arrays: Iterable[np.ndarray]) -> list[ms.Tensor]:
+    def inputs(self, arrays: Iterable[np.ndarray], num_pieces: int) -> list[ms.Tensor]:
         """Return the inputs of a graph from this rank's rows [rows, ..] of each; see :mod:`mindrlhf.parallel.rows`."""
-        return [ms.Tensor(place_rows(array, self.layout, self.rank)) for array in arrays]
+        return [ms.Tensor(place_rows(array, self.layout, self.rank, num_pieces)) for array in arrays]
 
     def load(self, source: ArraySource) -> None:
         """Take this rank's slices of every parameter, one after the other, converted to the parameters' dtypes.
@@ -211,7 +214,8 @@ class ParallelLearner:
         values = [rows.tokens.get(name, unread) for name in POLICY_INPUTS]
         num_rows = len(rows.mask) * self.model.layout.data_parallel
         scalars = np.tile(np.array([[kl_coefficient, num_tokens]], np.float32), (num_rows, 1))
-        return [*self.model.row_inputs(rows), *self.model.inputs(values), ms.Tensor(scalars)]
+        num_pieces = self.model.num_update_pieces
+        return [*self.model.row_inputs(rows, num_pieces), *self.model.inputs(values, num_pieces), ms.Tensor(scalars)]
 
 
 def set_slice(parameter: ms.Parameter, array: np.ndarray, layout: ParameterLayout) -> None:

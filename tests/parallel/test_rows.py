@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.parallel.layout import Layout
-from mindrlhf.parallel.rows import block_of, own_rows, place_rows
+from mindrlhf.parallel.rows import own_rows, place_rows
 
 LAYOUTS = st.builds(
     Layout,
@@ -17,19 +17,29 @@ LAYOUTS = st.builds(
 
 
 @settings(max_examples=40, deadline=None)
-@given(layout=LAYOUTS, rows=st.integers(1, 3))
-def test_placed_rows_of_one_rank_of_each_copy_make_the_batch(layout, rows):
-    whole = np.arange(layout.data_parallel * rows * 5, dtype=np.float32).reshape(-1, 5) + 1
+@given(layout=LAYOUTS, rows=st.integers(1, 3), num_pieces=st.integers(1, 3))
+def test_placed_rows_of_one_rank_of_each_copy_make_the_batch(layout, rows, num_pieces):
+    """A graph cuts its rows into pieces, and each piece into one block for each copy."""
+    whole = np.arange(num_pieces * layout.data_parallel * rows * 5, dtype=np.float32).reshape(-1, 5) + 1
+    blocks = whole.reshape(num_pieces, layout.data_parallel, rows, 5)
     placed = {}
     for rank in range(layout.world_size):
-        own = whole[block_of(layout, rank, len(whole))]
-        assert own.shape == (rows, 5)
         copy = layout.coordinates(rank).data
+        own = blocks[:, copy].reshape(-1, 5)
+        one = place_rows(own, layout, rank, num_pieces)
         # All ranks of a copy have the same rows.
-        np.testing.assert_array_equal(
-            placed.setdefault(copy, place_rows(own, layout, rank)), place_rows(own, layout, rank)
-        )
+        np.testing.assert_array_equal(placed.setdefault(copy, one), one)
+        pieces = np.split(one, num_pieces)
+        np.testing.assert_array_equal(own_rows(pieces, layout, rank), own)
     np.testing.assert_array_equal(sum(placed.values()), whole)
+
+
+def test_rows_of_the_second_copy_lie_in_the_second_half_of_each_piece():
+    layout = Layout(data_parallel=2)
+    own = np.array([[1], [2], [3], [4]])
+    np.testing.assert_array_equal(place_rows(own, layout, 1, 2)[:, 0], [0, 0, 1, 2, 0, 0, 3, 4])
+    np.testing.assert_array_equal(place_rows(own, layout, 1, 1)[:, 0], [0, 0, 0, 0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(place_rows(own, layout, 0, 4)[:, 0], [1, 0, 2, 0, 3, 0, 4, 0])
 
 
 @settings(max_examples=40, deadline=None)

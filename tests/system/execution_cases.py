@@ -1,4 +1,4 @@
-"""A tiny model, five batches and seven layouts of it, for the execution of parallel graphs on CPU ranks."""
+"""A tiny model, five batches and nine layouts of it, for the execution of parallel graphs on CPU ranks."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ MODEL = {
     "torch_dtype": "float32",
 }
 # Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
-WITH_LOGPROBS = ("dp2_optimizer_parallel", "pp2", "tp2_dp2")
+WITH_LOGPROBS = ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
 # By number of ranks, name -> parallel_config.
 LAYOUTS = {
     2: {
@@ -42,10 +42,12 @@ LAYOUTS = {
         },
         "dp2": {"data_parallel": 2},
         "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
+        "dp2_optimizer_parallel_pieces": {"data_parallel": 2, "enable_parallel_optimizer": True, "micro_batch_num": 2},
         "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
     },
     4: {
         "tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True},
+        "dp2_pp2": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "enable_parallel_optimizer": True},
         "tp2_pp2": {
             "data_parallel": 1,
             "model_parallel": 2,

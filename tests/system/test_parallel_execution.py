@@ -59,6 +59,7 @@ def executions(tmp_path_factory):
     from mindrlhf.parallel.compile import LOGPROBS, UPDATE, compile_ranks
     from mindrlhf.parallel.execution import ExecutionJob, execute
     from mindrlhf.parallel.layout import Layout
+    from mindrlhf.parallel.rows import num_logprob_pieces, num_update_pieces
 
     root = tmp_path_factory.mktemp("execution")
     requests = {
@@ -78,8 +79,11 @@ def executions(tmp_path_factory):
                 tuple(requests[name, cell, rank].mindir_file for rank in range(size) if (name, cell, rank) in requests)
                 for cell in (UPDATE, LOGPROBS)
             )
-            layout = Layout.from_config(ParallelSection(**parallel), size)
-            jobs.append(ExecutionJob(name, layout, graphs, logprob_graphs))
+            section = ParallelSection(**parallel)
+            pieces = num_update_pieces(section), num_logprob_pieces(section)
+            jobs.append(
+                ExecutionJob(name, Layout.from_config(section, size), graphs, pieces[0], logprob_graphs, pieces[1])
+            )
         inputs = (jobs, MODEL, mf_weights(), batches(), root / f"ranks_{size}")
         done = execute(*inputs, learning_rate=LEARNING_RATE, is_last=IS_LAST, timeout_s=400)
         results.update({result.job.name: result for result in done})
