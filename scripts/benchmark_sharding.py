@@ -4,8 +4,10 @@
     python scripts/benchmark_sharding.py [--gib 1.5] [--format ckpt] [--rounds 5] [--threads 2] [--dir DIR]
 
 A random model of about that size is written once. Then each round runs, alternated: `cp` of the model's files, sharding
-by this package, merging back, and MindSpore's own tool on the same arrays with the same strategy file. This package
-forces its files to the disk, so the files of the others are forced too, on their clocks. All read from the page cache:
+by this package, merging back, and MindSpore's own tool on the same arrays with the same strategy file. MindSpore's tool
+wants its own names and layouts, so a user of it first converts the Hugging Face directory; that is measured beside it
+("convert"), and the sum is compared too. This package computes checksums, the others do not. It forces its files to the
+disk, so the files of the others are forced too, on their clocks. All read from the page cache:
 what is compared is work, not the disk's reading. MindSpore is imported before any clock runs. Throughput is the model's
 bytes over wall time; processor time counts child processes too. Ratios are taken within a round; their median, least
 and greatest are printed.
@@ -125,18 +127,19 @@ def make_actions(work: Path, options: argparse.Namespace) -> dict[str, Callable[
     return {
         "cp": lambda target: copy_files(work / "hf", target),
         "shard": shard,
+        "convert": lambda target: write_whole(work / "hf", target, options.format),
         "merge": lambda target: merge_directory(work / "sharded", target, num_workers=options.threads),
         "transform": transform,
     }
 
 
-def write_whole(work: Path, options: argparse.Namespace) -> None:
+def write_whole(hf_dir: Path, target: Path, file_format: str) -> None:
     """The model in one rank directory under MindFormers names, as `transform_checkpoints` wants it."""
     import mindspore
 
-    import_directory(work / "hf", work / "full" / "rank_0")
-    if options.format == "ckpt":
-        path = work / "full" / "rank_0" / "model.safetensors"
+    import_directory(hf_dir, target / "rank_0")
+    if file_format == "ckpt":
+        path = target / "rank_0" / "model.safetensors"
         mindspore.save_checkpoint(
             [
                 {"name": name, "data": one}
@@ -150,7 +153,7 @@ def write_whole(work: Path, options: argparse.Namespace) -> None:
 def run(work: Path, options: argparse.Namespace) -> None:
     """Make the model, run the rounds, print what was measured."""
     size_bytes = make_model(work / "hf", options.gib)
-    write_whole(work, options)
+    write_whole(work / "hf", work / "full", options.format)
     actions = make_actions(work, options)
     actions["shard"](work / "sharded")
     print(verify_directory(work / "sharded", against=work / "hf", num_workers=options.threads))
@@ -164,7 +167,11 @@ def run(work: Path, options: argparse.Namespace) -> None:
     for name, found in results.items():
         rate = size_bytes / 2**30 / statistics.median(one.wall_s for one in found)
         print(f"{name:10} {rate:6.2f} GiB/s, processor {statistics.median(one.cpu_s for one in found):.2f} s")
-    for own, other in (("shard", "cp"), ("merge", "cp"), ("shard", "transform")):
+    both = zip(results["convert"], results["transform"])
+    results["convert + transform"] = [Measured(a.wall_s + b.wall_s, a.cpu_s + b.cpu_s) for a, b in both]
+    pairs = ("shard", "cp"), ("merge", "cp"), ("shard", "transform"), ("shard", "convert + transform")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for own, other in pairs:
         for what in ("wall_s", "cpu_s"):
             ratios = [getattr(b, what) / getattr(a, what) for a, b in zip(results[own], results[other])]
             spread = f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -28,12 +28,14 @@ from mindrlhf.parallel.compile import (
     CompileReport,
     CompileRequest,
 )
+from mindrlhf.training.processes import die_with_parent
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def main(directory: Path) -> int:
     """Serve all requests of ``directory``; return the exit code."""
+    die_with_parent()
     work = json.loads((directory / "requests.json").read_text())
     requests = [CompileRequest(**values) for values in work["requests"]]
     level = simulation.LEVEL_PLAN_MEMORY if requests[0].plan_memory else simulation.LEVEL_COMPILE
@@ -50,8 +52,9 @@ def main(directory: Path) -> int:
             failed |= _wait_for_one(running, directory)
         if failed:
             break
-        process = os.fork()
+        parent, process = os.getpid(), os.fork()
         if not process:
+            die_with_parent(parent)
             os._exit(_serve(request, directory, index, simulated))
         running[process] = index
     while running:

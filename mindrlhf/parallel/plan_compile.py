@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from mindrlhf.parallel.compile import CompileRequest, compile_ranks
 from mindrlhf.parallel.plan import Plan
-from mindrlhf.parallel.plan_memory import UPDATE
+from mindrlhf.parallel.plan_memory import RUNTIME, UPDATE, step_bytes
 
 # Not part of the compiled step: the generator and the runtime.
-_OUTSIDE_THE_STEP = ("runtime and HCCL",)
+_OUTSIDE_THE_STEP = (RUNTIME,)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
 
 
 def step_estimate(plan: Plan, stage: int) -> int:
-    """Return the estimate of the update's memory without what is outside the compiled graph."""
+    """Return the estimate of the update's memory, of gradients or optimiser, without what is outside the graph."""
     phase = next(one for one in plan.memory if one.phase == UPDATE and one.stage == stage)
-    return sum(item.size_bytes for item in phase.items if item.name not in _OUTSIDE_THE_STEP)
+    gradients = sum(item.size_bytes for item in phase.items if item.name not in _OUTSIDE_THE_STEP)
+    return max(gradients, step_bytes(plan.states[stage]))
 
 
 def _request(plan: Plan, rank: int) -> CompileRequest:
