@@ -69,9 +69,9 @@ class CompiledParameter:
     """How one rank holds a parameter, as MindSpore's compiler decided.
 
     Attributes:
-        name: MindFormers name; optimiser state and accumulators have prefixes (`adam_m.`, `adam_v.`, `grad.`).
+        name: MindFormers name; state and gradients have prefixes (`adam_m.`, `adam_v.`, `grad.`, `accu_grads.`).
         global_shape: shape of the whole tensor.
-        slice_shape: shape on this rank, optimiser sharding included.
+        slice_shape: shape on this rank, before optimiser sharding.
         device_matrix, tensor_map: MindSpore's layout; see :mod:`mindrlhf.parallel.layout`.
         optimizer_shard_step, optimizer_shard_size: of the strategy file; 0 and 0 without optimiser sharding.
     """
@@ -91,7 +91,7 @@ class Collective:
 
     Attributes:
         kind: one of ``COLLECTIVES``.
-        group_ranks: the ranks of the group; of Send and Receive, the two ends.
+        group_ranks: the ranks of the group; of Send and Receive, all stages of the pipeline.
         count: operators in the graph (of one execution of the step).
         input_bytes: bytes of the input tensor of one; 0 where routing decides it at run time.
         output_bytes: bytes of the output tensor of one.
