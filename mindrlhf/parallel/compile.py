@@ -136,6 +136,7 @@ class CompileReport:
 # Exit codes of the child: it says in one line on stderr what the user can mend, or leaves its log.
 EXIT_USER_ERROR = 2
 _LOG_LINES = 4
+_KILLED = "it was killed, as when the machine's memory is used up: free some, or compile fewer layers"
 
 
 def can_compile(num_ranks: int) -> bool:
@@ -208,6 +209,8 @@ def _run_child(directory: Path, timeout_s: float) -> None:
             _end_group(child)
     if code == EXIT_USER_ERROR:
         raise UserError((directory / "user_error").read_text())
+    if code == -signal.SIGKILL:
+        raise RunFailure(f"compiling failed: {_KILLED}")
     if code:
         raise RunFailure(f"compiling failed with exit code {code}: {_log_tail(directory / 'log')}")
 
@@ -224,7 +227,7 @@ def _read_report(directory: Path, index: int, request: CompileRequest) -> Compil
         exit_path = directory / f"exit_{index}"
         reason = _log_tail(directory / f"log_{index}")
         if exit_path.exists() and exit_path.read_text() == str(-signal.SIGKILL):
-            reason = "it was killed, as when the machine's memory is used up: free some, or compile fewer layers"
+            reason = _KILLED
         raise RunFailure(f"compiling rank {request.rank} of {_describe(request)} failed: {reason}")
     values = json.loads(path.read_text())
     values["parameters"] = tuple(
