@@ -216,7 +216,7 @@ def _read_array(file_name: Any, directory: Path) -> np.ndarray | None:
         return np.array(np.lib.format.open_memmap(path, mode="r"), np.float64)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError, TypeError, OverflowError, tokenize.TokenError) as error:
+    except (OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:
         raise UserError(f"{path} is damaged ({error}): dump the step again") from None
 
 

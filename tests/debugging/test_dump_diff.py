@@ -152,7 +152,9 @@ def test_a_damaged_file_is_a_users_error(tmp_path, text):
 
 def test_a_damaged_tensor_is_a_users_error(tmp_path):
     one, other = (write(tmp_path / key, output=[value], saved=["output"]) for key, value in (("a", 1.0), ("b", 2.0)))
-    for content in (b"", b"\x93NUMPY\x01\x00", b"no array"):
+    header = b"{'descr': '(,)f8', 'fortran_order': False, 'shape': (1,), }\n"
+    bad_dtype = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8)
+    for content in (b"", b"\x93NUMPY\x01\x00", b"no array", bad_dtype):
         (rank_dir(other, "update", 2, 0) / "dump_tensor_data" / "output.npy").write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
             compare_dumps(one, other)

@@ -10,7 +10,6 @@ import pytest
 
 from mindrlhf import heartbeat
 from mindrlhf.heartbeat import DIRECTORY_VARIABLE, heartbeat_path, read_beat
-from mindrlhf.training import health as health_module
 from mindrlhf.training import processes
 from mindrlhf.training.health import STILLNESS_LIMIT_S, HealthMonitor
 
@@ -28,7 +27,7 @@ time.sleep(600)
 class Clock:
     def __init__(self, monkeypatch):
         self.now_s = 1000.0
-        monkeypatch.setattr(health_module.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
 
 @pytest.fixture
@@ -105,6 +104,17 @@ def test_work_of_any_process_of_the_run_counts(start, clock, tmp_path):
         while processes.cpu_time_s(ranks["rank 1"]) < before_s + 0.1:  # a tenth of a core, by the moved clock
             time.sleep(0.01)
         clock.now_s += 1.0
+
+
+def test_time_in_which_the_launcher_did_not_run_either_is_no_hang(start, clock, tmp_path):
+    """As on a machine that was suspended, or so overloaded that nobody ran; afterwards hangs are found as before."""
+    ranks = {"rank 0": start("step 3: update").pid}
+    monitor = HealthMonitor(tmp_path, 60.0, computes_on_cpu=True)
+    assert watch(monitor, clock, ranks, 3)[0] is None
+    clock.now_s += 3600.0
+    assert monitor.find_hang(ranks, lambda: list(ranks.values())) is None
+    found, after_s = watch(monitor, clock, ranks, 30)
+    assert "no process of the run has done anything" in found[1] and after_s <= STILLNESS_LIMIT_S
 
 
 def test_the_limit_of_the_user_holds_everywhere(start, clock, tmp_path):
