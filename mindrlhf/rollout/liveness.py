@@ -1,8 +1,7 @@
 """Whether a server that owes an answer is still working on it."""
 
-import time
-
 from mindrlhf.training import processes
+from mindrlhf.training.watched_time import WatchedTime
 
 _CHECK_INTERVAL_S = 1.0
 # Less processor time than this during the whole limit is no work: threads that only look around use as much.
@@ -22,12 +21,13 @@ class StallWatch:
     def __init__(self, pid: int, limit_s: float):
         self._pid = pid
         self._limit_s = limit_s
-        self._since_s = self._next_check_s = time.monotonic()
+        self._time = WatchedTime()
+        self._since_s = self._next_check_s = 0.0
         self._cpu_time_s: float | None = None
 
     def is_stalled(self) -> bool:
         """Return whether no work has been done for the whole limit; call it every second or so."""
-        now_s = time.monotonic()
+        now_s = self._time.now_s()
         if now_s < self._next_check_s:
             return False
         self._next_check_s = now_s + _CHECK_INTERVAL_S

@@ -1,6 +1,7 @@
 """Whether a run still moves, as the launcher sees it from outside.
 
-Three signs, all on this process's own clock, so that a clock that jumps deceives none of them:
+Three signs, all on this process's own clock, so that a clock that jumps deceives none of them, and in the time that
+this process itself has run, so that a machine on which nobody runs for a while does not either:
 
 - A rank that was stopped is in the kernel's state T.
 - Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other. A
@@ -13,7 +14,6 @@ The beats themselves prove nothing: MindSpore holds the interpreter's lock while
 to join, and no Python thread beats meanwhile.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from mindrlhf.heartbeat import Beat, heartbeat_path, read_beat
 from mindrlhf.training import processes
+from mindrlhf.training.watched_time import WatchedTime
 
 STILLNESS_LIMIT_S = 8.0
 _CHECK_INTERVAL_S = 1.0
@@ -54,6 +55,7 @@ class HealthMonitor:
         self._stopped: dict[int, float] = {}
         self._progress = _Since(None, 0.0)
         self._work = _Since(0.0, 0.0)
+        self._time = WatchedTime()
         self._next_check_s = 0.0
 
     def find_hang(self, ranks: Mapping[str, int], list_pids: Callable[[], Collection[int]]) -> tuple[str, str] | None:
@@ -63,7 +65,7 @@ class HealthMonitor:
             ranks: pids of the running ranks by name.
             list_pids: returns the pids of all running processes of the run.
         """
-        now_s = time.monotonic()
+        now_s = self._time.now_s()
         if now_s < self._next_check_s:
             return None
         self._next_check_s = now_s + _CHECK_INTERVAL_S
