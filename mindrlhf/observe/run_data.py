@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +14,8 @@ from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.series import Series
 
 SAMPLES_PER_STEP = 6
+# The axes of a chart of larger ones would overflow; what a run computes in float32 ends at 3.4e38.
+MAX_MAGNITUDE = 1e300
 
 
 @dataclass(frozen=True)
@@ -116,4 +117,4 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_MAGNITUDE

@@ -15,6 +15,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A fork bomb under a limit on processes is gone after a few rounds; this bounds the wait for one without a limit.
 MAX_ROUNDS = 200
 ROUND_INTERVAL_S = 0.005
+# Between leaving one program and being in the next, a process shows an empty environment; some show it always.
+MAX_ROUNDS_UNKNOWN = 20
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -48,7 +50,19 @@ def kill_marked(variable: str, value: str) -> None:
     For what a dead process has left behind: orphans have no tie to it but the environment they inherited.
     """
     marker = f"{variable}={value}".encode()
-    _kill_until_none(lambda: [pid for pid in _running_pids() if marker in _environment(pid).split(b"\0")])
+    any_unknown = False
+
+    def find() -> list[int]:
+        nonlocal any_unknown
+        environments = {pid: _environment(pid) for pid in _running_pids()}
+        any_unknown = b"" in environments.values()
+        return [pid for pid, environment in environments.items() if marker in (environment or b"").split(b"\0")]
+
+    for _ in range(MAX_ROUNDS_UNKNOWN):
+        _kill_until_none(find)
+        if not any_unknown:
+            return
+        time.sleep(ROUND_INTERVAL_S)
 
 
 def _kill_until_none(find: Callable[[], list[int]]) -> None:
@@ -107,12 +121,13 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0].decode(), int(fields[1])
 
 
-def _environment(pid: int) -> bytes:
+def _environment(pid: int) -> bytes | None:
+    """The environment a process was started with; None once it is gone, of another user's and the kernel's own."""
     try:
         with open(f"{PROC}/{pid}/environ", "rb") as file:
             return file.read()
     except OSError:
-        return b""
+        return None
 
 
 def _prctl(option: int, value: int) -> None:

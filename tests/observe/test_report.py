@@ -125,6 +125,14 @@ def test_report_of_any_length(tmp_path, num_steps):
     assert "Better" in page.text and "beta: 0.0" in page.text
 
 
+@pytest.mark.parametrize("value", [10**400, 1.7e308, -1.7e308], ids=["integer", "large", "small"])
+def test_a_value_too_large_for_an_axis_is_left_out(tmp_path, value):
+    records = [record | {"entropy": value if record["step"] == 2 else 1.0} for record in training_records(3)][1:-1]
+    page = Page(write_report(make_run(tmp_path, records)).read_text(encoding="utf-8"))
+    (entropy,) = [chart for chart in json.loads(page.scripts[0]) if "ntropy" in json.dumps(chart)]
+    assert [(series["steps"], series["values"]) for series in entropy["series"]] == [([1, 3], [1.0, 1.0])]
+
+
 def test_nothing_comes_from_elsewhere(tmp_path):
     make_run(tmp_path, training_records(3), [sample(1)], SUMMARY, "beta: 0.0\n")
     text = write_report(tmp_path).read_text(encoding="utf-8")

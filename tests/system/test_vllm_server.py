@@ -144,6 +144,13 @@ def reference_logprobs(model_dir: str, temperature: float, pairs: list) -> list[
     return [np.array(json.loads(line)) for line in result.stdout.splitlines()]
 
 
+def begin_many(generator):
+    """Samples that have begun to arrive, and are far more than can be on their way."""
+    stream = generator.generate([GenerationRequest(0, prompt(6, 42), 4000, seed=5)], SamplingParams(max_tokens=90))
+    next(stream)
+    return stream
+
+
 def collect(generator, requests=REQUESTS, sampling=SAMPLING) -> dict:
     completions = {(c.request_id, c.sample_index): c for c in generator.generate(requests, sampling)}
     assert set(completions) == {(r.request_id, i) for r in requests for i in range(r.num_samples)}
@@ -255,7 +262,7 @@ def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directo
             server = generator._process.pid
             workers = [process.pid for process in descendants(server)]
             assert len(workers) >= 2, "vLLM runs each rank in a process of its own"
-            stream = generator.generate(REQUESTS, dataclasses.replace(SAMPLING, stop_token_ids=()))
+            stream = begin_many(generator)
             os.kill(server, signal.SIGKILL)
             with pytest.raises(RunFailure, match=r"was killed by signal 9 \(SIGKILL\)"):
                 list(stream)
@@ -314,7 +321,7 @@ def test_a_killed_server_is_noticed_named_and_replaced(pushed):
     generator, board = pushed
     push(generator, board, seed=1, version=12)
     expected = collect(generator)
-    stream = generator.generate(REQUESTS, dataclasses.replace(SAMPLING, stop_token_ids=()))
+    stream = begin_many(generator)
     os.kill(generator._process.pid, signal.SIGKILL)
     with pytest.raises(RunFailure, match=r"was killed by signal 9 \(SIGKILL\); log .*pushed.log ends"):
         list(stream)
