@@ -21,7 +21,8 @@ from mindrlhf.models.spec import find_spec
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.publishing import plan_publication, write_slices
 from mindrlhf.rollout.replicas import find_rollout_python
-from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
 HEAD_DIM = 64

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Set-up, the style check and all tests: the quick ones first, two files at a time, then those in tests/system, which
-# start real msrun jobs and vLLM. Arguments go to pytest instead: bash scripts/test.sh tests/data -k readers
+# Set-up, the style check and all tests, two files at a time: the quick ones first, then those in tests/system, which
+# start real msrun jobs and vLLM. MINDRLHF_SLOW_TESTS=1 adds what is too slow for every day.
+# Arguments go to pytest instead: bash scripts/test.sh tests/data -k readers
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
@@ -14,5 +15,5 @@ fi
 status=0
 .venv/bin/python -m pytest --ignore tests/system --numprocesses 2 --dist loadfile || status=$?
 # Also after a failure: whoever reads the log of a machine wants all of it.
-.venv/bin/python -m pytest tests/system || status=$?
+.venv/bin/python -m pytest tests/system --numprocesses 2 --dist loadfile || status=$?
 exit "$status"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindrlhf.parallel.compile import CompileRequest, compile_ranks
 from mindrlhf.parallel.plan import Plan
-from mindrlhf.parallel.plan_memory import RUNTIME, UPDATE, step_bytes
+from mindrlhf.parallel.plan_memory import RUNTIME, STEP, UPDATE
 
 # Not part of the compiled step: the generator and the runtime.
 _OUTSIDE_THE_STEP = (RUNTIME,)
@@ -59,9 +59,11 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
 
 def step_estimate(plan: Plan, stage: int) -> int:
     """Return the estimate of the update's memory, of gradients or optimiser, without what is outside the graph."""
-    phase = next(one for one in plan.memory if one.phase == UPDATE and one.stage == stage)
-    gradients = sum(item.size_bytes for item in phase.items if item.name not in _OUTSIDE_THE_STEP)
-    return max(gradients, step_bytes(plan.states[stage]))
+    return max(
+        sum(item.size_bytes for item in phase.items if item.name not in _OUTSIDE_THE_STEP)
+        for phase in plan.memory
+        if phase.phase in (UPDATE, STEP) and phase.stage == stage
+    )
 
 
 def _request(plan: Plan, rank: int) -> CompileRequest:

@@ -18,14 +18,16 @@ from mindrlhf.parallel.plan_parameters import (
 )
 from mindrlhf.parallel.plan_rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
 from mindrlhf.parallel.plan_sizes import format_size
+from mindrlhf.parallel.spans import NUM_SPANS
 
 ROLLOUT, OLD_LOGPROBS, UPDATE, TRANSFER = "rollout", "old log-probs", "update", "weight transfer"
+STEP = "optimizer step"
 RUNTIME = "runtime and HCCL"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
-# parameters at once: gradients, sums, sums without what is not finite, scaled ones, those to be kept. What its planner
-# (2.9.0, level 1) keeps beside the state is 4.5 to 4.9 float32 copies of a rank's slices.
+# parameters of a span at once: gradients without what is not finite, scaled ones, new moments and weights. What its
+# planner (2.9.0, level 1) keeps beside the state is up to 4.9 float32 copies.
 NUM_STEP_COPIES = 5
 # HCCL keeps two buffers of HCCL_BUFFSIZE (200 MB unless set) per communicator.
 _COMMUNICATOR_BYTES = 2 * 200_000_000
@@ -107,13 +109,9 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
         if needs_forward:
             memory.append(_phase(OLD_LOGPROBS, stage, resident, _forward_items(inputs, stage)))
         memory.append(_phase(UPDATE, stage, resident, _update_items(inputs, stage)))
+        memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
         memory.append(_phase(TRANSFER, stage, resident, [_rollout_weights(inputs)]))
     return memory
-
-
-def step_bytes(state: StageState) -> int:
-    """Return what the optimiser's step takes as it is compiled: the state, and intermediate results of its slices."""
-    return state.total + NUM_STEP_COPIES * state.gradient_sums
 
 
 def _phase(name: str, stage: int, resident: list[MemoryItem], items: list[MemoryItem]) -> PhaseMemory:
@@ -195,6 +193,18 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
         _logits(inputs, stage),
         _mask(inputs),
     ]
+
+
+def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
+    """What AdamW computes on the way, of the parameters of a span: at most the largest and a share of the others."""
+    num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
+    largest = state.largest_elements
+    others = num_trained - largest
+    elements, how = num_trained, f"{num_trained:,}"
+    if is_split(inputs.config.parallel_config):
+        elements, how = largest + others // NUM_SPANS, f"({largest:,} + {others:,} / {NUM_SPANS})"
+    size = NUM_STEP_COPIES * elements * 4
+    return MemoryItem("optimizer's work", size, False, f"{NUM_STEP_COPIES} x {how} x 4 B")
 
 
 def _activations(inputs: MemoryInputs, stage: int) -> MemoryItem:

@@ -24,6 +24,7 @@ class StageState:
         num_elements: elements of its parameter slices, optimiser sharding included.
         num_gathered_elements: elements of the same slices before optimiser sharding, as the layers use them.
         largest_gathered_elements: those of the largest parameter.
+        largest_elements: elements of the largest slice that is trained, after optimiser sharding.
         parameters: slices in the parameters' dtype.
         moments: AdamW's two moments of those slices, float32.
         gradient_sums: gradients of those slices, float32, added up over the micro-batches of an update.
@@ -34,6 +35,7 @@ class StageState:
     num_elements: int
     num_gathered_elements: int
     largest_gathered_elements: int
+    largest_elements: int
     parameters: int
     moments: int
     gradient_sums: int
@@ -124,6 +126,7 @@ def stage_states(
                 num_elements=elements + fixed_elements,
                 num_gathered_elements=sum(gathered) + fixed_elements,
                 largest_gathered_elements=max(gathered),
+                largest_elements=max(math.prod(layout.slice_shape) for layout in trained),
                 parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
                 moments=elements * NUM_MOMENTS * MOMENT_BYTES,
                 gradient_sums=elements * GRADIENT_SUM_BYTES,

@@ -7,9 +7,8 @@ from typing import Any
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
-from mindrlhf.parallel.feasibility import is_split
 from mindrlhf.parallel.plan import Machine, Model, Plan, prepare
-from mindrlhf.parallel.plan_memory import NUM_STEP_COPIES, RUNTIME, PhaseMemory, plan_memory, step_bytes
+from mindrlhf.parallel.plan_memory import PhaseMemory, plan_memory
 from mindrlhf.parallel.plan_sizes import format_size
 
 MAX_CHANGES = 3
@@ -107,15 +106,6 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         notes.append(
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
             "the nodes have it"
-        )
-    runtime = max(item.size_bytes for item in plan.peak.items if item.name == RUNTIME)
-    state = max(plan.states, key=step_bytes)
-    step = step_bytes(state)
-    if is_split(plan.config.parallel_config) and step + runtime > plan.machine.device_bytes:
-        notes.append(
-            f"as it is compiled today, the optimiser's step holds {NUM_STEP_COPIES} float32 copies of a rank's slices "
-            f"at once, {format_size(step - state.total)}: with state and runtime {format_size(step + runtime)} of "
-            f"{format_size(plan.machine.device_bytes)}, which is not counted above (docs/plan.md)"
         )
     if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
         notes.append(

@@ -11,7 +11,8 @@ from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
 
 PYTHON_VARIABLE = "MINDRLHF_ROLLOUT_PYTHON"
 

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +21,15 @@ import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
+from mindrlhf.training import processes
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _FINISH_REASONS = ("stop", "length")
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
 _NUM_LOG_LINES_SHOWN = 3
-_PACKAGES_NAME, _TEMPORARY_NAME = "packages", "tmp"
-# Variables that would make the server take itself for a training rank, or load the trainer's libraries.
-_DROPPED_VARIABLES = {
-    "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "DEVICE_ID", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV",
-}  # fmt: skip
-_DROPPED_PREFIXES = ("MS_", "MINDSPORE", "OMPI_", "PMIX_", "OMP_", "KMP_", "GOMP_", "GLOG_", "VLLM_")
-_DEVICE_VARIABLES = {
-    "cpu": {
-        # Threads that spin while they wait starve the trainer on shared cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # vLLM compiles sampler operators at the first request otherwise, which needs a C++ compiler and seconds.
-        "TORCHDYNAMO_DISABLE": "1",
-    },
-    "ascend": {"VLLM_ASCEND_ENABLE_NZ": "0"},  # weights in that layout cannot be reloaded
-}
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """How to start one rollout server.
-
-    ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
-    the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
-    ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
-    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment.
-    """
-
-    python: str
-    model_dir: str
-    log_path: str
-    device: str = "cpu"
-    dtype: str = "float32"
-    load_format: str = "dummy"
-    max_model_len: int = 2048
-    max_num_seqs: int = 64
-    seed: int = 0
-    num_threads: int = 1
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gib: float | None = 1.0
-    enable_sleep: bool = False
-    start_timeout_s: float = 300.0
-    stall_timeout_s: float = 10.0
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class VllmGenerator:
@@ -87,11 +41,12 @@ class VllmGenerator:
     """
 
     def __init__(self, options: VllmOptions):
-        _check(options)
+        check_options(options)
         self.options = options
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._private_dir: str | None = None
+        self._shared_memory: set[str] = set()
         self._is_ready = False
         self._is_generating = False
         self._asked = ""  # what it was last told to do
@@ -120,6 +75,7 @@ class VllmGenerator:
         header, _ = self._receive(self.options.start_timeout_s)
         assert header["kind"] == "ready", f"the rollout server greets with '{header['kind']}'"
         self._is_ready = True
+        self._note_shared_memory()
 
     def use_board(self, board_path: str) -> None:
         """Say where ``update_weights`` finds the weight board (``WeightBoard.path``)."""
@@ -209,9 +165,14 @@ class VllmGenerator:
         if self._is_ready and not self._is_generating:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_TIMEOUT_S)
+        self._note_shared_memory()
         self._kill_group()
         self._process.wait()
         shutil.rmtree(self._private_dir, ignore_errors=True)
+        for path in self._shared_memory:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self._shared_memory.clear()
         self._process = self._connection = self._private_dir = None
         self._is_ready = self._is_generating = False
 
@@ -226,10 +187,10 @@ class VllmGenerator:
         # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
         # too: vLLM leaves some behind when it is killed.
         self._private_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
-        for name in (_PACKAGES_NAME, _TEMPORARY_NAME):
+        for name in (PACKAGES_NAME, TEMPORARY_NAME):
             os.mkdir(os.path.join(self._private_dir, name))
         package = Path(mindrlhf.__file__).resolve().parent
-        os.symlink(package, os.path.join(self._private_dir, _PACKAGES_NAME, package.name))
+        os.symlink(package, os.path.join(self._private_dir, PACKAGES_NAME, package.name))
         config = {
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
@@ -243,7 +204,7 @@ class VllmGenerator:
             with theirs, open(options.log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     [*command, "--config", json.dumps(config)],
-                    env=_server_environment(options, self._private_dir),
+                    env=server_environment(options, self._private_dir),
                     cwd=self._private_dir,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -354,46 +315,15 @@ class VllmGenerator:
         lines = [line.strip() for line in text.splitlines() if line.strip()][-_NUM_LOG_LINES_SHOWN:]
         return f"; log {self.options.log_path} ends: {' | '.join(lines) or '(empty)'}"
 
+    def _note_shared_memory(self) -> None:
+        """Remember what ranks of one server talk through: when they are killed, nobody else removes it."""
+        pids = [self._process.pid, *(status.pid for status in processes.descendants(self._process.pid))]
+        for pid in pids:
+            self._shared_memory |= processes.shared_memory_files(pid)
+
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _check(options: VllmOptions) -> None:
-    if shutil.which(options.python) is None:
-        raise UserError(f"rollout.python '{options.python}' is no executable; give the rollout environment's python")
-    max_positions = read_hf_config(options.model_dir).get("max_position_embeddings")
-    if max_positions is not None and (type(max_positions) is not int or options.max_model_len > max_positions):
-        raise UserError(
-            f"rollout max_model_len {options.max_model_len} is over max_position_embeddings {max_positions!r} of "
-            f"{options.model_dir}; lower the prompt or response length"
-        )
-    if options.device not in _DEVICE_VARIABLES:
-        raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")
-    for name in ("max_model_len", "max_num_seqs", "num_threads", "tensor_parallel_size", "start_timeout_s"):
-        if getattr(options, name) <= 0:
-            raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
-
-
-def _server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _DROPPED_VARIABLES and not name.startswith(_DROPPED_PREFIXES)
-    }
-    ours = {
-        "PYTHONPATH": os.path.join(private_dir, _PACKAGES_NAME),
-        "TMPDIR": os.path.join(private_dir, _TEMPORARY_NAME),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(options.num_threads),
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    return kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env)
 
 
 def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class ParallelUpdate(nn.Cell):
         self.network.set_grad()
         self.optimizer = optimizer
         self.weights = optimizer.parameters
+        self.spans = optimizer.spans
         self.max_grad_norm = max_grad_norm
         self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
         self.keeps_shards = parallel.enable_parallel_optimizer
@@ -181,7 +182,7 @@ class ParallelUpdate(nn.Cell):
         accumulated = gradients
         if self.accumulates and not self.keeps_shards:
             accumulated = ops.depend(self.accumulators, gradients)
-        totals = self.hyper_map(_add, self.totals, accumulated)
+        totals = self._add(accumulated)
         defect = self.defect + ops.reshape(statistics[0] * 0.0, (1,))
         norm = self._norm(totals, defect)
         applies = self.is_last * ops.cast(ops.isfinite(norm), ms.float32)
@@ -189,28 +190,47 @@ class ParallelUpdate(nn.Cell):
         if self.max_grad_norm > 0:
             scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm)) * applies
         scale = ops.select(applies > 0.5, scale, ops.zeros_like(scale))
-        totals = self.hyper_map(_without_defects, totals)
-        updated = self.optimizer(self.hyper_map(ops.partial(_scale, scale), totals), applies)
-        kept = self.hyper_map(ops.partial(_keep, 1.0 - self.is_last), self.totals, ops.depend(totals, updated))
+        updated = self.optimizer(totals, scale, applies)
+        kept = self._multiply(self.totals, 1.0 - self.is_last, updated)
         defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
         statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
         if self.accumulates:
-            cleared = self.hyper_map(_clear, ops.depend(self.accumulators, statistics))
-            statistics = ops.depend(statistics, cleared)
+            statistics = ops.depend(statistics, self._multiply(self.accumulators, defect * 0.0, statistics))
         return statistics, norm
 
-    def _norm(self, gradients, defect):
-        squares = ops.addn(self.hyper_map(_square_share, self.shares, gradients)) + defect
+    # What follows is outside of the network, where the graph is not sliced and the front end believes that gradients
+    # are whole: no shape may be written down, nor a constant in the shape of a gradient. Such as zeros_like gives would
+    # also be as large in the graph and on the device as the gradients: the compiler turns it into data.
+    #
+    # All goes from span to span of the parameters, as in WithholdableAdamW.
+
+    def _add(self, gradients):
+        """Add to the totals, in place, and return them."""
+        totals, done = (), ()
+        # Last parameters first, as the backward pass finds their gradients.
+        for start, stop in self.spans[::-1]:
+            done = self.hyper_map(_accumulate, self.totals[start:stop], ops.depend(gradients[start:stop], done))
+            totals = done + totals
+        return totals
+
+    def _norm(self, totals, defect):
+        squares = defect
+        for start, stop in self.spans:
+            parts = ops.depend(totals[start:stop], squares)
+            # A pipeline stage may have no parameter of a span, and a sum must have terms.
+            squares = ops.addn((squares,) + self.hyper_map(_square_share, self.shares[start:stop], parts))
         return ops.sqrt(squares if self.all_reduce is None else self.all_reduce(squares))
 
+    def _multiply(self, targets, factor, done):
+        """Multiply by 0 or 1, in place, and make 0 what is not finite."""
+        for start, stop in self.spans:
+            multiply = ops.partial(_scale, ops.depend(factor, done))
+            done = self.hyper_map(multiply, targets[start:stop])
+        return done
 
-# Outside of the network the graph is not sliced, and the front end believes that gradients are whole: no shape may be
-# written down, nor a constant in the shape of a gradient. Such as zeros_like gives would also be as large in the graph
-# and on the device as the gradients: the compiler turns it into data.
 
-
-def _add(total, gradient):
-    return total + ops.cast(gradient, ms.float32)
+def _accumulate(total, gradient):
+    return ops.depend(total, ops.assign(total, total + ops.cast(gradient, ms.float32)))
 
 
 def _square_share(share, gradient):
@@ -219,21 +239,8 @@ def _square_share(share, gradient):
     return ops.ExpandDims()(ops.ReduceSum()(ops.square(gradient), ()) * share, 0)
 
 
-def _without_defects(total):
-    """Replace what is not finite by 0, so that a factor of 0 gives 0."""
-    return ops.nan_to_num(total, 0.0, 0.0, 0.0)
-
-
-def _scale(scale, gradient):
-    return gradient * scale
-
-
-def _keep(factor, target, total):
-    return ops.assign(target, total * factor)
-
-
-def _clear(accumulator):
-    return ops.assign(accumulator, ops.nan_to_num(accumulator, 0.0, 0.0, 0.0) * 0.0)
+def _scale(factor, target):
+    return ops.assign(target, ops.nan_to_num(ops.depend(target, factor), 0.0, 0.0, 0.0) * factor)
 
 
 class ParallelLogProbs(nn.Cell):

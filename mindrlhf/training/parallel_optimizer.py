@@ -4,6 +4,8 @@ import mindspore as ms
 from mindformers.core.optim.adamw import AdamW
 from mindspore import ops
 
+from mindrlhf.parallel.spans import spans_of_equal_size
+
 
 class WithholdableAdamW(AdamW):
     """MindFormers' AdamW, the same numbers to the last bit, with an update that is made or withheld.
@@ -13,27 +15,40 @@ class WithholdableAdamW(AdamW):
     the factors of AdamW are those that leave weights, moments and step count exactly as they are.
     """
 
-    def construct(self, gradients, applies):
-        """Update the parameters where ``applies``, float32 [1], is 1; change nothing where it is 0.
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.spans = spans_of_equal_size([parameter.size for parameter in self._parameters])
 
-        Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2. Gradients must be finite in both cases.
+    def construct(self, gradients, scale, applies):
+        """Update the parameters with ``scale`` times the gradients where ``applies`` is 1; else change nothing.
+
+        Both are float32 [1]. Gradients that are not finite count as 0. Loshchilov and Hutter 2019 (arXiv:1711.05101),
+        algorithm 2.
         """
         decays, lr = self.get_weight_decay(), self.get_lr() * applies
         counted = self.assignadd(self.global_step, ops.cast(applies, ms.int32) * self.global_step_increase_tensor)
         # Where the first update is withheld the count is 0, and the corrections would be 0 too.
         step = ops.maximum(ops.cast(counted, ms.float32), ops.ones_like(applies))
-        held = 1.0 - applies
-        betas = (self.beta1 * applies + held, self.beta2 * applies + held)
         corrections = (1.0 - ops.pow(self.beta1, step), 1.0 - ops.pow(self.beta2, step))
-        update = ops.partial(_update, betas, corrections, self.eps, lr)
-        if self.is_group:
-            return self.hyper_map(update, decays, self._parameters, gradients, self.exp_avg, self.exp_avg_sq)
-        update = ops.partial(update, decays)
-        return self.hyper_map(update, self._parameters, gradients, self.exp_avg, self.exp_avg_sq)
+        done = applies
+        for start, stop in self.spans:
+            # All that an update computes takes a gradient or one of these, and so waits for the span before.
+            applied = ops.depend(applies, done)
+            held = 1.0 - applied
+            betas = (self.beta1 * applied + held, self.beta2 * applied + held)
+            update = ops.partial(_update, betas, corrections, self.eps, lr * applied, scale)
+            state = (self._parameters[start:stop], ops.depend(gradients[start:stop], done))
+            moments = (self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
+            if self.is_group:
+                done = self.hyper_map(update, decays[start:stop], state[0], state[1], moments[0], moments[1])
+            else:
+                update = ops.partial(update, decays)
+                done = self.hyper_map(update, state[0], state[1], moments[0], moments[1])
+        return done
 
 
-def _update(betas, corrections, epsilon, lr, decay, parameter, gradient, mean, square):
-    gradient = ops.cast(gradient, ms.float32)
+def _update(betas, corrections, epsilon, lr, scale, decay, parameter, gradient, mean, square):
+    gradient = ops.nan_to_num(ops.cast(gradient, ms.float32), 0.0, 0.0, 0.0) * scale
     new_mean = mean * betas[0] + gradient * (1.0 - betas[0])
     new_square = square * betas[1] + gradient * gradient * (1.0 - betas[1])
     denominator = ops.sqrt(new_square / corrections[1]) + epsilon

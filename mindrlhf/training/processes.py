@@ -68,6 +68,17 @@ def read_environment(pid: int) -> dict[str, str]:
     return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
+def shared_memory_files(pid: int) -> set[str]:
+    """Return the files in ``/dev/shm`` that a process has mapped; none when it cannot be looked at."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return set()
+    # proc(5): address, permissions, offset, device, inode, path
+    paths = {line.split(maxsplit=5)[-1] for line in lines if " /dev/shm/" in line}
+    return {path for path in paths if not path.endswith(" (deleted)")}
+
+
 def descendants(root_pid: int, *, except_trees: Collection[int] = ()) -> list[ProcessStatus]:
     """Return every descendant of a process, parents first, zombies included.
 

@@ -16,7 +16,8 @@ from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.rewards.chat_client import ChatError, _content
 from mindrlhf.rewards.sample_files import read_samples
-from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.training.skipped_batches import INFO_NAME, load_skipped
 from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
 

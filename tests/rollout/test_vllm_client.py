@@ -10,7 +10,8 @@ import pytest
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
 
 # Sample i of a request "generates" the prompt, i times. Prompts that begin with 666 kill the server, with 13 fail,
 # with 5050 sleep, with 4711 work for seconds.

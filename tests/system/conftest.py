@@ -33,7 +33,7 @@ def start_job(fault_inputs_dir, tmp_path_factory):
     yield start
     for job in jobs:
         job.clean_up()
-    assert fault_jobs.shared_memory() <= segments
+    fault_jobs.check_no_shared_memory_was_left(segments)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""A tiny model, five batches and nine layouts of it, for the execution of parallel graphs on CPU ranks."""
+"""A tiny model, five batches and layouts of it, for the execution of parallel graphs on CPU ranks."""
+
+import os
 
 import numpy as np
 
@@ -31,7 +33,7 @@ MODEL = {
 # Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
 WITH_LOGPROBS = ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
 # By number of ranks, name -> parallel_config.
-LAYOUTS = {
+_ALL_LAYOUTS = {
     2: {
         "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
         "tp2_sequence_parallel": {
@@ -56,6 +58,16 @@ LAYOUTS = {
             "vocab_emb_dp": False,
         },
     },
+}
+# Combinations of the others: nightly.
+_SLOW = ("dp2_optimizer_parallel_pieces", "dp2_pp2", "tp2_pp2")
+LAYOUTS = {
+    size: {
+        name: parallel
+        for name, parallel in layouts.items()
+        if name not in _SLOW or os.environ.get("MINDRLHF_SLOW_TESTS")
+    }
+    for size, layouts in _ALL_LAYOUTS.items()
 }
 
 

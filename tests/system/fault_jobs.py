@@ -189,6 +189,14 @@ class FaultJob(FaultProcess):
         return pid
 
 
+def check_no_shared_memory_was_left(before: set[str]) -> None:
+    """Compare with ``shared_memory()`` of an earlier time. What other tests are at work on goes within seconds."""
+    deadline = time.monotonic() + 20
+    while not shared_memory() <= before:
+        assert time.monotonic() < deadline, f"left: {sorted(shared_memory() - before)}"
+        time.sleep(1)
+
+
 def shared_memory() -> set[str]:
     """Return the named segments of shared memory of this user that no process has open."""
     own = [path for path in SHARED_MEMORY.iterdir() if path.stat().st_uid == os.getuid()]

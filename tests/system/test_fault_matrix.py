@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 import sanity_inputs
 import small_disks
-from fault_jobs import FAULTY_START, FaultJob, FaultProcess, assert_same_run, shared_memory
+from fault_jobs import (
+    FAULTY_START,
+    FaultJob,
+    FaultProcess,
+    assert_same_run,
+    check_no_shared_memory_was_left,
+    shared_memory,
+)
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.data.mindrecord import PromptFile
@@ -31,7 +38,7 @@ SLOW = pytest.mark.skipif(not os.environ.get("MINDRLHF_SLOW_TESTS"), reason="slo
 def no_shared_memory_is_left():
     segments = shared_memory()
     yield
-    assert shared_memory() <= segments
+    check_no_shared_memory_was_left(segments)
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from safetensors.numpy import save_file
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
-from mindrlhf.training.processes import descendants
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.training.processes import descendants, shared_memory_files
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,6 +262,8 @@ def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directo
             assert_same(collect(generator, sampling=greedy), collect(fresh, sampling=greedy))
             server = generator._process.pid
             workers = [process.pid for process in descendants(server)]
+            segments = {path for worker in workers for path in shared_memory_files(worker)}
+            assert segments, "its ranks talk through shared memory"
             assert len(workers) >= 2, "vLLM runs each rank in a process of its own"
             stream = begin_many(generator)
             os.kill(server, signal.SIGKILL)
@@ -270,6 +273,7 @@ def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directo
     while time.monotonic() < deadline and any(_is_alive(pid) for pid in workers):
         time.sleep(0.2)
     assert not [pid for pid in workers if _is_alive(pid)]
+    assert not [path for path in segments if Path(path).exists()]
 
 
 def test_a_wrong_version_is_an_error_and_the_server_goes_on(pushed):
@@ -331,7 +335,8 @@ def test_a_killed_server_is_noticed_named_and_replaced(pushed):
 
 TRAINER = """
 import sys, time
-from mindrlhf.rollout.vllm import VllmGenerator, VllmOptions
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
 generator = VllmGenerator.start(VllmOptions(*sys.argv[1:4], load_format="auto", kv_cache_gib=0.1, max_model_len=160))
 if sys.argv[4] == "ready":
     generator.wait_ready()

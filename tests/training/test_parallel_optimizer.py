@@ -28,7 +28,9 @@ def make(tmp_path_factory):
             self.optimizer = optimizer
 
         def construct(self, gradients, applies):
-            return self.optimizer(gradients) if applies is None else self.optimizer(gradients, applies)
+            if applies is None:
+                return self.optimizer(gradients)
+            return self.optimizer(gradients, ms.Tensor([1.0], ms.float32), applies)
 
     def build(is_withholdable):
         random = np.random.default_rng(0)

@@ -1,0 +1,96 @@
+"""How a vLLM rollout server is started: its options, their checks, and the environment of its process."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mindrlhf.errors import UserError
+from mindrlhf.weights.hf import read_hf_config
+
+# In the server's private directory: what it may import, and its temporary files.
+PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
+# Variables that would make the server take itself for a training rank, or load the trainer's libraries.
+_DROPPED_VARIABLES = {
+    "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "DEVICE_ID", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV",
+}  # fmt: skip
+_DROPPED_PREFIXES = ("MS_", "MINDSPORE", "OMPI_", "PMIX_", "OMP_", "KMP_", "GOMP_", "GLOG_", "VLLM_")
+_DEVICE_VARIABLES = {
+    "cpu": {
+        # Threads that spin while they wait starve the trainer on shared cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM compiles sampler operators at the first request otherwise, which needs a C++ compiler and seconds.
+        "TORCHDYNAMO_DISABLE": "1",
+    },
+    "ascend": {"VLLM_ASCEND_ENABLE_NZ": "0"},  # weights in that layout cannot be reloaded
+}
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """How to start one rollout server.
+
+    ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
+    the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
+    ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
+    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment.
+    """
+
+    python: str
+    model_dir: str
+    log_path: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    load_format: str = "dummy"
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    seed: int = 0
+    num_threads: int = 1
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = 1.0
+    enable_sleep: bool = False
+    start_timeout_s: float = 300.0
+    stall_timeout_s: float = 10.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_options(options: VllmOptions) -> None:
+    """Raise ``UserError`` when the interpreter or the model's config.json is missing, or a number is out of range."""
+    if shutil.which(options.python) is None:
+        raise UserError(f"rollout.python '{options.python}' is no executable; give the rollout environment's python")
+    max_positions = read_hf_config(options.model_dir).get("max_position_embeddings")
+    if max_positions is not None and (type(max_positions) is not int or options.max_model_len > max_positions):
+        raise UserError(
+            f"rollout max_model_len {options.max_model_len} is over max_position_embeddings {max_positions!r} of "
+            f"{options.model_dir}; lower the prompt or response length"
+        )
+    if options.device not in _DEVICE_VARIABLES:
+        raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")
+    for name in ("max_model_len", "max_num_seqs", "num_threads", "tensor_parallel_size", "start_timeout_s"):
+        if getattr(options, name) <= 0:
+            raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
+
+
+def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]:
+    """Return the variables of the server's process; ``private_dir`` is its own and holds what it imports."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _DROPPED_VARIABLES and not name.startswith(_DROPPED_PREFIXES)
+    }
+    ours = {
+        "PYTHONPATH": os.path.join(private_dir, PACKAGES_NAME),
+        "TMPDIR": os.path.join(private_dir, TEMPORARY_NAME),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(options.num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.tensor_parallel_size == 1 else "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    return kept | ours | _DEVICE_VARIABLES[options.device] | dict(options.env)
