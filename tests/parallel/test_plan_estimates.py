@@ -118,10 +118,10 @@ SHORT = ("training.row_lengths=[2048]", "rollout.max_response_length=1024")
 PIECES = ("parallel_config.micro_batch_num=2", "training.batch_size=2")
 WHOLE = ("parallel_config.data_parallel=1", "parallel_config.enable_parallel_optimizer=false")
 PLANNED = [
-    ("qwen2_5_7b", 2, 4, 0, (*SHORT, *WHOLE, "rollout.num_replicas=2"), 13_540_000_000),
-    ("qwen2_5_7b", 2, 8, 0, (*SHORT, PIECES[0], "training.batch_size=4"), 8_330_000_000),
-    ("qwen2_5_32b", 4, 16, 0, PIECES, 8_688_467_456),
-    ("qwen2_5_32b", 4, 16, 1, PIECES, 8_310_000_000),
+    ("qwen2_5_7b", 2, 4, 0, (*SHORT, *WHOLE, "rollout.num_replicas=2"), 9_610_000_000),
+    ("qwen2_5_7b", 2, 8, 0, (*SHORT, PIECES[0], "training.batch_size=4"), 8_290_000_000),
+    ("qwen2_5_32b", 4, 16, 0, PIECES, 6_380_000_000),
+    ("qwen2_5_32b", 4, 16, 1, PIECES, 6_360_000_000),
 ]
 
 
