@@ -60,5 +60,5 @@ def test_the_estimate_beside_it_leaves_out_what_is_not_compiled(compiled):
     work = 5 * 4 * (largest + (952_146_944 - largest) // 8)
     assert step.total - runtime == 952_146_944 * 4 * 4 + work
     lines = planned_lines([planned])
-    assert lines[1].split() == ["0", "10.00", "GB", "26.82", "GB", "28", "12", "s", "2.00", "GB"]
+    assert lines[1].split() == ["0", "10.00", "GB", "26.81", "GB", "28", "12", "s", "2.00", "GB"]
     assert "lower bound" in " ".join(lines)
