@@ -195,7 +195,7 @@ class ParallelUpdate(nn.Cell):
         defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
         statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
         if self.accumulates:
-            statistics = ops.depend(statistics, self._multiply(self.accumulators, defect * 0.0, statistics))
+            statistics = ops.depend(statistics, self._multiply(self.accumulators, self.is_last * 0.0, statistics))
         return statistics, norm
 
     # What follows is outside of the network, where the graph is not sliced and the front end believes that gradients
