@@ -30,8 +30,6 @@ MODEL = {
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
-# Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
-WITH_LOGPROBS = ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
 # By number of ranks, name -> parallel_config.
 _ALL_LAYOUTS = {
     2: {
@@ -69,6 +67,13 @@ LAYOUTS = {
     }
     for size, layouts in _ALL_LAYOUTS.items()
 }
+# Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
+WITH_LOGPROBS = [
+    name
+    for layouts in LAYOUTS.values()
+    for name in layouts
+    if name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
+]
 
 
 def hf_weights() -> dict[str, np.ndarray]:
