@@ -25,7 +25,7 @@ class WithholdableAdamW(AdamW):
         Both are float32 [1]. Gradients that are not finite count as 0. Loshchilov and Hutter 2019 (arXiv:1711.05101),
         algorithm 2.
         """
-        decays, lr = self.get_weight_decay(), self.get_lr() * applies
+        decays, lr = self.get_weight_decay(), self.get_lr()
         counted = self.assignadd(self.global_step, ops.cast(applies, ms.int32) * self.global_step_increase_tensor)
         # Where the first update is withheld the count is 0, and the corrections would be 0 too.
         step = ops.maximum(ops.cast(counted, ms.float32), ops.ones_like(applies))
@@ -37,13 +37,12 @@ class WithholdableAdamW(AdamW):
             held = 1.0 - applied
             betas = (self.beta1 * applied + held, self.beta2 * applied + held)
             update = ops.partial(_update, betas, corrections, self.eps, lr * applied, scale)
-            state = (self._parameters[start:stop], ops.depend(gradients[start:stop], done))
-            moments = (self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
+            parameters, waiting = self._parameters[start:stop], ops.depend(gradients[start:stop], done)
+            means, squares = self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
             if self.is_group:
-                done = self.hyper_map(update, decays[start:stop], state[0], state[1], moments[0], moments[1])
+                done = self.hyper_map(update, decays[start:stop], parameters, waiting, means, squares)
             else:
-                update = ops.partial(update, decays)
-                done = self.hyper_map(update, state[0], state[1], moments[0], moments[1])
+                done = self.hyper_map(ops.partial(update, decays), parameters, waiting, means, squares)
         return done
 
 

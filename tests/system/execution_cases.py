@@ -1,8 +1,7 @@
 """A tiny model, six batches and layouts of it, for the execution of parallel graphs on CPU ranks."""
 
-import os
-
 import numpy as np
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.models.layouts import fuse
 from mindrlhf.models.spec import find_spec
@@ -63,7 +62,7 @@ LAYOUTS = {
     size: {
         name: parallel
         for name, parallel in layouts.items()
-        if name not in _SLOW or os.environ.get("MINDRLHF_SLOW_TESTS")
+        if name not in _SLOW or RUNS_SLOW_TESTS
     }
     for size, layouts in _ALL_LAYOUTS.items()
 }

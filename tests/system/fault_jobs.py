@@ -13,7 +13,7 @@ from pathlib import Path
 import sanity_inputs
 
 from mindrlhf.heartbeat import Beat, heartbeat_path, read_beat
-from mindrlhf.training.processes import read_environment, read_status, state
+from mindrlhf.training.processes import read_environment, read_status, shared_memory_files, state
 
 SHARED_MEMORY = Path("/dev/shm")
 # On PYTHONPATH it gives Python processes the faults that no signal does.
@@ -208,11 +208,7 @@ def shared_memory() -> set[str]:
         for path in SHARED_MEMORY.iterdir()
         if not path.name.startswith("sem.") and path.stat().st_uid == os.getuid()
     ]
-    mapped = set()
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.isdigit():
-                mapped |= {word for word in Path(f"/proc/{entry}/maps").read_text().split() if word.startswith("/dev")}
+    mapped = set().union(*(shared_memory_files(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()))
     return {str(path) for path in own} - mapped
 
 

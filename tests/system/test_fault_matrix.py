@@ -24,6 +24,7 @@ from fault_jobs import (
     check_no_shared_memory_was_left,
     shared_memory,
 )
+from slow_tests import SLOW
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.data.mindrecord import PromptFile
@@ -31,7 +32,6 @@ from mindrlhf.data.mindrecord import PromptFile
 pytestmark = pytest.mark.timeout(1800)
 
 TIMEOUT_S = 400  # generous: other work may load the machine
-SLOW = pytest.mark.skipif(not os.environ.get("MINDRLHF_SLOW_TESTS"), reason="slow")
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from fault_jobs import FAULTY_START, NUM_STEPS, FaultJob, assert_same_run, last_state, metrics
+from slow_tests import SLOW
 
 pytestmark = pytest.mark.timeout(1800)
 
 # One rank starts in half the time of two, and there are seven starts; the proof on two is run by hand.
-WORLD_SIZES = (1, pytest.param(2, marks=pytest.mark.skipif(not os.environ.get("MINDRLHF_SLOW_TESTS"), reason="slow")))
+WORLD_SIZES = (1, pytest.param(2, marks=SLOW))
 TIMEOUT_S = 400  # generous: other work may load the machine
 
 
