@@ -17,6 +17,8 @@ from pathlib import Path
 DIRECTORY_VARIABLE = "MINDRLHF_HEARTBEAT_DIR"
 DUMP_SIGNAL = signal.SIGUSR2  # has the rank write the stacks of all its threads to its log
 INTERVAL_S = 1.0
+STARTING = "starting"
+JOINING = "joining the other ranks"  # the activity while MindSpore's ranks look for each other
 # Records of one size are written over each other in a single call, so that a reader never sees half of one.
 _RECORD_BYTES = 256
 _MAX_ACTIVITY_CHARS = 100
@@ -35,7 +37,7 @@ class _Heartbeat:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._num_ticks = 0
-        self._activity = "starting"
+        self._activity = STARTING
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self.write()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()

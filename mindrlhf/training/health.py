@@ -4,8 +4,8 @@ Three signs, all on this process's own clock, so that a clock that jumps deceive
 this process itself has run, so that a machine on which nobody runs for a while does not either:
 
 - A rank that was stopped is in the kernel's state T.
-- Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other. A
-  process that waits for a disk (state D) and verifiers that wait for a service do not count: these have limits of
+- Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other
+  (for longer while they join, which MindSpore does by asking and sleeping). A process that waits for a disk (state D) and verifiers that wait for a service do not count: these have limits of
   their own.
 - Anywhere, rank 0, which drives the run, counts what it gets done. How long one piece of work may take only the user
   knows.
@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindrlhf import heartbeat
 from mindrlhf.heartbeat import Beat, heartbeat_path, read_beat
 from mindrlhf.training import processes
 from mindrlhf.training.watched_time import WatchedTime
 
 STILLNESS_LIMIT_S = 8.0
+# MindSpore's processes look for each other every 3 s, sleep in between, and have several such talks one after another.
+JOINING_LIMIT_S = 60.0
 _CHECK_INTERVAL_S = 1.0
 _STOPPED, _WAITS_FOR_DISK = "T", "D"
 # Heartbeats, and the threads by which MindSpore's ranks stay in touch, use less than this share of a core each.
@@ -114,4 +117,5 @@ class HealthMonitor:
         is_waiting = is_waiting or any(processes.state(pid) == _WAITS_FOR_DISK for pid in pids)
         if is_waiting or abs(used_s - self._work.value) > idle_s:
             self._work = _Since(used_s, now_s)
-        return now_s - self._work.time_s >= STILLNESS_LIMIT_S
+        limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else STILLNESS_LIMIT_S
+        return now_s - self._work.time_s >= limit_s

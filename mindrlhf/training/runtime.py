@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindrlhf import heartbeat
 from mindrlhf.config.sections import ParallelSection, RunSection
 
 
@@ -59,7 +60,9 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     if world_size > 1:
         from mindspore.communication import get_rank, init
 
+        heartbeat.enter(heartbeat.JOINING)
         init()
+        heartbeat.enter(heartbeat.STARTING)
         # MindSpore has put handlers of its own there, which end the process without cleaning up.
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))

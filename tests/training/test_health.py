@@ -11,7 +11,7 @@ import pytest
 from mindrlhf import heartbeat
 from mindrlhf.heartbeat import DIRECTORY_VARIABLE, heartbeat_path, read_beat
 from mindrlhf.training import processes
-from mindrlhf.training.health import STILLNESS_LIMIT_S, HealthMonitor
+from mindrlhf.training.health import JOINING_LIMIT_S, STILLNESS_LIMIT_S, HealthMonitor
 
 RANK = """
 import sys, time
@@ -92,6 +92,13 @@ def test_a_run_that_uses_no_processor_time_hangs_only_where_work_takes_it(start,
 def test_waiting_for_verifiers_is_no_hang(start, clock, tmp_path, activity):
     ranks = {"rank 0": start(activity).pid}
     assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 30)[0] is None
+
+
+def test_ranks_that_join_may_sleep_between_their_attempts(start, clock, tmp_path):
+    ranks = {"rank 0": start(heartbeat.JOINING).pid}
+    found, after_s = watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 90)
+    assert "no process of the run has done anything for 60 s" in found[1]
+    assert JOINING_LIMIT_S <= after_s <= JOINING_LIMIT_S + 3
 
 
 def test_work_of_any_process_of_the_run_counts(start, clock, tmp_path):
