@@ -152,8 +152,9 @@ def build_model(
     )
     if device != "cpu" and dims.experts:
         cells.drop_balancing_loss(model)
+    shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
     if parallel_config.get("model_parallel", 1) > 1:
-        cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not dims.tied)
+        cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
     inputs = cells.DecoderInputs(model, config, seq_length, dims)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)

@@ -19,8 +19,9 @@ from mindrlhf.errors import RunFailure, UserError
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
 
-# The graphs of training: an update's, and the log-probabilities of the old policy or the reference.
-UPDATE, LOGPROBS = "update", "logprobs"
+# The graphs of training: a policy's update, and the log-probabilities of the old policy or the reference; a critic's
+# update, and its values, whose model is of a scoring architecture.
+UPDATE, LOGPROBS, VALUE_UPDATE, VALUES = "update", "logprobs", "value_update", "values"
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class CompileRequest:
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
-        cell: ``UPDATE`` or ``LOGPROBS``, whose inputs are the first four of the update's.
+        cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: where to export the rank's sliced graph (`.mindir`), an absolute path; empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
-            `mindrlhf.algorithms.losses.POLICY_INPUTS`, all [rows, length], then float32 [rows, 2] (kl_coefficient,
-            num_tokens); rows = batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
+            `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`), all
+            [rows, length], then float32 [rows, 2] (kl_coefficient, num_tokens); rows =
+            batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
     """
 
     hf_config: dict

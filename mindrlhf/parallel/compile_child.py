@@ -17,13 +17,15 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.parallel import simulation
 from mindrlhf.parallel.collectives import read_collectives
 from mindrlhf.parallel.compile import (
     EXIT_USER_ERROR,
     LOGPROBS,
+    VALUE_UPDATE,
+    VALUES,
     CompiledParameter,
     CompileReport,
     CompileRequest,
@@ -146,7 +148,13 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     """Return the cell that the request names, made by the factory that training uses."""
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.losses import PolicyLoss
-    from mindrlhf.training.parallel_factory import build_logprobs, build_policy, build_update
+    from mindrlhf.training.parallel_factory import (
+        build_logprobs,
+        build_policy,
+        build_update,
+        build_value_model,
+        build_value_update,
+    )
 
     hf_config = dict(request.hf_config)
     if request.num_layers:
@@ -154,6 +162,12 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     model = ModelSection(
         path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
     )
+    options = OptimizerSection(epsilon=request.epsilon)
+    if request.cell in (VALUES, VALUE_UPDATE):
+        critic = build_value_model(hf_config, model, parallel, row_length=request.seq_length)
+        if request.cell == VALUES:
+            return build_logprobs(critic, parallel)
+        return build_value_update(critic, CriticSection().clip_range, options, parallel)
     policy = build_policy(hf_config, model, parallel, row_length=request.seq_length, temperature=1.0)
     if request.cell == LOGPROBS:
         return build_logprobs(policy, parallel)
@@ -166,7 +180,7 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
             kl_estimator="k3" if request.beta > 0 else "",
         )
 
-    return build_update(policy, make_loss, OptimizerSection(epsilon=request.epsilon), parallel)
+    return build_update(policy, make_loss, options, parallel)
 
 
 def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
@@ -175,14 +189,16 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     import numpy as np
 
     from mindrlhf.algorithms.losses import POLICY_INPUTS
+    from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 
     num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
     rows = request.batch_size * parallel.data_parallel * num_micro_batches
     shape = (rows, request.seq_length)
     tokens = [ms.Tensor(np.ones(shape, np.int32)) for _ in range(3)]
-    if request.cell == LOGPROBS:
+    if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
-    values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(POLICY_INPUTS))]
+    names = VALUE_INPUTS if request.cell == VALUE_UPDATE else POLICY_INPUTS
+    values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(names))]
     return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
 
 

@@ -44,8 +44,9 @@ class ExecutionJob:
         layout: which rank holds which slice.
         graphs: the MindIR file of each rank's update, as compiled for Ascend.
         num_pieces: that the update cuts its rows into.
-        logprob_graphs: those of the log-probabilities. They run first, under the initial weights, and what they return
-            takes the place of the old log-probabilities in the inputs. Empty leaves the inputs as they are.
+        logprob_graphs: those of the log-probabilities, or of a critic's values. They run first, under the initial
+            weights, and what they return takes the place of the update's input number ``logprob_input``. Empty leaves
+            the inputs as they are.
         num_logprob_pieces: that they cut their rows into.
     """
 
@@ -55,6 +56,7 @@ class ExecutionJob:
     num_pieces: int = 1
     logprob_graphs: tuple[str, ...] = ()
     num_logprob_pieces: int = 1
+    logprob_input: int = 6  # the old log-probabilities of a policy
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def execute(
                 "graphs": [os.path.abspath(graph) for graph in job.graphs],
                 "num_pieces": job.num_pieces,
                 "num_logprob_pieces": job.num_logprob_pieces,
+                "logprob_input": job.logprob_input,
                 "logprob_graphs": [os.path.abspath(graph) for graph in job.logprob_graphs],
                 "boards": {moment: board.path for moment, board in boards[job.name].items()},
             }

@@ -19,7 +19,6 @@ from mindspore.communication import create_group, get_rank, init
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.models.spec import ModelDims, find_spec
 from mindrlhf.parallel.execution import (
     BATCHES_NAME,
@@ -42,7 +41,6 @@ from mindrlhf.weights.board import WeightBoard
 # State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
 _ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", "global_step", "defect", LOWERED_PREFIX)
 _LEARNING_RATE, _IS_LAST = "learning_rate", "is_last"  # what the host sets
-_OLD_LOGPROBS = 4 + POLICY_INPUTS.index("old_logprobs")  # its place among the inputs
 
 
 def main(directory: Path) -> None:
@@ -76,15 +74,15 @@ class _Execution:
     def run(self, groups: dict[str, tuple[int, ...]]) -> None:
         """Execute all steps and write the report and the final slices; ``groups`` are those made so far."""
         own_directory = self.directory / self.job["name"]
-        old_logprobs = self._old_logprobs(own_directory, groups) if self.job["logprob_graphs"] else []
+        logprobs = self._logprobs(own_directory, groups) if self.job["logprob_graphs"] else []
         cell, parameters, lowered = self._load("graphs", own_directory, groups)
         published = {PUBLICATIONS[0]: self._publish(parameters, PUBLICATIONS[0])}
         losses = []
         for call, is_last in enumerate(self.spec["is_last"]):
             parameters[_IS_LAST].set_data(ms.Tensor([float(is_last)], ms.float32))
             inputs = self._own_inputs(call)
-            if old_logprobs:
-                inputs[_OLD_LOGPROBS] = old_logprobs[call]
+            if logprobs:
+                inputs[self.job["logprob_input"]] = logprobs[call]
             losses.append(self._call(cell, inputs))
         published[PUBLICATIONS[1]] = self._publish(parameters, PUBLICATIONS[1])
         # Contiguous, or safetensors would write the wrong bytes.
@@ -149,7 +147,7 @@ class _Execution:
     def _tensors(self, arrays: Iterable[np.ndarray], num_pieces: int) -> list[ms.Tensor]:
         return [ms.Tensor(place_rows(array, self.layout, self.rank, num_pieces)) for array in arrays]
 
-    def _old_logprobs(self, directory: Path, groups: dict[str, tuple[int, ...]]) -> list[np.ndarray]:
+    def _logprobs(self, directory: Path, groups: dict[str, tuple[int, ...]]) -> list[np.ndarray]:
         """Run the graph of the log-probabilities on the rows of every call; return and save this rank's."""
         cell, _, _ = self._load("logprob_graphs", directory, groups)
         logprobs = []
@@ -157,7 +155,7 @@ class _Execution:
             outputs = cell(*self._tensors(self._own_inputs(call)[:4], self.job["num_logprob_pieces"]))
             pieces = outputs if isinstance(outputs, (tuple, list)) else [outputs]
             is_in_last = self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
-            rows = self._own_inputs(call)[_OLD_LOGPROBS]
+            rows = self._own_inputs(call)[self.job["logprob_input"]]
             own = own_rows([piece.asnumpy() for piece in pieces], self.layout, self.rank) if is_in_last else rows * 0
             logprobs.append(np.ascontiguousarray(own))
         save_file(

@@ -5,8 +5,8 @@ this process itself has run, so that a machine on which nobody runs for a while 
 
 - A rank that was stopped is in the kernel's state T.
 - Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other
-  (for longer while they join, which MindSpore does by asking and sleeping). A process that waits for a disk (state D) and verifiers that wait for a service do not count: these have limits of
-  their own.
+  (for longer while they join, which MindSpore does by asking and sleeping). A process that waits for a disk (state D)
+  and verifiers that wait for a service do not count: these have limits of their own.
 - Anywhere, rank 0, which drives the run, counts what it gets done. How long one piece of work may take only the user
   knows.
 

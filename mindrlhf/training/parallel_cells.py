@@ -1,125 +1,24 @@
-"""The update of the actor as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its log-probabilities.
+"""The update of a model as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its outputs without them.
 
 MindSpore slices what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
 collectives. Micro-batches are cut into pieces inside the graph, as its pipeline scheduler demands.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import mindspore as ms
-from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import lazy_inline, nn, ops
 from mindspore.nn.wrap.cell_wrapper import _MicroBatch, _VirtualDatasetCell
-from mindspore.ops.operations import Morph
 from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
+from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.sections import ParallelSection
+from mindrlhf.training.parallel_losses import ShardedLoss
 from mindrlhf.training.parallel_optimizer import WithholdableAdamW
 
-NUM_STATISTICS = len(POLICY_STATISTICS)
 # Parameters of the update that are neither weights nor optimiser state.
 IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"
-
-
-class GivenLogProbs(nn.Cell):
-    """A policy whose outputs are there already: log-probabilities come in place of tokens, entropies of labels."""
-
-    def construct(self, logprobs, segment_ids, entropy, mask):
-        """Return ``logprobs`` and ``entropy`` as they are."""
-        return logprobs, entropy
-
-
-class ShardedPolicyLoss(nn.Cell):
-    """A policy loss of rows that are split over data- and context-parallel ranks.
-
-    Losses are sums over tokens divided by a global count, so each rank applies the plain loss cell to its tokens
-    (inside a Morph, where tensors are local), and the results are added.
-
-    Args:
-        policy: log-probabilities, its operators sharded.
-        make_loss: builds a :class:`mindrlhf.algorithms.losses.PolicyLoss` over a policy.
-        data_parallel, context_parallel: ranks that share the rows, and each row.
-    """
-
-    @lazy_inline
-    def __init__(
-        self,
-        policy: PolicyLogProbs,
-        make_loss: Callable[[nn.Cell], nn.Cell],
-        data_parallel: int,
-        context_parallel: int,
-    ):
-        super().__init__(auto_prefix=False)
-        self.policy = policy
-        self.local_loss = make_loss(GivenLogProbs())
-        self.num_shares = (data_parallel, context_parallel)
-        per_token = layout("dp", "cp")
-        self.on_each_rank = Morph(self._local, self._infer_shape, self._infer_dtype)
-        self.on_each_rank.add_prim_attr("self_define_shard", True).shard(
-            in_strategy=(*((per_token,) * (4 + len(POLICY_INPUTS))), layout("dp", "None")),
-            out_strategy=(layout("dp", "cp", "None"),),
-        )
-        self.sum = ops.ReduceSum().shard(((data_parallel, context_parallel, 1),))
-
-    def _local(
-        self, logprobs, segment_ids, entropy, mask, advantages, weights, old, reference, rollout, scalars
-    ):  # a Morph takes no *args
-        loss, statistics, _ = self.local_loss(
-            logprobs,
-            segment_ids,
-            entropy,
-            mask,
-            advantages,
-            weights,
-            old,
-            reference,
-            rollout,
-            scalars[0, 0],
-            scalars[0, 1],
-        )
-        vector = ops.concat((ops.reshape(loss, (1,)), ops.stop_gradient(statistics)[1:]))
-        return ops.reshape(vector, (1, 1, NUM_STATISTICS))
-
-    def _infer_shape(self, *shapes):
-        return [*self.num_shares, NUM_STATISTICS]
-
-    def _infer_dtype(self, *dtypes):
-        return dtypes[0]
-
-    def construct(
-        self,
-        input_ids,
-        segment_ids,
-        labels,
-        mask,
-        advantages,
-        weights,
-        old_logprobs,
-        reference_logprobs,
-        rollout_logprobs,
-        scalars,
-    ):
-        """Return the statistics [7]; the gradient of their sum is that of the loss.
-
-        Arrays are [rows, length] as in :class:`mindrlhf.algorithms.losses.PolicyLoss`. ``scalars`` is float32
-        [rows, 2]: kl_coefficient and num_tokens, the same on every row, so that it can be cut into micro-batches.
-        """
-        logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
-        shares = self.on_each_rank(
-            logprobs,
-            segment_ids,
-            entropy,
-            mask,
-            advantages,
-            weights,
-            old_logprobs,
-            reference_logprobs,
-            rollout_logprobs,
-            scalars,
-        )
-        return self.sum(shares, (0, 1))
 
 
 class ParallelUpdate(nn.Cell):
@@ -144,7 +43,7 @@ class ParallelUpdate(nn.Cell):
 
     def __init__(
         self,
-        loss: ShardedPolicyLoss,
+        loss: ShardedLoss,
         optimizer: WithholdableAdamW,
         max_grad_norm: float,
         parallel: ParallelSection,
@@ -169,7 +68,7 @@ class ParallelUpdate(nn.Cell):
         # 0, or not a number once a loss was not finite.
         self.defect = ms.Parameter(ms.Tensor([0.0], ms.float32), name=DEFECT_NAME, requires_grad=False)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.sens = ms.Tensor([1.0] * NUM_STATISTICS, ms.float32)
+        self.sens = ms.Tensor([1.0] * loss.num_statistics, ms.float32)
         self.hyper_map = ops.HyperMap()
         # The optimiser's part of the graph is not sliced by the compiler: gradients are the slices of this rank there.
         self.shares = tuple(1.0 / num_replicas[weight.name] for weight in self.weights)
@@ -244,14 +143,15 @@ def _scale(factor, target):
 
 
 class ParallelLogProbs(nn.Cell):
-    """Log-probabilities of the rows of all data-parallel ranks, as one semi-auto-parallel graph without gradients.
+    """Log-probabilities, or values, of the rows of all data-parallel ranks, as one semi-auto-parallel graph without
+    gradients.
 
     Args:
-        policy: log-probabilities, its operators sharded.
+        policy: log-probabilities, or a critic; its operators sharded.
         num_pieces: pieces that every rank's rows are cut into, which the stages of a pipeline work on in turn.
     """
 
-    def __init__(self, policy: PolicyLogProbs, num_pieces: int):
+    def __init__(self, policy: PolicyLogProbs | TokenScores, num_pieces: int):
         super().__init__(auto_prefix=False)
         self.network = _VirtualDatasetCell(_PieceByPiece(_FirstOutput(policy), num_pieces))
         self.set_train(False)
@@ -281,7 +181,7 @@ class _PieceByPiece(nn.Cell):
 class _FirstOutput(nn.Cell):
     # Without it the pipeline could not tell the pieces apart.
     @lazy_inline
-    def __init__(self, policy: PolicyLogProbs):
+    def __init__(self, policy: PolicyLogProbs | TokenScores):
         super().__init__(auto_prefix=False)
         self.policy = policy
 

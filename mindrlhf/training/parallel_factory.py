@@ -9,13 +9,15 @@ from mindspore.nn.utils import no_init_parameters
 from mindspore.ops.operations import Morph
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.parallel.layout import Layout, parameter_layouts
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.rows import num_logprob_pieces
 from mindrlhf.training.cells import make_optimizer
-from mindrlhf.training.parallel_cells import ParallelLogProbs, ParallelUpdate, ShardedPolicyLoss
+from mindrlhf.training.parallel_cells import ParallelLogProbs, ParallelUpdate
+from mindrlhf.training.parallel_losses import ShardedLoss, ShardedPolicyLoss, ShardedValueLoss
 from mindrlhf.training.parallel_optimizer import WithholdableAdamW
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -43,34 +45,51 @@ def build_policy(
         UserError: the model is unknown, or cannot be cut this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        network = build_model(
-            hf_config,
-            seq_length=row_length,
-            compute_dtype=model.compute_dtype,
-            param_dtype=model.param_dtype,
-            device="ascend",
-            parallel_config=dataclasses.asdict(parallel),
-            recompute=model.recompute,
-        )
-        policy = PolicyLogProbs(network, temperature, "ascend")
-    if parallel.pipeline_stage > 1:
-        policy.token_logprobs.pipeline_stage = parallel.pipeline_stage - 1
-        _forget_side_effects(policy)
+        policy = PolicyLogProbs(_build_network(hf_config, model, parallel, row_length), temperature, "ascend")
+    _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
 
 
-def build_logprobs(policy: PolicyLogProbs, parallel: ParallelSection) -> ParallelLogProbs:
-    """Return the cell that computes the log-probabilities of ``policy`` without gradients."""
+def build_value_model(
+    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int
+) -> TokenScores:
+    """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
+    with no_init_parameters():
+        critic = TokenScores(_build_network(hf_config, model, parallel, row_length), after_token=False)
+    _place_in_last_stage(critic, critic.projection, parallel)
+    return critic
+
+
+def _build_network(hf_config: dict, model: ModelSection, parallel: ParallelSection, row_length: int) -> CausalLM:
+    return build_model(
+        hf_config,
+        seq_length=row_length,
+        compute_dtype=model.compute_dtype,
+        param_dtype=model.param_dtype,
+        device="ascend",
+        parallel_config=dataclasses.asdict(parallel),
+        recompute=model.recompute,
+    )
+
+
+def _place_in_last_stage(model: nn.Cell, output: nn.Cell, parallel: ParallelSection) -> None:
+    if parallel.pipeline_stage > 1:
+        output.pipeline_stage = parallel.pipeline_stage - 1
+        _forget_side_effects(model)
+
+
+def build_logprobs(policy: PolicyLogProbs | TokenScores, parallel: ParallelSection) -> ParallelLogProbs:
+    """Return the cell that computes the log-probabilities of ``policy``, or a critic's values, without gradients."""
     return ParallelLogProbs(policy, num_logprob_pieces(parallel))
 
 
-def _forget_side_effects(policy: PolicyLogProbs) -> None:
+def _forget_side_effects(model: nn.Cell) -> None:
     """Tell the compiler that the functions of local slices (Morphs) do no input or output, as it must assume.
 
     It keeps such calls in order, over all stages; and the last stage of a pipeline without gradients, from which the
     calls of the other stages are cut away, would not compile (MindSpore 2.9.0).
     """
-    for _, cell in policy.cells_and_names():
+    for _, cell in model.cells_and_names():
         for value in vars(cell).values():
             if isinstance(value, Morph):
                 value.del_prim_attr("side_effect_io")
@@ -90,13 +109,31 @@ def build_update(
         options: of AdamW.
         parallel: as for the policy.
     """
-    network = policy.model
+    shares = (parallel.data_parallel, parallel.context_parallel)
     with no_init_parameters():
-        loss = ShardedPolicyLoss(policy, make_loss, parallel.data_parallel, parallel.context_parallel)
-        optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
-        layout = layout_of(parallel)
-        num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
-        return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
+        return _build_update(ShardedPolicyLoss(policy, make_loss, shares), options, parallel)
+
+
+def build_value_update(
+    critic: TokenScores, clip_range: float, options: OptimizerSection, parallel: ParallelSection
+) -> ParallelUpdate:
+    """Return the cell of an update of a critic.
+
+    Args:
+        critic: of :func:`build_value_model`.
+        clip_range: of :class:`mindrlhf.algorithms.value_loss.ValueLoss`.
+        options, parallel: of :func:`build_update`.
+    """
+    shares = (parallel.data_parallel, parallel.context_parallel)
+    with no_init_parameters():
+        return _build_update(ShardedValueLoss(critic, clip_range, shares), options, parallel)
+
+
+def _build_update(loss: ShardedLoss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:
+    network, layout = loss.policy.model, layout_of(parallel)
+    optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
+    num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
+    return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
 
 
 def network_layouts(network: CausalLM, layout: Layout) -> list[ParameterLayout]:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from mindrlhf.config.sections import ParallelSection
-from mindrlhf.parallel.compile import CompileRequest
+from mindrlhf.parallel.compile import UPDATE, VALUE_UPDATE, CompileRequest
 
 SEQ_LENGTH, HIDDEN, VOCABULARY = 64, 128, 1024
 
@@ -24,7 +24,7 @@ def hf_config(architecture: str, num_layers: int, **changes) -> dict:
     }
 
 
-QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+QWEN2, QWEN3, CRITIC = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2ForSequenceClassification"
 SP = {"use_seq_parallel": True}
 ZERO = {"enable_parallel_optimizer": True}
 WHOLE = {"vocab_emb_dp": True}
@@ -62,6 +62,8 @@ LAYOUTS = {
     "qwen3-mp2-pp4-sp": (QWEN3, 1, 2, 4, 1, SP, {}),
     "qwen3-dp2-mp8-pp4-sp-zero": (QWEN3, 2, 8, 4, 1, SP | ZERO, {}),
     "qwen3-dp8-mp8": (QWEN3, 8, 8, 1, 1, {}, {}),
+    "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
+    "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }
 
 
@@ -86,4 +88,5 @@ def request(name: str) -> CompileRequest:
         # Not the first rank of its stage: what only rank 0 gets right would go unnoticed.
         rank=stage_size * pipeline - 1,
         seq_length=SEQ_LENGTH,
+        cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
     )

@@ -1,4 +1,4 @@
-"""The training step of the actor, compiled for Ascend in layouts of up to 64 ranks.
+"""The training steps of the actor and of a critic, compiled for Ascend in layouts of up to 64 ranks.
 
 All layouts are compiled once, by one child process; this takes a few minutes of two cores.
 """
@@ -105,6 +105,17 @@ def test_model_parallel_by_hand(reports):
         # Gradients of the three norms.
         NORM: 3,
         # The gradient norm.
+        SCALAR: 1,
+    }
+
+
+def test_critic_by_hand(reports):
+    """As for the actor, without what the vocabulary costs, and with the gradient of one more vector, the score's."""
+    assert {one.kind for one in reports["critic-mp2"].collectives} == {"AllReduce"}
+    assert total(reports["critic-mp2"].collectives, "AllReduce", (0, 1)) == {
+        ACTIVATION: 4,
+        EMBEDDED: 2,
+        NORM: 4,
         SCALAR: 1,
     }
 

@@ -15,13 +15,13 @@ from execution_cases import (
     LEARNING_RATE,
     MODEL,
     NOT_FINITE,
-    NUM_ROWS,
     ROW_LENGTH,
     WITH_LOGPROBS,
     batches,
     hf_weights,
     mf_weights,
 )
+from execution_jobs import compile_and_execute
 
 from mindrlhf.models.layouts import split
 from mindrlhf.models.spec import find_spec
@@ -32,62 +32,17 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-5
+OLD_LOGPROBS = 6  # their place among the inputs of the update
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
-
-
-def compile_request(name, parallel, rank, cell, directory):
-    from mindrlhf.parallel.compile import CompileRequest
-
-    num_cuts = parallel["data_parallel"] * parallel.get("micro_batch_num", 1)
-    return CompileRequest(
-        MODEL,
-        parallel,
-        rank=rank,
-        seq_length=ROW_LENGTH,
-        batch_size=NUM_ROWS // num_cuts,
-        compute_dtype="float32",
-        epsilon=EPSILON,
-        cell=cell,
-        mindir_file=str(directory / f"{name}_{cell}_{rank}.mindir"),
-    )
 
 
 @pytest.fixture(scope="module")
 def executions(tmp_path_factory):
     """The result of every layout by name."""
-    from mindrlhf.config.sections import ParallelSection
-    from mindrlhf.parallel.compile import LOGPROBS, UPDATE, compile_ranks
-    from mindrlhf.parallel.execution import ExecutionJob, execute
-    from mindrlhf.parallel.layout import Layout
-    from mindrlhf.parallel.rows import num_logprob_pieces, num_update_pieces
+    from mindrlhf.parallel.compile import LOGPROBS, UPDATE
 
     root = tmp_path_factory.mktemp("execution")
-    requests = {
-        (name, cell, rank): compile_request(name, parallel, rank, cell, root)
-        for size, layouts in LAYOUTS.items()
-        for name, parallel in layouts.items()
-        for cell in (UPDATE, LOGPROBS)
-        if cell == UPDATE or name in WITH_LOGPROBS
-        for rank in range(size)
-    }
-    compile_ranks(list(requests.values()), timeout_s=1800, num_processes=2)
-    results = {}
-    for size, layouts in LAYOUTS.items():
-        jobs = []
-        for name, parallel in layouts.items():
-            graphs, logprob_graphs = (
-                tuple(requests[name, cell, rank].mindir_file for rank in range(size) if (name, cell, rank) in requests)
-                for cell in (UPDATE, LOGPROBS)
-            )
-            section = ParallelSection(**parallel)
-            pieces = num_update_pieces(section), num_logprob_pieces(section)
-            jobs.append(
-                ExecutionJob(name, Layout.from_config(section, size), graphs, pieces[0], logprob_graphs, pieces[1])
-            )
-        inputs = (jobs, MODEL, mf_weights(), batches(), root / f"ranks_{size}")
-        done = execute(*inputs, learning_rate=LEARNING_RATE, is_last=IS_LAST, timeout_s=400)
-        results.update({result.job.name: result for result in done})
-    return results
+    return compile_and_execute(root, MODEL, LAYOUTS, batches(), (UPDATE, LOGPROBS), WITH_LOGPROBS, OLD_LOGPROBS)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +78,7 @@ def train_plainly(computes_logprobs):
     losses = []
     for call, (inputs, is_last) in enumerate(zip(batches(), IS_LAST)):
         if logprobs:
-            inputs[6] = logprobs[call]
+            inputs[OLD_LOGPROBS] = logprobs[call]
         kl_coefficient, num_tokens = inputs[9][0]
         statistics, _ = learner.accumulate(rows[call], [*inputs[4:9], kl_coefficient], num_tokens)
         losses.append(statistics[0])
