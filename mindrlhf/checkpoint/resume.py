@@ -14,6 +14,9 @@ FREE_KEYS = frozenset(
         "run.hang_timeout_s",
         "data.eval_file",
         "training.epochs",
+        "supervised.epochs",
+        "preference.epochs",
+        "preference.eval_every_steps",
         "rollout.python",
         "rollout.env",
         "rollout.num_replicas",
@@ -34,7 +37,7 @@ FREE_KEYS = frozenset(
     }
 )
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
-DECAY_KEYS = frozenset({"run.max_steps", "training.epochs"})
+DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,62 +1,62 @@
 """`mindrlhf train`, `sft`, `dpo` and `reward-model`: a run on one or more ranks of this machine."""
 
 import argparse
+from typing import Any
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parsers of all four commands."""
-    train = _add(subparsers, "train", "reinforcement learning against verifiers (GRPO and relatives)")
-    train.add_argument(
+    _add(subparsers, "train", "reinforcement learning against verifiers (GRPO and relatives)")
+    _add(subparsers, "sft", "supervised fine-tuning on the same cells")
+    _add(subparsers, "dpo", "direct preference optimisation on pairs of responses")
+    _add(subparsers, "reward-model", "train a model that scores responses on pairs of them")
+
+
+def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> None:
+    parser = subparsers.add_parser(name, help=summary)
+    parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--workers", type=int, default=1, help="trainer ranks on this machine (default: 1)")
+    parser.add_argument(
         "--resume",
         nargs="?",
         const="auto",
         metavar="auto",
         help="continue from the newest whole checkpoint of the run",
     )
-    train.add_argument(
+    parser.add_argument(
         "--max-restarts",
         type=int,
         default=0,
         metavar="N",
         help="start a failed run again up to N times, from its newest checkpoint (default: 0)",
     )
-    _add(subparsers, "sft", "supervised fine-tuning on the same cells")
-    _add(subparsers, "dpo", "direct preference optimisation on pairs of responses")
-    _add(subparsers, "reward-model", "train a model that scores responses on pairs of them")
+    parser.set_defaults(run=_run)
 
 
-def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(name, help=summary)
-    parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--workers", type=int, default=1, help="trainer ranks on this machine (default: 1)")
-    parser.set_defaults(run=_run_train if name == "train" else _run_offline)
-    return parser
-
-
-def _run_train(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     import shlex
     import signal
     from pathlib import Path
 
-    from mindrlhf.config.schema import load_grpo_config
+    from mindrlhf.config.schema import CONFIG_LOADERS
     from mindrlhf.training.checkpoints import check_output, newest_checkpoint
     from mindrlhf.training.launch import launch
-    from mindrlhf.training.preflight import check_grpo_inputs
     from mindrlhf.training.restarts import run_with_restarts
 
+    command = arguments.command
     overrides, is_resumed = _resumption(arguments)
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    config = load_grpo_config(arguments.config, overrides, world_size=arguments.workers)
-    check_grpo_inputs(config, arguments.workers)
+    config = CONFIG_LOADERS[command](arguments.config, overrides, world_size=arguments.workers)
+    _check_inputs(command, config, arguments.workers)
     check_output(config, resume=is_resumed)
     log_dir = Path(config.run.output_dir) / "logs"
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
-    again = shlex.join(["mindrlhf", "train", arguments.config, *overrides, *options])
+    again = shlex.join(["mindrlhf", command, arguments.config, *overrides, *options])
 
     def start(resume: bool) -> int:
         return launch(
-            ["-m", "mindrlhf.training.main", "train", arguments.config, *overrides, *["--resume"] * resume],
+            ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
             log_dir,
             hang_timeout_s=config.run.hang_timeout_s,
@@ -70,27 +70,15 @@ def _run_train(arguments: argparse.Namespace) -> int:
     )
 
 
-def _run_offline(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
+def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
+    from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inputs, check_sft_inputs
 
-    from mindrlhf.config.schema import CONFIG_LOADERS
-    from mindrlhf.training.launch import launch
-    from mindrlhf.training.preflight import FINAL_NAME, check_free, check_preference_inputs, check_sft_inputs
-
-    load_config = CONFIG_LOADERS[arguments.command]
-    config = load_config(arguments.config, arguments.overrides, world_size=arguments.workers)
-    check_inputs = check_sft_inputs if arguments.command == "sft" else check_preference_inputs
-    check_inputs(config)
-    check_free(Path(config.run.output_dir) / FINAL_NAME)
-    command = ["-m", "mindrlhf.training.main", arguments.command, arguments.config, *arguments.overrides]
-    log_dir = Path(config.run.output_dir) / "logs"
-    return launch(
-        command,
-        arguments.workers,
-        log_dir,
-        hang_timeout_s=config.run.hang_timeout_s,
-        computes_on_cpu=config.run.device == "cpu",
-    )
+    if command == "train":
+        check_grpo_inputs(config, num_ranks)
+    elif command == "sft":
+        check_sft_inputs(config)
+    else:
+        check_preference_inputs(config)
 
 
 def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:

@@ -35,6 +35,7 @@ def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> No
     """Check a `mindrlhf sft` config."""
     _check_device(config.run, config.model, config.parallel_config)
     _check_schedule(config.optimizer, given)
+    _check_keeps_no_best(config.checkpoint)
     for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
         if name in given:
             raise UserError(f"'{name}' is set, but supervised fine-tuning has no {what}: remove it")
@@ -54,6 +55,7 @@ def check_preference(config: "DpoConfig | RewardModelConfig", given: frozenset[s
     _check_schedule(config.optimizer, given)
     if "observe.samples_per_step" in given:
         raise UserError("'observe.samples_per_step' is set, but preference learning draws no samples: remove it")
+    _check_keeps_no_best(config.checkpoint)
     if config.preference.eval_every_steps and not config.data.eval_file:
         raise UserError("'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it")
     resolve_data_parallel(config.parallel_config, world_size)
@@ -65,6 +67,13 @@ def check_dpo(config: "DpoConfig", given: frozenset[str]) -> None:
         raise UserError(
             f"'dpo.label_smoothing' is {config.dpo.label_smoothing:g}, which loss={config.dpo.loss} does not have: "
             "set it to 0, or loss to sigmoid"
+        )
+
+
+def _check_keeps_no_best(checkpoint: sections.CheckpointSection) -> None:
+    if checkpoint.keep_best:
+        raise UserError(
+            "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
         )
 
 

@@ -47,6 +47,7 @@ class SftConfig:
     supervised: sections.SupervisedSection = section(sections.SupervisedSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 
@@ -62,6 +63,7 @@ class DpoConfig:
     dpo: sections.DpoSection = section(sections.DpoSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 
@@ -77,6 +79,7 @@ class RewardModelConfig:
     reward_model: sections.RewardModelSection = section(sections.RewardModelSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
 
 

@@ -10,14 +10,10 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
-from mindrlhf.checkpoint.background import CopyBuffers
-from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
-from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
+from mindrlhf.checkpoint.state import REFERENCE_NAME
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.parallel.array_sources import ShardedSource, open_source, saved_state
 from mindrlhf.training.batch import unpack_share
 from mindrlhf.training.cell_dump import CellDump
 from mindrlhf.training.learner import Learner
@@ -51,7 +47,6 @@ class Actor(ReceivedBatches, Learner):
         Learner.__init__(self, network, loss, optimizer, rank, device)
         self._reference = reference
         self._saves_reference = saves_reference
-        self._copies = CopyBuffers()
         self._board: WeightBoard | None = None
         self._reward_model: TokenScores | None = None
         self._cell_dump: CellDump | None = None
@@ -149,47 +144,29 @@ class Actor(ReceivedBatches, Learner):
         return {"contribution": self._board.contribution()}
 
     def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint, in bytes: weights and both moments."""
-        weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
-        reference = weights if self._saves_reference else 0
-        return weights + reference + sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
+        """Return the size of a checkpoint, in bytes; see :meth:`Learner.state_size_bytes`."""
+        reference = self._reference.model.get_parameters() if self._saves_reference else ()
+        return super().state_size_bytes() + sum(parameter.nbytes for parameter in reference)
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimiser state; the lead rank's part, since all ranks hold the same."""
-        self._state_writer(lambda _, arrays: arrays)(directory)
-
-    def capture(self) -> Callable[[Path], None]:
-        """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
-
-        The copy is valid until the next one.
-        """
-        return self._state_writer(self._copies.copy)
-
-    def _state_writer(self, hold: Callable) -> Callable[[Path], None]:
-        models = {MODEL_NAME: self.network}
-        if self._saves_reference:
-            models[REFERENCE_NAME] = self._reference.model
-        dtype, infos = self.param_dtype, optimizer_infos(self.optimizer)
-        weights = {name: (hold(name, iter_hf_tensors(model)), model.hf_config) for name, model in models.items()}
-        moments = hold(OPTIMIZER_NAME, optimizer_arrays(self.optimizer))
+    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
+        """See :meth:`Learner.state_writer`; with the reference, if that changes."""
+        write_policy = super().state_writer(hold)
+        if not self._saves_reference:
+            return write_policy
+        model, dtype = self._reference.model, self.param_dtype
+        weights = hold(REFERENCE_NAME, iter_hf_tensors(model))
 
         def write(directory: Path) -> None:
-            for name, (tensors, hf_config) in weights.items():
-                export_hf(tensors, hf_config, directory / name, dtype=dtype)
-            save_arrays(directory / OPTIMIZER_NAME, moments, infos)
+            write_policy(directory)
+            export_hf(weights, model.hf_config, directory / REFERENCE_NAME, dtype=dtype)
 
         return write
 
     def restore(self, directory: str) -> None:
         """Load what ``save`` wrote."""
-        load_hf_weights(self.network, Path(directory) / MODEL_NAME)
+        super().restore(directory)
         if self._saves_reference:
             load_hf_weights(self._reference.model, Path(directory) / REFERENCE_NAME)
-        source = open_source(Path(directory) / MODEL_NAME)
-        # Ranks that held slices have saved slices, moments among them.
-        is_sliced = isinstance(source, ShardedSource)
-        state = saved_state(source) if is_sliced else load_arrays(Path(directory) / OPTIMIZER_NAME)
-        restore_optimizer(self.optimizer, state)
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""

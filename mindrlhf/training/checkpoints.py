@@ -16,7 +16,8 @@ from mindrlhf.checkpoint.resume import check_resumable
 from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.critic_checks import needs_critic
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
@@ -24,6 +25,8 @@ from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replicas import ReplicaTeam
 from mindrlhf.training.save_requests import SaveRequests
 from mindrlhf.training.team import Team
+
+AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
 @dataclasses.dataclass
@@ -33,18 +36,18 @@ class Progress:
     step: int = 0  # steps done
     weights_version: int = 0  # versions published to the generator
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
-    # JSON values that the algorithm adapts from step to step, such as the weight of the KL term.
+    # JSON values that the algorithm keeps from step to step, such as the weight of the KL term.
     algorithm_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Samples drawn but not yet trained on; a step replaces the list and does not change what is in it.
     carried: list[CarriedSample] = dataclasses.field(default_factory=list)
 
 
-def save_dir(config: GrpoConfig) -> Path:
+def save_dir(config: AnyConfig) -> Path:
     """Return the directory of a run's checkpoints."""
     return Path(config.checkpoint.save_dir or Path(config.run.output_dir) / "checkpoints")
 
 
-def check_output(config: GrpoConfig, *, resume: bool) -> None:
+def check_output(config: AnyConfig, *, resume: bool) -> None:
     """Refuse to write over an earlier run, before the time is spent; remove an export that a killed run left half done.
 
     Raises:
@@ -53,7 +56,8 @@ def check_output(config: GrpoConfig, *, resume: bool) -> None:
     """
     output_dir = Path(config.run.output_dir)
     check_free(output_dir / FINAL_NAME)
-    if needs_critic(config) and not resume:  # a resumed run may have been killed after it exported the critic
+    has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
+    if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
         check_free(output_dir / CRITIC_NAME)
     for name in (FINAL_NAME, CRITIC_NAME):
         for unfinished in output_dir.glob(f".{name}.partial-*"):
@@ -68,7 +72,7 @@ def check_output(config: GrpoConfig, *, resume: bool) -> None:
         raise _nothing_to_resume(store)
 
 
-def newest_checkpoint(config: GrpoConfig) -> Path | None:
+def newest_checkpoint(config: AnyConfig) -> Path | None:
     """Return the newest checkpoint of a run, not verified, None when there is none."""
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     steps = store.steps()
@@ -79,10 +83,11 @@ class RunCheckpoints:
     """The checkpoints of one run: written when they are due, in the background, and read when it resumes.
 
     Args:
+        stream: the order of the data.
         requests: what signals ask for.
     """
 
-    def __init__(self, config: GrpoConfig, team: Team, stream: PromptStream, requests: SaveRequests):
+    def __init__(self, config: AnyConfig, team: Team, stream: PromptStream | EpochSteps, requests: SaveRequests):
         self._section = config.checkpoint
         self._config = json.loads(json.dumps(dataclasses.asdict(config)))
         self._seed = config.run.seed

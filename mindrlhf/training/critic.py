@@ -10,8 +10,6 @@ import numpy as np
 
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS, ValueLoss
-from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
-from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows, padding_rows
@@ -20,11 +18,12 @@ from mindrlhf.training.learner import Learner
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.scorer import load_scorer
 from mindrlhf.training.value_function import critic_optimizer
-from mindrlhf.weights.convert import export_hf, iter_hf_tensors, load_hf_weights
 
 
 class Critic(Learner):
     """A scoring model that learns the value of the text before each response token."""
+
+    model_name, optimizer_name = CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 
     def values(self, rows: PackedRows) -> np.ndarray:
         """Return the values of one micro-batch, float32 [rows, length], 0 outside the responses."""
@@ -52,28 +51,6 @@ class Critic(Learner):
         """Compile the graphs for rows of weight 0."""
         self.values(rows)
         self.accumulate(rows, [rows.mask] * len(VALUE_INPUTS), 1)
-
-    def state_size_bytes(self) -> int:
-        """Return the size of the critic's part of a checkpoint, in bytes."""
-        weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
-        return weights + sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
-
-    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
-        """Return the function that writes weights and optimiser state; see ``Actor.save`` and ``Actor.capture``."""
-        dtype, hf_config, infos = self.param_dtype, self.network.hf_config, optimizer_infos(self.optimizer)
-        weights = hold(CRITIC_NAME, iter_hf_tensors(self.network))
-        moments = hold(CRITIC_OPTIMIZER_NAME, optimizer_arrays(self.optimizer))
-
-        def write(directory: Path) -> None:
-            export_hf(weights, hf_config, directory / CRITIC_NAME, dtype=dtype)
-            save_arrays(directory / CRITIC_OPTIMIZER_NAME, moments, infos)
-
-        return write
-
-    def restore(self, directory: Path) -> None:
-        """Load what the function of ``state_writer`` wrote."""
-        load_hf_weights(self.network, directory / CRITIC_NAME)
-        restore_optimizer(self.optimizer, load_arrays(directory / CRITIC_OPTIMIZER_NAME))
 
 
 class Turns:
@@ -166,8 +143,9 @@ class ActorCritic(Actor):
         """Return the size of a checkpoint of both models, in bytes."""
         return super().state_size_bytes() + self.critic.state_size_bytes()
 
-    def _state_writer(self, hold: Callable) -> Callable[[Path], None]:
-        writers = (super()._state_writer(hold), self.critic.state_writer(hold))
+    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
+        """See :meth:`Learner.state_writer`; of both models."""
+        writers = (super().state_writer(hold), self.critic.state_writer(hold))
 
         def write(directory: Path) -> None:
             for write_model in writers:
@@ -178,7 +156,7 @@ class ActorCritic(Actor):
     def restore(self, directory: str) -> None:
         """Load what ``save`` wrote."""
         super().restore(directory)
-        self.critic.restore(Path(directory))
+        self.critic.restore(directory)
 
 
 def build_critic(config: GrpoConfig, row_length: int, rank: Rank) -> Critic:

@@ -1,8 +1,8 @@
-"""A policy, a loss and an optimiser on one rank: what supervised and reinforcement learning share."""
+"""A model, a loss and an optimiser on one rank: what all ways of training share."""
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,15 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
+from mindrlhf.checkpoint.background import CopyBuffers
+from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
+from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME
 from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.observe.timing import peak_rss_gb
+from mindrlhf.parallel.array_sources import ShardedSource, open_source, saved_state
 from mindrlhf.training.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.host_optimizer import HostOptimizerStep
 from mindrlhf.training.runtime import Rank
@@ -56,6 +61,9 @@ class Learner:
         device: "cpu" or "ascend".
     """
 
+    # Where a checkpoint has its weights, and the optimiser's state.
+    model_name, optimizer_name = MODEL_NAME, OPTIMIZER_NAME
+
     def __init__(self, network: CausalLM, loss: Any, optimizer: OptimizerSection, rank: Rank, device: str):
         self.rank = rank
         self.network = network
@@ -72,6 +80,7 @@ class Learner:
         step = HostOptimizerStep if device == "cpu" else OptimizerStep
         self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._copies = CopyBuffers()
 
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
         """Add the gradients of one micro-batch.
@@ -147,6 +156,45 @@ class Learner:
             dtype=self.param_dtype,
             tokenizer_dir=tokenizer_dir,
         )
+
+
+    def state_size_bytes(self) -> int:
+        """Return the size of a checkpoint, in bytes: weights and both moments."""
+        weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
+        return weights + sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimiser state; the lead rank's part, since all ranks hold the same."""
+        self.state_writer(lambda _, arrays: arrays)(directory)
+
+    def capture(self) -> Callable[[Path], None]:
+        """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
+
+        The copy is valid until the next one.
+        """
+        return self.state_writer(self._copies.copy)
+
+    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
+        """Return the function that writes the state to a directory; ``hold`` takes a name and its arrays first."""
+        network, dtype, infos = self.network, self.param_dtype, optimizer_infos(self.optimizer)
+        weights = hold(self.model_name, iter_hf_tensors(network))
+        moments = hold(self.optimizer_name, optimizer_arrays(self.optimizer))
+
+        def write(directory: Path) -> None:
+            export_hf(weights, network.hf_config, directory / self.model_name, dtype=dtype)
+            save_arrays(directory / self.optimizer_name, moments, infos)
+
+        return write
+
+    def restore(self, directory: str | os.PathLike) -> None:
+        """Load what ``save`` wrote, or ranks that held slices."""
+        model_dir = Path(directory) / self.model_name
+        load_hf_weights(self.network, model_dir)
+        source = open_source(model_dir)
+        # Ranks that held slices have saved slices, moments among them.
+        is_sliced = isinstance(source, ShardedSource)
+        state = saved_state(source) if is_sliced else load_arrays(Path(directory) / self.optimizer_name)
+        restore_optimizer(self.optimizer, state)
 
 
 def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:

@@ -53,11 +53,11 @@ def _run(arguments: argparse.Namespace) -> None:
     elif arguments.task == "sft":
         from mindrlhf.training.supervised import run_supervised_rank
 
-        run_supervised_rank(config)
+        run_supervised_rank(config, resume=arguments.resume)
     else:
         from mindrlhf.training.preference import run_preference_rank
 
-        run_preference_rank(config)
+        run_preference_rank(config, resume=arguments.resume)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,19 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import CoefficientLoss
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
+from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
-from mindrlhf.observe.sinks import SinkGroup, open_sinks
 from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
 from mindrlhf.training.cells import check_finite
+from mindrlhf.training.checkpoints import Progress, check_output
 from mindrlhf.training.learner import Learner, load_model
+from mindrlhf.training.offline import lead_run
 from mindrlhf.training.pair_objectives import DpoObjective, PairResult, RewardModelObjective
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_free, check_preference_inputs
-from mindrlhf.training.runtime import Rank, start_runtime
+from mindrlhf.training.preflight import RunInputs, check_preference_inputs
+from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.scorer import load_scorer
 from mindrlhf.training.team import Team, connect, serve
@@ -83,31 +84,22 @@ class Pairs:
         return Pairs([self.sequences[response] for response in responses], reference)
 
 
-def run_preference_rank(config: Config) -> None:
+def run_preference_rank(config: Config, *, resume: bool = False) -> None:
     """Do this rank's part of a preference run: the lead drives the loop, the others serve it.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
     inputs = check_preference_inputs(config)
-    output_dir = Path(config.run.output_dir)
-    check_free(output_dir / FINAL_NAME)
-    rank = start_runtime(config.run, output_dir / "logs")
+    if is_lead_process():
+        check_output(config, resume=resume)
+    rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
     connections = connect(rank)
     learner = _build_learner(config, inputs.row_lengths[-1], rank)
-    if not rank.is_lead:
+    if rank.is_lead:
+        lead_run(config, learner, connections, lambda team: PreferenceTrainer(config, inputs, team), resume=resume)
+    else:
         serve(learner, connections[0])
-        return
-    write_config(config, output_dir)
-    team = Team(learner, connections)
-    sinks = open_sinks(output_dir, first_step=0, tensorboard=config.observe.tensorboard)
-    try:
-        PreferenceTrainer(config, inputs, team, sinks).run()
-    finally:
-        sinks.close()
-        team.close()
-    learner.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
-    print(f"model: {output_dir / FINAL_NAME}", flush=True)
 
 
 def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
@@ -125,12 +117,14 @@ def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner
 
 
 class PreferenceTrainer:
-    """The loop, as the lead rank runs it."""
+    """The steps of a run that trains on every pair ``preference.epochs`` times, or for ``run.max_steps`` steps.
 
-    def __init__(self, config: Config, inputs: RunInputs, team: Team, sinks: SinkGroup):
+    See :class:`mindrlhf.training.offline.Trainer`; the items of a step are pairs.
+    """
+
+    def __init__(self, config: Config, inputs: RunInputs, team: Team):
         self._config = config
         self._team = team
-        self._sinks = sinks
         preference = config.preference
         self._rows = RowOptions(inputs.row_lengths, preference.batch_size, team.world_size, preference.pack)
         is_dpo = isinstance(config, DpoConfig)
@@ -141,33 +135,39 @@ class PreferenceTrainer:
         self._held_out = self._with_reference(Pairs(read_pairs(inputs.held_out))) if inputs.held_out else None
         if is_dpo and not self._reference_is_live:
             team.call("drop_reference")
+        self.order = EpochSteps(len(self._pairs), preference.pairs_per_step, config.run.seed, config.data.shuffle)
+        num_steps = preference.epochs * self.order.per_epoch
+        self.num_steps = min(num_steps, config.run.max_steps or num_steps)
 
-    def run(self) -> None:
-        """Train on every pair ``preference.epochs`` times, or for ``run.max_steps`` steps."""
-        preference = self._config.preference
-        num_steps = preference.epochs * -(-len(self._pairs) // preference.pairs_per_step)
-        num_steps = min(num_steps, self._config.run.max_steps or num_steps)
-        accuracies = []
-        if self._held_out:
-            metrics, accuracy = self.evaluate()
-            accuracies.append(accuracy)
-            self._sinks.write(0, metrics)
-        for step, indices in enumerate(self._steps(num_steps), start=1):
-            start_s = time.perf_counter()
-            metrics = self.step(self._pairs.take(indices), learning_rate(self._config.optimizer, step - 1, num_steps))
-            if self._config.observe.performance_stats:
-                metrics["timing/all"] = time.perf_counter() - start_s
-            every = preference.eval_every_steps
-            if self._held_out and (step == num_steps or (every and step % every == 0)):
-                evaluation, accuracy = self.evaluate()
-                accuracies.append(accuracy)
-                metrics |= evaluation
-            self._sinks.write(step, metrics)
-        if self._held_out:
-            first, last = (_percentages(accuracies[index]) for index in (0, -1))
-            print(f"\npreference accuracy on {len(self._held_out)} held-out pairs: {first} before, {last} after")
+    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+        """Make one optimiser update and return its metrics, measured before it."""
+        start_s = time.perf_counter()
+        metrics = self.update(self._pairs.take(items), learning_rate(self._config.optimizer, index, self.num_steps))
+        if self._config.observe.performance_stats:
+            metrics["timing/all"] = time.perf_counter() - start_s
+        return metrics
 
-    def step(self, pairs: Pairs, lr: float) -> dict[str, float]:
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        """Return the metrics of the held-out pairs before the first step, after the last, and when one is due."""
+        every = self._config.preference.eval_every_steps
+        is_due = progress.step in (0, self.num_steps) or (every and progress.step % every == 0)
+        if not self._held_out or not is_due:
+            return {}
+        metrics, accuracy = self._evaluate_held_out()
+        # Only the first and the last are reported at the end.
+        accuracies = progress.algorithm_state.setdefault("accuracies", [])
+        accuracies[1:] = [list(accuracy)]
+        return metrics
+
+    def summary(self, progress: Progress) -> str:
+        """Return the accuracy on held-out pairs before and after."""
+        if not self._held_out:
+            return ""
+        accuracies = [Interval(*values) for values in progress.algorithm_state["accuracies"]]
+        first, last = (_percentages(accuracies[index]) for index in (0, -1))
+        return f"preference accuracy on {len(self._held_out)} held-out pairs: {first} before, {last} after"
+
+    def update(self, pairs: Pairs, lr: float) -> dict[str, float]:
         """Make one optimiser update and return its metrics, measured before it."""
         result = self._evaluate(pairs)
         sequences = [
@@ -183,7 +183,7 @@ class PreferenceTrainer:
             "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in results),
         }
 
-    def evaluate(self) -> tuple[dict[str, float], Interval]:
+    def _evaluate_held_out(self) -> tuple[dict[str, float], Interval]:
         """Return the metrics of the held-out pairs, and their accuracy with its interval."""
         parts = [self._evaluate(self._held_out.take(block)) for block in _blocks(len(self._held_out))]
         fields = ("losses", "chosen_rewards", "rejected_rewards")
@@ -215,21 +215,6 @@ class PreferenceTrainer:
         batch = make_batch(sequences, self._rows)
         shares = [batch.share(rank, self._team.world_size) for rank in range(self._team.world_size)]
         return batch, self._team.call(method, per_rank=shares, **arguments)
-
-    def _steps(self, num_steps: int) -> Iterator[np.ndarray]:
-        """Yield the pairs of each step, epoch after epoch, each in an order of its own if ``data.shuffle`` says so."""
-        per_step = self._config.preference.pairs_per_step
-        done, epoch = 0, 0
-        while done < num_steps:
-            order = np.arange(len(self._pairs))
-            if self._config.data.shuffle:
-                np.random.default_rng([self._config.run.seed, epoch]).shuffle(order)
-            for start in range(0, len(order), per_step):
-                if done == num_steps:
-                    return
-                yield order[start : start + per_step]
-                done += 1
-            epoch += 1
 
 
 def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:

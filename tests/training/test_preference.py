@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from offline_stubs import NoCheckpoints, Sinks
 
 from mindrlhf.config.schema import load_dpo_config, load_reward_model_config
 from mindrlhf.data.mindrecord import PromptRecord
@@ -45,14 +46,6 @@ class PairFile:
         return [self.records[index] for index in indices]
 
 
-class Sinks:
-    def __init__(self):
-        self.metrics = {}
-
-    def write(self, step, metrics):
-        self.metrics[step] = metrics
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     import mindspore as ms
@@ -88,18 +81,27 @@ def make_trainer(config, rank_length=32):
 
     learner = _build_learner(config, rank_length, Rank(0, 1))
     inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
-    sinks = Sinks()
-    return PreferenceTrainer(config, inputs, Team(learner, []), sinks), learner, sinks
+    return PreferenceTrainer(config, inputs, Team(learner, [])), learner
 
 
-def test_dpo_learns_the_order_of_pairs(model_dir, tmp_path, capsys):
+def run(trainer):
+    """Train to the end; return the metrics of each step and what the user is told."""
+    from mindrlhf.training.checkpoints import Progress
+    from mindrlhf.training.offline import run_steps
+
+    sinks, progress = Sinks(), Progress()
+    assert run_steps(trainer, progress, NoCheckpoints(), sinks)
+    return sinks.metrics, trainer.summary(progress)
+
+
+def test_dpo_learns_the_order_of_pairs(model_dir, tmp_path):
     config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}))
-    trainer, _, sinks = make_trainer(config)
-    trainer.run()
-    assert sinks.metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
-    assert len(sinks.metrics) == 1 + 3 * 10
-    assert sinks.metrics[30]["eval/accuracy"] > 0.9
-    assert "preference accuracy on 24 held-out pairs: 50.0%" in capsys.readouterr().out
+    metrics, summary = run(make_trainer(config)[0])
+    assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
+    assert list(metrics) == list(range(1 + 3 * 10))
+    assert [step for step, values in metrics.items() if "eval/accuracy" in values] == [0, 30]
+    assert metrics[30]["eval/accuracy"] > 0.9
+    assert summary.startswith("preference accuracy on 24 held-out pairs: 50.0%")
 
 
 def test_a_live_reference_gives_what_a_precomputed_one_gives(model_dir, tmp_path):
@@ -109,20 +111,19 @@ def test_a_live_reference_gives_what_a_precomputed_one_gives(model_dir, tmp_path
         config = load_dpo_config(
             write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3", "preference.pack=false"]
         )
-        trainer, _, sinks = make_trainer(config)
-        trainer.run()
-        losses.append([sinks.metrics[step]["loss"] for step in (1, 2, 3)])
+        metrics, _ = run(make_trainer(config)[0])
+        losses.append([metrics[step]["loss"] for step in (1, 2, 3)])
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_two_passes_give_the_gradient_of_the_loss(model_dir, tmp_path):
     """The accumulated gradient is the slope of the loss along a random direction of the weights."""
     config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5}))
-    trainer, learner, _ = make_trainer(config)
+    trainer, learner = make_trainer(config)
     pairs = trainer._pairs.take(range(6))
     gradients = {}
     learner.apply = lambda lr: gradients.update(accumulated(learner)) or 0.0
-    trainer.step(pairs, 0.0)
+    trainer.update(pairs, 0.0)
     generator = np.random.default_rng(0)
     direction = {name: generator.standard_normal(value.shape) for name, value in gradients.items()}
     slope = sum((gradients[name] * direction[name]).sum() for name in gradients)
@@ -154,10 +155,10 @@ def test_reward_model_learns_and_comes_back_from_disk(model_dir, tmp_path):
     from mindrlhf.weights.convert import iter_hf_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
-    trainer, learner, sinks = make_trainer(config)
-    trainer.run()
-    assert sinks.metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
-    assert sinks.metrics[30]["eval/accuracy"] > 0.9
+    trainer, learner = make_trainer(config)
+    metrics, _ = run(trainer)
+    assert metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
+    assert metrics[30]["eval/accuracy"] > 0.9
     learner.export(tmp_path / "final", None)
     exported = json.loads((tmp_path / "final" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen2ForSequenceClassification"]
@@ -175,7 +176,7 @@ def test_a_score_is_that_of_the_text_up_to_the_token(model_dir, tmp_path):
     from mindrlhf.training.learner import row_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
-    _, learner, _ = make_trainer(config)
+    _, learner = make_trainer(config)
     prompt, response = np.arange(5, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
 
     def scores(after_token, pack, sequences):

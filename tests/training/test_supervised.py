@@ -5,13 +5,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from offline_stubs import NoCheckpoints, Sinks
 
 from mindrlhf.config import sections
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.training.batch import unpack_share
+from mindrlhf.training.checkpoints import Progress
+from mindrlhf.training.offline import run_steps
 from mindrlhf.training.preflight import RunInputs
-from mindrlhf.training.supervised import read_sequences, run_supervised
+from mindrlhf.training.supervised import SupervisedTrainer, read_sequences
 
 
 class Records:
@@ -73,14 +76,6 @@ class LocalTeam:
         return [getattr(rank, method)(**{**common, **extra}) for rank, extra in zip(self.ranks, own, strict=True)]
 
 
-class Sinks:
-    def __init__(self):
-        self.metrics = {}
-
-    def write(self, step, metrics):
-        self.metrics[step] = metrics
-
-
 def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed=0, optimizer=None, **supervised):
     options = {"rows_per_step": 2 * world_size, "batch_size": 1, "epochs": 1, "pack": False, **supervised}
     config = SftConfig(
@@ -92,7 +87,7 @@ def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed
     )
     team, sinks = LocalTeam(world_size), Sinks()
     inputs = RunInputs(None, Records(lengths), Records(held_out) if held_out else None, (8, 16), 0)
-    run_supervised(config, inputs, team, sinks)
+    assert run_steps(SupervisedTrainer(config, inputs, team), Progress(), NoCheckpoints(), sinks)
     return team, sinks.metrics
 
 

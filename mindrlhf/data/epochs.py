@@ -1,0 +1,54 @@
+"""The items of each step of training on a fixed set of them, epoch after epoch: a function of the step alone."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mindrlhf.errors import UserError
+
+
+class EpochSteps:
+    """Cuts every epoch into steps of ``per_step`` items; the last step of an epoch has those that are left.
+
+    Args:
+        num_items: of the set.
+        per_step: items of a step.
+        seed: of the order.
+        shuffle: gives each epoch an order of its own; otherwise it is that of the set.
+    """
+
+    def __init__(self, num_items: int, per_step: int, seed: int, shuffle: bool):
+        self.num_items = num_items
+        self.per_step = per_step
+        self.seed = seed
+        self.shuffle = shuffle
+        self.per_epoch = -(-num_items // per_step)
+        self._epoch, self._order = -1, np.arange(num_items)
+
+    def items(self, step: int) -> np.ndarray:
+        """Return the indices of a step, counted from 0 over all epochs."""
+        epoch, position = divmod(step, self.per_epoch)
+        if epoch != self._epoch:
+            self._order = np.arange(self.num_items)
+            if self.shuffle:
+                np.random.default_rng([self.seed, epoch]).shuffle(self._order)
+            self._epoch = epoch
+        return self._order[position * self.per_step : (position + 1) * self.per_step]
+
+    def state(self) -> dict:
+        """Return what the order depends on, as plain JSON values; the position is the run's step."""
+        names = ("num_items", "per_step", "seed", "shuffle")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: Mapping) -> None:
+        """Check that ``state`` is that of the same order.
+
+        Raises:
+            UserError: it is not, as when the data file has changed.
+        """
+        for name, value in self.state().items():
+            if state.get(name) != value:
+                raise UserError(
+                    f"cannot resume the data order: {name} was {state.get(name)} in the checkpoint and is now {value}; "
+                    "set it back, or start a new run"
+                )

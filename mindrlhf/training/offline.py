@@ -1,0 +1,113 @@
+"""A run on fixed data (supervised, preference, reward model) as the lead rank drives it: steps, files, checkpoints."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindrlhf import heartbeat
+from mindrlhf.config.loader import write_config
+from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.observe.sinks import SinkGroup, open_sinks
+from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.learner import Learner
+from mindrlhf.training.preflight import FINAL_NAME
+from mindrlhf.training.save_requests import SaveRequests
+from mindrlhf.training.team import Team
+
+
+class Trainer(Protocol):
+    """What a step does, and what is evaluated around it.
+
+    Attributes:
+        order: the items of each step.
+        num_steps: of the whole run.
+    """
+
+    order: EpochSteps
+    num_steps: int
+
+    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+        """Make the update of a step, counted from 0, and return its metrics."""
+
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        """Return the metrics of the evaluation that is due after ``progress.step`` steps, empty when none is."""
+
+    def summary(self, progress: Progress) -> str:
+        """Return what the user is told at the end; may be empty."""
+
+
+def lead_run(
+    config: SftConfig | DpoConfig | RewardModelConfig,
+    learner: Learner,
+    connections: list,
+    make_trainer: Callable[[Team], Trainer],
+    *,
+    resume: bool,
+) -> None:
+    """Train to the last step, or until a signal asks to end, and export the model.
+
+    Args:
+        learner: the worker of this rank.
+        connections: to the other ranks.
+        make_trainer: called with the team while the learner has the model that the run starts from, also when it then
+            resumes from a checkpoint.
+        resume: continue from the newest whole checkpoint.
+
+    Raises:
+        UserError, RunFailure: as the rooms raise them.
+    """
+    output_dir = Path(config.run.output_dir)
+    with contextlib.ExitStack() as stack:
+        team = Team(learner, connections)
+        stack.callback(team.close)
+        trainer = make_trainer(team)
+        requests = SaveRequests()
+        checkpoints = RunCheckpoints(config, team, trainer.order, requests)
+        stack.callback(checkpoints.close)
+        progress = Progress()
+        if resume:
+            progress = checkpoints.resume()
+            print(f"mindrlhf: resumed after step {progress.step}", flush=True)
+        first_step = progress.step + 1 if resume else 0
+        sinks = open_sinks(output_dir, first_step=first_step, tensorboard=config.observe.tensorboard)
+        stack.callback(sinks.close)
+        write_config(config, output_dir)
+        requests.listen()
+        is_complete = run_steps(trainer, progress, checkpoints, sinks)
+        checkpoints.wait()
+    if is_complete:
+        if summary := trainer.summary(progress):
+            print(f"\n{summary}", flush=True)
+        # Last, because it marks the run as complete: one that was killed before can be resumed.
+        learner.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
+        print(f"model: {output_dir / FINAL_NAME}", flush=True)
+
+
+def run_steps(trainer: Trainer, progress: Progress, checkpoints: Any, sinks: SinkGroup) -> bool:
+    """Train from ``progress`` on, evaluating, reporting and saving on the way.
+
+    Args:
+        checkpoints: :class:`mindrlhf.training.checkpoints.RunCheckpoints`.
+
+    Returns:
+        Whether the last step was reached: a request to end may come before it.
+    """
+    if progress.step == 0 and (metrics := trainer.evaluate(progress)):
+        sinks.write(0, metrics)
+    while progress.step < trainer.num_steps:
+        checkpoints.begin_step(progress)
+        heartbeat.enter(f"step {progress.step + 1}")
+        metrics = trainer.step(progress.step, trainer.order.items(progress.step))
+        progress.step += 1
+        metrics |= trainer.evaluate(progress)
+        sinks.write(progress.step, metrics)
+        must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
+        if checkpoints.is_due(progress):
+            checkpoints.save(progress)
+        if must_stop:
+            return False
+    return True
