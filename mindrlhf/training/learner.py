@@ -157,7 +157,6 @@ class Learner:
             tokenizer_dir=tokenizer_dir,
         )
 
-
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint, in bytes: weights and both moments."""
         weights = sum(parameter.nbytes for parameter in self.network.get_parameters())

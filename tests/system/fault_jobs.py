@@ -120,7 +120,7 @@ class FaultProcess:
 
 
 class FaultJob(FaultProcess):
-    """A `mindrlhf train` on the sanity recipe."""
+    """A run that trains: `mindrlhf train` on the sanity recipe, if not told otherwise."""
 
     def __init__(
         self,
@@ -128,9 +128,10 @@ class FaultJob(FaultProcess):
         output_dir: Path,
         arguments: list[object],
         environment: Mapping[str, str] | None = None,
+        command: tuple[object, ...] = ("train", "examples/sanity/config.yaml"),
     ):
         self.output_dir = output_dir
-        super().__init__(directory, "train", "examples/sanity/config.yaml", *arguments, environment=environment)
+        super().__init__(directory, *command, *arguments, environment=environment)
 
     @property
     def save_dir(self) -> Path:

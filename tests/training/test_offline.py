@@ -61,7 +61,10 @@ def make(kind, model_dir, output_dir, overrides=()):
         learner = SupervisedLearner(network, SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), config, Rank(0, 1))
         return config, SupervisedTrainer(config, inputs, Team(learner)), learner
     sections["preference"] = {
-        **{"pairs_per_step": 16, "batch_size": 8, "row_lengths": [32], "epochs": 3},
+        "pairs_per_step": 16,
+        "batch_size": 8,
+        "row_lengths": [32],
+        "epochs": 3,
         "eval_every_steps": 2,
     }
     path = write_preference(output_dir / "config.yaml", model_dir, **sections)
@@ -119,7 +122,7 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(kind, model_dir, tmp_pat
     is_complete, after = train(trainer, progress, checkpoints)
     checkpoints.wait()
     assert is_complete
-    assert {step: values for step, values in (before | after).items()} == whole
+    assert before | after == whole
     assert trainer.summary(progress) == summary
     for name, array in weights_of(learner).items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)

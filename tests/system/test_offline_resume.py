@@ -1,0 +1,118 @@
+"""`mindrlhf sft`, `dpo` and `reward-model`, ended and killed, resume and end like the run that nobody disturbed."""
+
+import json
+import signal
+
+import pytest
+import sanity_inputs
+from fault_jobs import FaultJob, metrics
+from slow_tests import SLOW
+
+from mindrlhf.training.preflight import FINAL_NAME
+
+pytestmark = pytest.mark.timeout(900)
+
+TIMEOUT_S = 300
+NUM_STEPS = 60
+# Of a run's keys: enough steps to be caught among them.
+SECTIONS = {
+    "sft": {"supervised": {"rows_per_step": 4, "batch_size": 2, "row_lengths": [32], "epochs": 20}},
+    "dpo": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 20}},
+    "reward-model": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 20}},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs_dir(tmp_path_factory, rollout_python):
+    """A model, and the same pairs as records to imitate and as preferences."""
+    directory = tmp_path_factory.mktemp("inputs")
+    sanity_inputs.make(directory)
+    prompts = [json.loads(line)["prompt"] for line in (directory / "prompts.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": prompt, "good": prompt[::-1], "bad": prompt.upper()} for prompt in prompts[:40]]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for task, fields in (("sft", "response=good"), ("preference", "response=good,rejected=bad")):
+        finished = sanity_inputs.run(
+            *("data", "build", "--task", task, "--input", directory / "pairs.jsonl"),
+            *("--output", directory / f"{task}.mindrecord", "--tokenizer", directory / "model"),
+            *("--handler", "map_keys", "--map", f"question=prompt,{fields}", "--template", "plain"),
+            *("--max-prompt-length", 16, "--max-length", 32, "--workers", 1),
+            timeout_s=TIMEOUT_S,
+        )
+        assert finished.returncode == 0, finished.stderr
+    return directory
+
+
+@pytest.fixture
+def start_job(inputs_dir, tmp_path):
+    """Start a run: ``start_job(command, output_dir, options...)``."""
+    jobs = []
+
+    def start(command, output_dir, *options):
+        train_file = inputs_dir / f"{'sft' if command == 'sft' else 'preference'}.mindrecord"
+        config = {
+            "model": {"path": str(inputs_dir / "model")},
+            "data": {"train_file": str(train_file), "tokenizer_dir": str(inputs_dir / "model")},
+            "run": {"output_dir": str(output_dir), "max_steps": NUM_STEPS},
+            "optimizer": {"start_lr": 1e-3, "end_lr": 0.0, "lr_schedule": "linear"},
+            "checkpoint": {"every_steps": 5},
+            "observe": {"tensorboard": False},
+            **SECTIONS[command],
+        }
+        path = tmp_path / f"{command}.yaml"  # YAML is a superset of JSON
+        path.write_text(json.dumps(config))
+        directory = tmp_path / f"job{len(jobs)}"
+        directory.mkdir()
+        jobs.append(FaultJob(directory, output_dir, list(options), command=(command, path)))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.clean_up()
+
+
+# tests/training/test_offline.py resumes all three in one process; nightly they go through the command as well.
+@pytest.mark.parametrize("command", ["dpo", pytest.param("sft", marks=SLOW), pytest.param("reward-model", marks=SLOW)])
+def test_an_ended_and_killed_run_resumes_exactly(start_job, tmp_path, command):
+    undisturbed, output_dir = tmp_path / "undisturbed", tmp_path / "run"
+    job = start_job(command, undisturbed)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+
+    job = start_job(command, output_dir)
+    job.wait_until(lambda: job.num_steps() >= 3)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert job.text().rstrip().splitlines()[-1].startswith("mindrlhf: SIGTERM: step "), job.text()
+    assert not (output_dir / FINAL_NAME).exists()
+
+    job = start_job(command, output_dir)
+    assert job.wait(TIMEOUT_S) == 2 and "continue it with --resume" in job.text()
+
+    job = start_job(command, output_dir, "--resume")
+    first = job.num_steps()
+    job.wait_until(lambda: job.num_steps() >= first + 12)
+    job.kill_rank(0)
+    assert job.wait(TIMEOUT_S) != 0
+    assert "rank 0 was killed by SIGKILL" in job.text() and f"mindrlhf {command} " in job.text()
+    assert job.text().rstrip().endswith("--resume"), job.text()
+
+    job = start_job(command, output_dir, "--resume")
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert "mindrlhf: resumed after step " in job.text()
+    assert job.leftovers() == [] == job.unfinished()
+    assert metrics(output_dir) == metrics(undisturbed)
+    assert metrics(output_dir)[-1]["step"] == NUM_STEPS
+    files, expected = (
+        {path.name: path.read_bytes() for path in (run / FINAL_NAME).iterdir()} for run in (output_dir, undisturbed)
+    )
+    assert any(name.endswith(".safetensors") for name in files)
+    assert files == expected
+
+
+@SLOW
+def test_a_failed_run_is_started_again(start_job, tmp_path):
+    job = start_job("dpo", tmp_path / "run", "--max-restarts", 1)
+    job.wait_until(lambda: job.num_steps() >= 7)
+    job.kill_rank(0)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert "restart 1 of 1, from the newest checkpoint" in job.text()
+    assert metrics(tmp_path / "run")[-1]["step"] == NUM_STEPS
