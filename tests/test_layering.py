@@ -25,7 +25,7 @@ LIGHT_ROOMS = (
     "mindrlhf.algorithms.advantages",
     "mindrlhf.checkpoint.manifest",
     "mindrlhf.training.launch",
-    "mindrlhf.training.processes",
+    "mindrlhf.processes",
     "mindrlhf.cli",
     "mindrlhf.commands",
     "mindrlhf.doctor",

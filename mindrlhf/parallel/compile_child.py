@@ -30,7 +30,7 @@ from mindrlhf.parallel.compile import (
     CompileReport,
     CompileRequest,
 )
-from mindrlhf.training.processes import die_with_parent
+from mindrlhf.processes import die_with_parent
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 

@@ -35,7 +35,7 @@ from mindrlhf.parallel.lowering_graph import LOWERED_PREFIX, LoweringError
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.publishing import plan_publication, write_slices
 from mindrlhf.parallel.rows import block_of, own_rows, place_rows
-from mindrlhf.training.processes import die_with_launcher
+from mindrlhf.processes import die_with_launcher
 from mindrlhf.weights.board import WeightBoard
 
 # State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.

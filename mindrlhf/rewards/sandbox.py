@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.processes import kill_tree
 from mindrlhf.rewards import sandbox_launcher
-from mindrlhf.rewards.processes import kill_tree
 
 MAX_ERROR_CHARS = 2000
 READ_SIZE_BYTES = 1 << 16

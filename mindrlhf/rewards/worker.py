@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mindrlhf.errors import UserError
+from mindrlhf.processes import adopt_orphans, die_with_parent
 from mindrlhf.rewards import time_limit
-from mindrlhf.rewards.processes import adopt_orphans, die_with_parent
 from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 

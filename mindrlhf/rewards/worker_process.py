@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mindrlhf.rewards.processes import kill_marked, kill_tree
+from mindrlhf.processes import kill_marked, kill_tree
 from mindrlhf.rewards.time_limit import CallClock, Running
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rewards.worker import WorkerSettings

@@ -1,6 +1,6 @@
 """Whether a server that owes an answer is still working on it."""
 
-from mindrlhf.training import processes
+from mindrlhf import processes
 from mindrlhf.training.watched_time import WatchedTime
 
 _CHECK_INTERVAL_S = 1.0

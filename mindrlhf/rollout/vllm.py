@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 import mindrlhf
+from mindrlhf import processes
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
-from mindrlhf.training import processes
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindrlhf import heartbeat
+from mindrlhf import heartbeat, processes
 from mindrlhf.heartbeat import Beat, heartbeat_path, read_beat
-from mindrlhf.training import processes
 from mindrlhf.training.watched_time import WatchedTime
 
 STILLNESS_LIMIT_S = 8.0

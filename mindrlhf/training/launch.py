@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from mindrlhf import heartbeat
+from mindrlhf import heartbeat, processes
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.training import processes
 from mindrlhf.training.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.training.health import HealthMonitor
 from mindrlhf.training.launch_logs import LogFollower

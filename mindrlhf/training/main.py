@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mindrlhf import heartbeat
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.training.processes import die_with_launcher
+from mindrlhf.processes import die_with_launcher
 from mindrlhf.training.runtime import num_ranks_from_environment
 
 TASKS = ("train", "sft", "dpo", "reward-model")

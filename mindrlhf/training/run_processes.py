@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mindrlhf import processes
 from mindrlhf.errors import RunFailure
-from mindrlhf.training import processes
 
 SCHEDULER = "the scheduler"
 # A rank that ended before its environment could be read.

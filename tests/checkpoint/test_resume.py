@@ -8,19 +8,24 @@ import pytest
 
 from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, check_resumable, config_differences
 from mindrlhf.config import sections
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
 
 
-def make_config(**optimizer):
+def make_config(kind=GrpoConfig, **optimizer):
+    reward = {"reward": sections.RewardSection(verifier_function=("accuracy_reward",))} if kind is GrpoConfig else {}
     return dataclasses.asdict(
-        GrpoConfig(
+        kind(
             model=sections.ModelSection(path="models/small"),
             data=sections.DataSection(train_file="train.mindrecord", tokenizer_dir="models/small"),
-            reward=sections.RewardSection(verifier_function=("accuracy_reward",)),
             optimizer=sections.OptimizerSection(**optimizer),
+            **reward,
         )
     )
+
+
+def keys_of(config):
+    return {f"{section}.{name}" for section, values in config.items() for name in values}
 
 
 def changed(config, key, value):
@@ -30,7 +35,7 @@ def changed(config, key, value):
     return config
 
 
-ALL_KEYS = [f"{section}.{name}" for section, values in make_config().items() for name in values]
+ALL_KEYS = sorted(keys_of(make_config()))
 
 
 def is_free(key):
@@ -50,7 +55,8 @@ def test_differences_are_dotted_and_sorted_and_count_what_one_side_lacks():
 
 
 def test_the_free_keys_are_keys_of_the_config():
-    assert set(ALL_KEYS) | set(make_config()) >= FREE_KEYS >= DECAY_KEYS
+    configs = [make_config(kind) for kind in (GrpoConfig, SftConfig, DpoConfig, RewardModelConfig)]
+    assert set().union(*configs, *map(keys_of, configs)) >= FREE_KEYS >= DECAY_KEYS
 
 
 @pytest.mark.parametrize("key", ALL_KEYS)
@@ -113,7 +119,8 @@ def test_a_key_that_one_release_does_not_have_is_refused():
 
 @pytest.mark.parametrize("key", sorted(DECAY_KEYS))
 def test_the_number_of_steps_is_fixed_while_the_learning_rate_decays_to_it(key):
-    constant, decaying = make_config(), make_config(lr_schedule="cosine", end_lr=0.0)
+    kind = {"supervised.epochs": SftConfig, "preference.epochs": DpoConfig}.get(key, GrpoConfig)
+    constant, decaying = make_config(kind), make_config(kind, lr_schedule="cosine", end_lr=0.0)
     check_resumable(constant, changed(constant, key, 500))
     with pytest.raises(UserError, match=rf"{key} was \d and is now 500"):
         check_resumable(decaying, changed(decaying, key, 500))

@@ -13,7 +13,7 @@ from pathlib import Path
 import sanity_inputs
 
 from mindrlhf.heartbeat import Beat, heartbeat_path, read_beat
-from mindrlhf.training.processes import read_environment, read_status, shared_memory_files, state
+from mindrlhf.processes import read_environment, read_status, shared_memory_files, state
 
 SHARED_MEMORY = Path("/dev/shm")
 # On PYTHONPATH it gives Python processes the faults that no signal does.

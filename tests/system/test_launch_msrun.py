@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.training.processes import read_environment, read_status
+from mindrlhf.processes import read_environment, read_status
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,7 +28,7 @@ import os, pathlib, subprocess, sys, time
 here = pathlib.Path(__file__).parent
 if os.environ["MS_ROLE"] == "MS_SCHED":
     time.sleep(600)
-from mindrlhf.training.processes import die_with_launcher
+from mindrlhf.processes import die_with_launcher
 die_with_launcher()
 rank = os.environ["RANK_ID"]
 if rank == "0":

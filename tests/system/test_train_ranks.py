@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sanity_inputs
 
-from mindrlhf.training.processes import read_environment, read_status
+from mindrlhf.processes import read_environment, read_status
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mindrlhf import processes
 from mindrlhf.data.build import build_prompts
-from mindrlhf.training import processes
 from mindrlhf.training.launch import find_free_port
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.processes import descendants, shared_memory_files
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.training.processes import descendants, shared_memory_files
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from mindrlhf import heartbeat
+from mindrlhf import heartbeat, processes
 from mindrlhf.heartbeat import DIRECTORY_VARIABLE, heartbeat_path, read_beat
-from mindrlhf.training import processes
 from mindrlhf.training.health import JOINING_LIMIT_S, STILLNESS_LIMIT_S, HealthMonitor
 
 RANK = """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mindrlhf import processes
 from mindrlhf.errors import UserError
-from mindrlhf.training import processes
 from mindrlhf.training.launch import find_free_port, launch, worker_environment
 from mindrlhf.training.launch_logs import LogFollower
 
@@ -209,13 +209,13 @@ def test_a_killed_launcher_takes_its_rank_along(tmp_path):
 
 
 def test_die_with_parent_acts_at_once_when_the_parent_has_already_gone():
-    code = "from mindrlhf.training.processes import die_with_parent; die_with_parent(1 << 22); print('still here')"
+    code = "from mindrlhf.processes import die_with_parent; die_with_parent(1 << 22); print('still here')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"")
 
 
 def test_die_with_launcher_does_nothing_without_a_launcher():
-    code = "from mindrlhf.training.processes import die_with_launcher; die_with_launcher(); print('still here')"
+    code = "from mindrlhf.processes import die_with_launcher; die_with_launcher(); print('still here')"
     environment = {name: value for name, value in os.environ.items() if name != processes.LAUNCHER_PID_VARIABLE}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, env=environment)
     assert (ended.returncode, ended.stdout) == (0, b"still here\n")

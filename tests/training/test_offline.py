@@ -4,9 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from offline_stubs import NoCheckpoints, Sinks
-from test_preference import MODEL, PairFile
-from test_preference import write_config as write_preference
+from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
 
 from mindrlhf.config import schema
 from mindrlhf.errors import UserError
@@ -20,16 +18,7 @@ NUM_STEPS = 7
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    import mindspore as ms
-
-    from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.weights.convert import export_hf, random_hf_weights
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    ms.set_context(runtime_num_threads=1)
-    directory = tmp_path_factory.mktemp("offline") / "model"
-    export_hf(random_hf_weights(MODEL, 3), MODEL, directory)
-    return directory
+    return export_model(tmp_path_factory)
 
 
 def make(kind, model_dir, output_dir, overrides=()):
@@ -52,7 +41,7 @@ def make(kind, model_dir, output_dir, overrides=()):
     inputs = RunInputs(None, PairFile(80, 0), PairFile(24, 1), (32,), 0)
     if kind == "sft":
         sections["supervised"] = {"rows_per_step": 16, "batch_size": 8, "row_lengths": [32], "pack": False, "epochs": 3}
-        path = write_preference(output_dir / "config.yaml", model_dir, **sections)
+        path = write_config(output_dir / "config.yaml", model_dir, **sections)
         values = json.loads(path.read_text())
         del values["preference"]
         path.write_text(json.dumps(values))
@@ -67,7 +56,7 @@ def make(kind, model_dir, output_dir, overrides=()):
         "epochs": 3,
         "eval_every_steps": 2,
     }
-    path = write_preference(output_dir / "config.yaml", model_dir, **sections)
+    path = write_config(output_dir / "config.yaml", model_dir, **sections)
     load = schema.load_reward_model_config if kind == "reward-model" else schema.load_dpo_config
     config = load(path, overrides)
     learner = _build_learner(config, 32, Rank(0, 1))

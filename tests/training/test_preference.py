@@ -4,74 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from offline_stubs import NoCheckpoints, Sinks
+from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
 
 from mindrlhf.config.schema import load_dpo_config, load_reward_model_config
-from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import RunInputs
-
-VOCABULARY = 64
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
-
-
-class PairFile:
-    """Pairs whose preferred response holds even tokens only."""
-
-    def __init__(self, num_pairs, seed):
-        generator = np.random.default_rng(seed)
-        self.records = []
-        for index in range(num_pairs):
-            prompt, response, rejected = (
-                2 * generator.integers(0, VOCABULARY // 2, generator.integers(2, 8)).astype(np.int32) for _ in range(3)
-            )
-            self.records.append(PromptRecord(prompt, response, "", f"pairs:{index}", rejected + 1))
-
-    def __len__(self):
-        return len(self.records)
-
-    def read(self, indices):
-        return [self.records[index] for index in indices]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    import mindspore as ms
-
-    from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.weights.convert import export_hf, random_hf_weights
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    ms.set_context(runtime_num_threads=1)
-    directory = tmp_path_factory.mktemp("preference") / "model"
-    export_hf(random_hf_weights(MODEL, 3), MODEL, directory)
-    return directory
-
-
-def write_config(path, model_dir, **sections):
-    """YAML is a superset of JSON."""
-    config = {
-        "model": {"path": str(model_dir)},
-        "data": {"train_file": "unread", "eval_file": "unread", "tokenizer_dir": "unread"},
-        "preference": {"pairs_per_step": 16, "batch_size": 8, "row_lengths": [32], "epochs": 3},
-        "optimizer": {"start_lr": 3e-3},
-        "observe": {"tensorboard": False},
-        **sections,
-    }
-    path.write_text(json.dumps(config))
-    return path
+    return export_model(tmp_path_factory)
 
 
 def make_trainer(config, rank_length=32):

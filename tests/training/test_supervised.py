@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from offline_stubs import NoCheckpoints, Sinks
+from offline_cases import NoCheckpoints, Sinks
 
 from mindrlhf.config import sections
 from mindrlhf.config.schema import SftConfig

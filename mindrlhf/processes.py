@@ -1,13 +1,15 @@
-"""A run's processes on Linux: who descends from whom, how they ended, and that none outlives its parent.
+"""Processes on Linux: who descends from whom, how they ended, how to end them all, and that none outlives its parent.
 
-Nothing here imports MindSpore or vLLM, so that the launcher, the workers and the rollout server can all use it.
+Nothing here imports MindSpore or vLLM: the launcher, its workers, the rollout server and verifiers all use it.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Iterator
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,11 @@ _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
 _EXIT_CODE_FIELD = 52 - 3
 # wait(2)
 _CORE_DUMPED = 0x80
-_LIBC = ctypes.CDLL(None, use_errno=True)
+# A fork bomb under a limit on processes is gone after a few rounds; this bounds the wait for one without a limit.
+_MAX_ROUNDS = 200
+_ROUND_INTERVAL_S = 0.005
+# Between leaving one program and being in the next, a process shows an empty environment; some show it always.
+_MAX_ROUNDS_UNKNOWN = 20
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,7 @@ def cpu_time_s(pid: int) -> float:
 
 def read_environment(pid: int) -> dict[str, str]:
     """Return the environment a process was started with; empty when it cannot be read."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
+    entries = (_environment(pid) or b"").split(b"\0")
     return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
@@ -85,9 +88,8 @@ def descendants(root_pid: int, *, except_trees: Collection[int] = ()) -> list[Pr
     ``except_trees`` names processes that are left out together with their own descendants.
     """
     children: dict[int, list[ProcessStatus]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (status := read_status(int(entry))) is not None:
-            children.setdefault(status.parent_pid, []).append(status)
+    for status in _all_processes():
+        children.setdefault(status.parent_pid, []).append(status)
     found, frontier = [], [root_pid]
     while frontier:
         for status in children.get(frontier.pop(), []):
@@ -95,6 +97,57 @@ def descendants(root_pid: int, *, except_trees: Collection[int] = ()) -> list[Pr
                 found.append(status)
                 frontier.append(status.pid)
     return found
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process of ours, and all its descendants; the process itself is left to be reaped by its parent.
+
+    The process is stopped first, so that it starts nothing new and, if it is a subreaper, keeps its orphans
+    below it until they are dead.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    _kill_until_none(lambda: [status.pid for status in descendants(pid) if status.returncode is None])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Kill every process but this one that was started with ``variable=value`` in its environment.
+
+    For what a dead process has left behind: orphans have no tie to it but the environment they inherited.
+    """
+    marker = f"{variable}={value}".encode()
+    any_unknown = False
+
+    def find() -> list[int]:
+        nonlocal any_unknown
+        running = [status.pid for status in _all_processes() if status.returncode is None and status.pid != os.getpid()]
+        environments = {pid: _environment(pid) for pid in running}
+        any_unknown = b"" in environments.values()
+        return [pid for pid, environment in environments.items() if marker in (environment or b"").split(b"\0")]
+
+    for _ in range(_MAX_ROUNDS_UNKNOWN):
+        _kill_until_none(find)
+        if not any_unknown:
+            return
+        time.sleep(_ROUND_INTERVAL_S)
+
+
+def _kill_until_none(find: Callable[[], list[int]]) -> None:
+    for _ in range(_MAX_ROUNDS):
+        pids = find()
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_ROUND_INTERVAL_S)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that ``kill_tree`` finds daemons too."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextlib.contextmanager
@@ -141,6 +194,20 @@ def signal_all(pids: Collection[int], signal_number: int) -> None:
             os.kill(pid, signal_number)
 
 
+def _all_processes() -> Iterator[ProcessStatus]:
+    for entry in os.listdir("/proc") if sys.platform == "linux" else ():
+        if entry.isdigit() and (status := read_status(int(entry))) is not None:
+            yield status
+
+
+def _environment(pid: int) -> bytes | None:
+    """The environment a process was started with; None once it is gone, of another user's and the kernel's own."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+
+
 def _stat_fields(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the state on; none when there is no such process."""
     try:
@@ -152,5 +219,7 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def _prctl(option: int, argument: int) -> None:
-    if _LIBC.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mindrlhf.rewards.processes import kill_marked
+from mindrlhf.processes import kill_marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="environments are read from /proc")
 
