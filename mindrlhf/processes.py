@@ -155,7 +155,7 @@ def adopting_orphans() -> Iterator[None]:
     """Make this process the new parent of any descendant whose own parent dies, so that none is lost from sight."""
     previous = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(previous))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mindrlhf.errors import UserError
+from mindrlhf.data.stream import check_same_order
 
 
 class EpochSteps:
@@ -24,6 +24,11 @@ class EpochSteps:
         self.shuffle = shuffle
         self.per_epoch = -(-num_items // per_step)
         self._epoch, self._order = -1, np.arange(num_items)
+
+    def num_steps(self, epochs: int, max_steps: int) -> int:
+        """Return the steps of so many epochs, ``max_steps`` at most if that is not 0."""
+        num_steps = epochs * self.per_epoch
+        return min(num_steps, max_steps or num_steps)
 
     def items(self, step: int) -> np.ndarray:
         """Return the indices of a step, counted from 0 over all epochs."""
@@ -46,9 +51,4 @@ class EpochSteps:
         Raises:
             UserError: it is not, as when the data file has changed.
         """
-        for name, value in self.state().items():
-            if state.get(name) != value:
-                raise UserError(
-                    f"cannot resume the data order: {name} was {state.get(name)} in the checkpoint and is now {value}; "
-                    "set it back, or start a new run"
-                )
+        check_same_order(state, self.state())

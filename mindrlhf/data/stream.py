@@ -87,12 +87,7 @@ class PromptStream:
         Raises:
             UserError: the state is of another data set, seed or order, or is not a position in one.
         """
-        for name in ("num_records", "seed", "shuffle"):
-            if state.get(name) != getattr(self, name):
-                raise UserError(
-                    f"cannot resume the data order: {name} was {state.get(name)} in the checkpoint and is now "
-                    f"{getattr(self, name)}; set it back, or start a new run"
-                )
+        check_same_order(state, {name: getattr(self, name) for name in ("num_records", "seed", "shuffle")})
         epoch, position = state.get("epoch"), state.get("position")
         is_position = isinstance(epoch, int) and isinstance(position, int)
         if not is_position or epoch < 0 or not 0 <= position < self.num_records:
@@ -112,3 +107,17 @@ class PromptStream:
         # resumed run may have a newer NumPy: sort by raw 64-bit keys instead.
         keys = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.num_records)
         return np.argsort(keys, kind="stable")
+
+
+def check_same_order(saved: Mapping, now: Mapping) -> None:
+    """Check that a checkpoint is of the same order of the data: it has every value of ``now``.
+
+    Raises:
+        UserError: it has not, as when the data file has changed; the message names the first that differs.
+    """
+    for name, value in now.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"cannot resume the data order: {name} was {saved.get(name)} in the checkpoint and is now {value}; "
+                "set it back, or start a new run"
+            )

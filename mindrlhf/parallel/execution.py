@@ -56,7 +56,7 @@ class ExecutionJob:
     num_pieces: int = 1
     logprob_graphs: tuple[str, ...] = ()
     num_logprob_pieces: int = 1
-    logprob_input: int = 6  # the old log-probabilities of a policy
+    logprob_input: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,14 @@ from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.observe.sinks import SinkGroup, open_sinks
-from mindrlhf.training.checkpoints import Progress, RunCheckpoints
+from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output
 from mindrlhf.training.learner import Learner
 from mindrlhf.training.preflight import FINAL_NAME
+from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
 from mindrlhf.training.save_requests import SaveRequests
-from mindrlhf.training.team import Team
+from mindrlhf.training.team import Team, connect, serve
+
+Config = SftConfig | DpoConfig | RewardModelConfig
 
 
 class Trainer(Protocol):
@@ -40,26 +43,38 @@ class Trainer(Protocol):
         """Return what the user is told at the end; may be empty."""
 
 
-def lead_run(
-    config: SftConfig | DpoConfig | RewardModelConfig,
-    learner: Learner,
-    connections: list,
+def run_rank(
+    config: Config,
+    build_learner: Callable[[Rank], Learner],
     make_trainer: Callable[[Team], Trainer],
     *,
     resume: bool,
 ) -> None:
-    """Train to the last step, or until a signal asks to end, and export the model.
+    """Do this rank's part of a run: the lead trains and exports the model, the others serve it.
 
     Args:
-        learner: the worker of this rank.
-        connections: to the other ranks.
-        make_trainer: called with the team while the learner has the model that the run starts from, also when it then
-            resumes from a checkpoint.
+        build_learner: builds the worker of this rank, with the model that the run starts from.
+        make_trainer: called on the lead while the learner has that model, also when it then resumes from a checkpoint.
         resume: continue from the newest whole checkpoint.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
+    if is_lead_process():
+        check_output(config, resume=resume)
+    rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
+    connections = connect(rank)
+    learner = build_learner(rank)
+    if rank.is_lead:
+        _lead(config, learner, connections, make_trainer, resume)
+    else:
+        serve(learner, connections[0])
+
+
+def _lead(
+    config: Config, learner: Learner, connections: list, make_trainer: Callable[[Team], Trainer], resume: bool
+) -> None:
+    """Train to the last step, or until a signal asks to end, and export the model."""
     output_dir = Path(config.run.output_dir)
     with contextlib.ExitStack() as stack:
         team = Team(learner, connections)

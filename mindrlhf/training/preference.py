@@ -7,7 +7,6 @@ and its derivatives; the second carries these back through the model.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,15 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
 from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
 from mindrlhf.training.cells import check_finite
-from mindrlhf.training.checkpoints import Progress, check_output
+from mindrlhf.training.checkpoints import Progress
 from mindrlhf.training.learner import Learner, load_model
-from mindrlhf.training.offline import lead_run
+from mindrlhf.training.offline import run_rank
 from mindrlhf.training.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.preflight import RunInputs, check_preference_inputs
-from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
+from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.scorer import load_scorer
-from mindrlhf.training.team import Team, connect, serve
+from mindrlhf.training.team import Team
 
 Config = DpoConfig | RewardModelConfig
 Objective = DpoObjective | RewardModelObjective
@@ -91,15 +90,12 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
         UserError, RunFailure: as the rooms raise them.
     """
     inputs = check_preference_inputs(config)
-    if is_lead_process():
-        check_output(config, resume=resume)
-    rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
-    connections = connect(rank)
-    learner = _build_learner(config, inputs.row_lengths[-1], rank)
-    if rank.is_lead:
-        lead_run(config, learner, connections, lambda team: PreferenceTrainer(config, inputs, team), resume=resume)
-    else:
-        serve(learner, connections[0])
+    run_rank(
+        config,
+        lambda rank: _build_learner(config, inputs.row_lengths[-1], rank),
+        lambda team: PreferenceTrainer(config, inputs, team),
+        resume=resume,
+    )
 
 
 def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
@@ -136,8 +132,7 @@ class PreferenceTrainer:
         if is_dpo and not self._reference_is_live:
             team.call("drop_reference")
         self.order = EpochSteps(len(self._pairs), preference.pairs_per_step, config.run.seed, config.data.shuffle)
-        num_steps = preference.epochs * self.order.per_epoch
-        self.num_steps = min(num_steps, config.run.max_steps or num_steps)
+        self.num_steps = self.order.num_steps(preference.epochs, config.run.max_steps)
 
     def step(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics, measured before it."""

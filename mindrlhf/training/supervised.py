@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,13 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import TokenSequence, plan_rows
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, unpack_share
 from mindrlhf.training.cells import check_finite
-from mindrlhf.training.checkpoints import Progress, check_output
+from mindrlhf.training.checkpoints import Progress
 from mindrlhf.training.learner import Learner, load_model
-from mindrlhf.training.offline import lead_run
+from mindrlhf.training.offline import run_rank
 from mindrlhf.training.preflight import RunInputs, check_sft_inputs
-from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
+from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
-from mindrlhf.training.team import Team, connect, serve
+from mindrlhf.training.team import Team
 
 
 class SupervisedLearner(Learner):
@@ -49,17 +48,18 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
         UserError, RunFailure: as the rooms raise them.
     """
     inputs = check_sft_inputs(config)
-    if is_lead_process():
-        check_output(config, resume=resume)
-    rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
-    connections = connect(rank)
-    network = load_model(config.model, config.model.path, config.run, inputs.row_lengths[-1])
+    run_rank(
+        config,
+        lambda rank: _build_learner(config, inputs.row_lengths[-1], rank),
+        lambda team: SupervisedTrainer(config, inputs, team),
+        resume=resume,
+    )
+
+
+def _build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
+    network = load_model(config.model, config.model.path, config.run, length)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device))
-    learner = SupervisedLearner(network, loss, config, rank)
-    if rank.is_lead:
-        lead_run(config, learner, connections, lambda team: SupervisedTrainer(config, inputs, team), resume=resume)
-    else:
-        serve(learner, connections[0])
+    return SupervisedLearner(network, loss, config, rank)
 
 
 class SupervisedTrainer:
@@ -78,8 +78,7 @@ class SupervisedTrainer:
         self._rows = plan_rows(lengths, self._options.row_lengths, pack=section.pack)
         self._held_out = self._held_out_batch(inputs.held_out) if inputs.held_out else None
         self.order = EpochSteps(len(self._rows), section.rows_per_step, config.run.seed, config.data.shuffle)
-        num_steps = section.epochs * self.order.per_epoch
-        self.num_steps = min(num_steps, config.run.max_steps or num_steps)
+        self.num_steps = self.order.num_steps(section.epochs, config.run.max_steps)
 
     def step(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics."""

@@ -23,12 +23,8 @@ def model_dir(tmp_path_factory):
 
 def make(kind, model_dir, output_dir, overrides=()):
     """Return config, trainer and learner of a fresh process: the model that the run starts from."""
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.losses import SupervisedLoss
-    from mindrlhf.training.learner import load_model
-    from mindrlhf.training.preference import PreferenceTrainer, _build_learner
+    from mindrlhf.training import preference, supervised
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.supervised import SupervisedLearner, SupervisedTrainer
     from mindrlhf.training.team import Team
 
     output_dir.mkdir(exist_ok=True)
@@ -46,9 +42,8 @@ def make(kind, model_dir, output_dir, overrides=()):
         del values["preference"]
         path.write_text(json.dumps(values))
         config = schema.load_sft_config(path, overrides)
-        network = load_model(config.model, config.model.path, config.run, 32)
-        learner = SupervisedLearner(network, SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu")), config, Rank(0, 1))
-        return config, SupervisedTrainer(config, inputs, Team(learner)), learner
+        learner = supervised._build_learner(config, 32, Rank(0, 1))
+        return config, supervised.SupervisedTrainer(config, inputs, Team(learner)), learner
     sections["preference"] = {
         "pairs_per_step": 16,
         "batch_size": 8,
@@ -59,8 +54,8 @@ def make(kind, model_dir, output_dir, overrides=()):
     path = write_config(output_dir / "config.yaml", model_dir, **sections)
     load = schema.load_reward_model_config if kind == "reward-model" else schema.load_dpo_config
     config = load(path, overrides)
-    learner = _build_learner(config, 32, Rank(0, 1))
-    return config, PreferenceTrainer(config, inputs, Team(learner)), learner
+    learner = preference._build_learner(config, 32, Rank(0, 1))
+    return config, preference.PreferenceTrainer(config, inputs, Team(learner)), learner
 
 
 def checkpoints_of(config, trainer, learner, requests=None):
