@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mindrlhf.errors import UserError
-from mindrlhf.weights.direct_file import DirectFile
+from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 
 _CODES = {
     np.dtype(name): code
@@ -42,7 +42,7 @@ class ArrayInfo:
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
-def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Mapping[str, ArrayInfo]) -> None:
+def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Mapping[str, ArrayInfo]) -> str | None:
     """Write a safetensors file as a stream; it appears under its name whole or not at all.
 
     Args:
@@ -50,27 +50,34 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Map
         arrays: (name, array), exactly those of ``infos``, in any order; each is written before the next is drawn.
         infos: what will come: the header is written first. Little-endian numbers and booleans.
 
+    Returns:
+        The file's checksum, XXH3-64 in hex; None if the arrays did not come in the order of the file, which is that
+        of ``infos`` with wider elements first.
+
     Raises:
         OSError: the disk refuses.
     """
     header, positions = _layout(infos)
     size_bytes = len(header) + sum(info.size_bytes for info in infos.values())
+    checksum = OrderedChecksum()
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with DirectFile(temporary, size_bytes) as file:
-            file.write(memoryview(header), 0)
+            file.write(memoryview(header), 0, checksum.taker(0))
             for name, array in arrays:
                 assert name in positions, f"array {name!r} is not in the infos, or came twice"
                 info = infos[name]
                 assert array.dtype == info.dtype, f"array {name!r} comes as {array.dtype}, not {info.dtype}"
                 assert array.shape == info.shape, f"array {name!r} comes with shape {array.shape}, not {info.shape}"
                 data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                file.write(data, positions.pop(name))
+                position = positions.pop(name)
+                file.write(data, position, checksum.taker(position))
             assert not positions, f"{len(positions)} arrays did not come, {next(iter(positions))!r} first"
             file.sync()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    return checksum.value(size_bytes)
 
 
 def _layout(infos: Mapping[str, ArrayInfo]) -> tuple[bytes, dict[str, int]]:

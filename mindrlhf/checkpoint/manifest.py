@@ -2,8 +2,9 @@
 
 The checksum is XXH3 of 64 bits (Y. Collet, the xxHash specification): as fast as memory is read, so that it takes next
 to nothing from the training beside it, and it misses damage once in 2**64. It guards against failing disks and
-half-written files. It does not guard against an attacker, and neither would a cryptographic hash that lies, unsigned,
-beside the files.
+half-written files. Who writes a large file takes its checksum from the bytes in memory, so that damage on the way to
+the disk is found too; other files are read back. It does not guard against an attacker, and neither would a
+cryptographic hash that lies, unsigned, beside the files.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import mmap
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -53,21 +55,33 @@ def list_files(directory: Path) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
-def write_manifest(directory: Path) -> None:
+def write_manifest(directory: Path, checksums: Mapping[str, str] | None = None) -> None:
     """Describe every file of ``directory`` in ``manifest.json``; call it when all of them are written.
+
+    Args:
+        checksums: those that are known, XXH3-64 in hex by relative path; other files are read.
 
     Raises:
         DamagedDirectory: a symbolic link or a special file lies in the directory.
     """
+    checksums = checksums or {}
     files = {name: path for name, path in list_files(directory).items() if name != MANIFEST_NAME}
     manifest = {
         "format_version": FORMAT_VERSION,
-        "files": {name: _describe(path) for name, path in files.items()},
+        "files": {
+            name: _entry(path.stat().st_size, checksums[name]) if name in checksums else _describe(path)
+            for name, path in files.items()
+        },
     }
     with open(directory / MANIFEST_NAME, "w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def below(name: str, checksums: Mapping[str, str]) -> dict[str, str]:
+    """Return the checksums of a directory's files by their paths in the directory that holds it as ``name``."""
+    return {f"{name}/{path}": checksum for path, checksum in checksums.items()}
 
 
 def verify(directory: Path) -> None:
@@ -142,7 +156,7 @@ def _check_file(path: Path, entry: dict) -> None:
     size_bytes = path.stat().st_size
     if size_bytes != entry["size_bytes"]:
         raise DamagedDirectory(f"{path} has {size_bytes} bytes, not {entry['size_bytes']}")
-    if _describe(path) != {"size_bytes": entry["size_bytes"], "xxh3_64": entry["xxh3_64"]}:
+    if _describe(path) != _entry(entry["size_bytes"], entry["xxh3_64"]):
         raise DamagedDirectory(f"{path} is damaged: its checksum differs")
 
 
@@ -159,7 +173,11 @@ def _describe(path: Path) -> dict[str, int | str]:
                 size_bytes += count
                 with block[:count] as piece:
                     digest.update(piece)
-    return {"size_bytes": size_bytes, "xxh3_64": digest.hexdigest()}
+    return _entry(size_bytes, digest.hexdigest())
+
+
+def _entry(size_bytes: int, checksum: str) -> dict[str, int | str]:
+    return {"size_bytes": size_bytes, "xxh3_64": checksum}
 
 
 def _open_regular(path: Path) -> int:

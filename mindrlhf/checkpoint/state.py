@@ -16,6 +16,7 @@ the seed and the step.
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ CRITIC_NAME = "critic"
 CRITIC_OPTIMIZER_NAME = "critic_optimizer.safetensors"
 STATE_NAME = "state.json"
 FORMAT_VERSION = 2
+# Writes weights and optimiser state into a directory; returns the checksums that it took from the bytes it wrote,
+# XXH3-64 in hex by relative path, of some or all files.
+StateWriter = Callable[[Path], dict[str, str]]
 
 
 @dataclass(frozen=True)

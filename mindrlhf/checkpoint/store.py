@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, write_manifest
@@ -64,7 +64,9 @@ class CheckpointStore:
         return None
 
     @contextlib.contextmanager
-    def writing(self, step: int, size_bytes: int, best_step: int | None = None) -> Iterator[Path]:
+    def writing(
+        self, step: int, size_bytes: int, best_step: int | None = None, checksums: Mapping[str, str] | None = None
+    ) -> Iterator[Path]:
         """Give a temporary directory that becomes the checkpoint of ``step`` when the block ends without an error.
 
         A checkpoint that the step already has (a damaged one, when a run resumed from an older) is replaced.
@@ -74,6 +76,7 @@ class CheckpointStore:
             step: optimiser steps done.
             size_bytes: about how much the caller will write; see :meth:`check_space`.
             best_step: its checkpoint is kept however old it is.
+            checksums: see :func:`write_manifest`; read when the block ends.
 
         Raises:
             UserError: the disk has too little room or refuses to write; earlier checkpoints are untouched.
@@ -85,7 +88,7 @@ class CheckpointStore:
             with locked(temporary):
                 try:
                     yield temporary
-                    write_manifest(temporary)
+                    write_manifest(temporary, checksums)
                     _sync_tree(temporary)
                     self._put_in_place(temporary, step)
                 finally:

@@ -45,13 +45,13 @@ def merge_directory(
             file_format="pt",
             max_shard_bytes=MAX_SHARD_BYTES,
             tokenizer_dir=sharded_dir,
-        ) as write,
+        ) as files,
         worker_pool(num_workers) as pool,
     ):
 
         def merge(rule: ParameterRule) -> None:
             for name, tensor in shards.read_tensors(rule).items():
-                write(name, tensor)
+                files.write(name, tensor)
 
         list(pool.map(merge, shards.rules()))
     if optimizer_file:

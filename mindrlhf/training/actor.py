@@ -10,7 +10,8 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.checkpoint.state import REFERENCE_NAME
+from mindrlhf.checkpoint.manifest import below
+from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.models.causal_lm import CausalLM
@@ -148,7 +149,7 @@ class Actor(ReceivedBatches, Learner):
         reference = self._reference.model.get_parameters() if self._saves_reference else ()
         return super().state_size_bytes() + sum(parameter.nbytes for parameter in reference)
 
-    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
+    def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`Learner.state_writer`; with the reference, if that changes."""
         write_policy = super().state_writer(hold)
         if not self._saves_reference:
@@ -156,9 +157,10 @@ class Actor(ReceivedBatches, Learner):
         model, dtype = self._reference.model, self.param_dtype
         weights = hold(REFERENCE_NAME, iter_hf_tensors(model))
 
-        def write(directory: Path) -> None:
-            write_policy(directory)
-            export_hf(weights, model.hf_config, directory / REFERENCE_NAME, dtype=dtype)
+        def write(directory: Path) -> dict[str, str]:
+            checksums = write_policy(directory)
+            reference = export_hf(weights, model.hf_config, directory / REFERENCE_NAME, dtype=dtype)
+            return checksums | below(REFERENCE_NAME, reference)
 
         return write
 

@@ -6,14 +6,13 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.carried import CarriedSample, carried_records, load_carried, save_carried
 from mindrlhf.checkpoint.resume import check_resumable
-from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, read_state, write_state
+from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, StateWriter, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -208,21 +207,26 @@ class RunCheckpoints:
         self._store.check_space(size_bytes)
         best_step = best_step if self._section.keep_best else None
 
-        def write(write_model: Callable[[Path], None]) -> None:
-            with self._store.writing(state.step, size_bytes, best_step) as directory:
-                write_model(directory)
+        def write(write_model: StateWriter) -> None:
+            checksums: dict[str, str] = {}
+            with self._store.writing(state.step, size_bytes, best_step, checksums) as directory:
+                checksums |= write_model(directory)
                 save_carried(directory, carried)
                 write_state(directory, state)
 
         self._writer.wait()  # the copy that it still reads is about to be overwritten
         self._saved_step = state.step
         if isinstance(self._team, ReplicaTeam):  # every rank holds a part of it
-            write(lambda directory: self._team.call("save", directory=str(directory)))
+            write(self._save_slices)
         elif self._section.asynchronous:
             write_copy = self._team.lead.capture()
             self._writer.start(lambda: write(write_copy))
         else:
             write(self._team.lead.save)
+
+    def _save_slices(self, directory: Path) -> dict[str, str]:
+        self._team.call("save", directory=str(directory))
+        return {}  # the ranks write checksums of their slices into the directory
 
     def _say_goodbye(self, step: int) -> None:
         self._writer.wait()

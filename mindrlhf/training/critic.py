@@ -10,7 +10,7 @@ import numpy as np
 
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS, ValueLoss
-from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
+from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.training.actor import Actor
@@ -143,15 +143,11 @@ class ActorCritic(Actor):
         """Return the size of a checkpoint of both models, in bytes."""
         return super().state_size_bytes() + self.critic.state_size_bytes()
 
-    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
+    def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`Learner.state_writer`; of both models."""
         writers = (super().state_writer(hold), self.critic.state_writer(hold))
 
-        def write(directory: Path) -> None:
-            for write_model in writers:
-                write_model(directory)
-
-        return write
+        return lambda directory: writers[0](directory) | writers[1](directory)
 
     def restore(self, directory: str) -> None:
         """Load what ``save`` wrote."""

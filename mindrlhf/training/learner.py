@@ -12,8 +12,9 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.checkpoint.arrays import load_arrays, save_arrays
 from mindrlhf.checkpoint.background import CopyBuffers
+from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
-from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME
+from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
@@ -162,26 +163,33 @@ class Learner:
         weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
         return weights + sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimiser state; the lead rank's part, since all ranks hold the same."""
-        self.state_writer(lambda _, arrays: arrays)(directory)
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write weights and optimiser state; the lead rank's part, since all ranks hold the same.
 
-    def capture(self) -> Callable[[Path], None]:
+        Returns:
+            Checksums; see :data:`mindrlhf.checkpoint.state.StateWriter`.
+        """
+        return self.state_writer(lambda _, arrays: arrays)(directory)
+
+    def capture(self) -> StateWriter:
         """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
 
         The copy is valid until the next one.
         """
         return self.state_writer(self._copies.copy)
 
-    def state_writer(self, hold: Callable) -> Callable[[Path], None]:
-        """Return the function that writes the state to a directory; ``hold`` takes a name and its arrays first."""
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """Return the function that writes the state; ``hold`` takes a name and its arrays first."""
         network, dtype, infos = self.network, self.param_dtype, optimizer_infos(self.optimizer)
         weights = hold(self.model_name, iter_hf_tensors(network))
         moments = hold(self.optimizer_name, optimizer_arrays(self.optimizer))
 
-        def write(directory: Path) -> None:
-            export_hf(weights, network.hf_config, directory / self.model_name, dtype=dtype)
-            save_arrays(directory / self.optimizer_name, moments, infos)
+        def write(directory: Path) -> dict[str, str]:
+            checksums = export_hf(weights, network.hf_config, directory / self.model_name, dtype=dtype)
+            checksums = below(self.model_name, checksums)
+            if checksum := save_arrays(directory / self.optimizer_name, moments, infos):
+                checksums[self.optimizer_name] = checksum
+            return checksums
 
         return write
 

@@ -115,16 +115,18 @@ def iter_hf_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tupl
     """Yield every Hugging Face tensor of a `CausalLM`: live views where layouts agree, copies where they differ.
 
     bfloat16 comes as uint16 bit patterns. With `num_shares` above 1 only those of `share` come: the shares are
-    disjoint, together complete, and about equal in size, so that several ranks can divide the work.
+    disjoint, together complete, and about equal in size, so that several ranks can divide the work; each is in the
+    order of `hf_tensor_infos`.
     """
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
-    rules = sorted(model.spec.rules(model.dims), key=lambda rule: -parameters[rule.mf_name].size)
-    loads = [0] * num_shares
+    rules = model.spec.rules(model.dims)
+    loads, share_of = [0] * num_shares, {}
+    for rule in sorted(rules, key=lambda rule: -parameters[rule.mf_name].size):
+        lightest = share_of[rule.mf_name] = loads.index(min(loads))
+        loads[lightest] += parameters[rule.mf_name].size
     for rule in rules:
-        parameter = parameters[rule.mf_name]
-        lightest = loads.index(min(loads))
-        loads[lightest] += parameter.size
-        if lightest == share:
+        if share_of[rule.mf_name] == share:
+            parameter = parameters[rule.mf_name]
             fused = parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
             yield from zip(rule.hf_names, split_parts(rule, model.dims, fused))
 
@@ -168,7 +170,7 @@ def export_hf(
     dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer_dir: str | os.PathLike | None = None,
-) -> None:
+) -> dict[str, str]:
     """Write a Hugging Face directory that transformers and vLLM load; it appears whole or not at all.
 
     Args:
@@ -178,6 +180,9 @@ def export_hf(
         dtype: `float32`, `float16` or `bfloat16` of the files.
         max_shard_bytes: start another file when the next tensor would exceed this.
         tokenizer_dir: copy tokenizer and generation files from here.
+
+    Returns:
+        Checksums; see `write_model_directory`.
 
     Raises:
         UserError: `out_dir` is in use, the dtype is unknown, or the disk refuses.
@@ -192,7 +197,7 @@ def export_hf(
         for name, shape in zip(rule.hf_names, rule.shape(dims))
     }
     converted = ((name, convert_dtype(array, dtype_name(array), plan[name].dtype)) for name, array in tensors)
-    write_model_directory(
+    return write_model_directory(
         converted,
         plan,
         with_dtype(hf_config, dtype),

@@ -14,10 +14,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 PIECE_BYTES = max(2**21, BLOCK_BYTES)
 _local = threading.local()
+
+
+class OrderedChecksum:
+    """XXH3-64 (Y. Collet, the xxHash specification) of a file, taken while its bytes are written from first to last.
+
+    What is read back for a checksum costs as much as the writing, and tells what the disk made of the bytes; this
+    tells what they were.
+    """
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+        self._size_bytes = 0
+
+    def taker(self, offset: int) -> Callable[[memoryview], None] | None:
+        """Return what takes the bytes written at ``offset``, piece by piece; None if others should come first."""
+        return self._take if offset == self._size_bytes else None
+
+    def _take(self, piece: memoryview) -> None:
+        self._digest.update(piece)
+        self._size_bytes += len(piece)
+
+    def value(self, size_bytes: int) -> str | None:
+        """Return the checksum in hex of a file of this size; None if its bytes did not all come in their order."""
+        return self._digest.hexdigest() if self._size_bytes == size_bytes else None
 
 
 class DirectFile:

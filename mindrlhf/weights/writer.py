@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
-from mindrlhf.weights.direct_file import DirectFile
+from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 from mindrlhf.weights.hf import FILE_CODES, INDEX_NAME, SINGLE_NAME, STORAGE_DTYPES
 
 TOKENIZER_FILES = (
@@ -57,7 +57,7 @@ def write_model_directory(
     file_format: str,
     max_shard_bytes: int,
     tokenizer_dir: str | os.PathLike | None = None,
-) -> None:
+) -> dict[str, str]:
     """Write `tensors`, which must be exactly those of `plan` in any order, below a temporary name, then rename.
 
     Args:
@@ -70,13 +70,17 @@ def write_model_directory(
         max_shard_bytes: start another file when the next tensor would exceed this.
         tokenizer_dir: copy tokenizer and generation files from here.
 
+    Returns:
+        By file name the checksums, XXH3-64 in hex, of the safetensors files whose tensors came in the order of `plan`.
+
     Raises:
         UserError: `out_dir` is in use or cannot be written.
     """
     options = {"file_format": file_format, "max_shard_bytes": max_shard_bytes, "tokenizer_dir": tokenizer_dir}
-    with model_directory(plan, config, out_dir, **options) as write:
+    with model_directory(plan, config, out_dir, **options) as files:
         for name, content in tensors:
-            write(name, content)
+            files.write(name, content)
+    return files.checksums()
 
 
 @contextlib.contextmanager
@@ -88,8 +92,8 @@ def model_directory(
     file_format: str,
     max_shard_bytes: int,
     tokenizer_dir: str | os.PathLike | None = None,
-) -> Iterator[Callable[[str, Content], None]]:
-    """As `write_model_directory`, for several threads: yields what writes a tensor, in any order and from any thread.
+) -> Iterator["TensorFiles"]:
+    """As `write_model_directory`, for several threads: yields files that take tensors in any order, from any thread.
 
     The directory appears when the block ends without an error.
     """
@@ -99,9 +103,9 @@ def model_directory(
     temporary = out_dir.parent / f".{out_dir.name}.partial-{os.getpid()}"
     try:
         temporary.mkdir(parents=True)
-        tensors = _TensorFiles(temporary, plan, file_format, max_shard_bytes)
-        yield tensors.write
-        tensors.finish()
+        files = TensorFiles(temporary, plan, file_format, max_shard_bytes)
+        yield files
+        files.finish()
         _write_json(temporary / "config.json", config)
         if tokenizer_dir is not None:
             for name in TOKENIZER_FILES:
@@ -116,12 +120,13 @@ def model_directory(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-class _TensorFiles:
+class TensorFiles:
     """The safetensors files of a directory, and their index. Each is open only while a tensor is written to it."""
 
     def __init__(self, directory: Path, plan: dict[str, TensorPlan], file_format: str, max_shard_bytes: int):
         self._directory, self._plan = directory, plan
         self._size_bytes: dict[str, int] = {}
+        self._checksums: dict[str, OrderedChecksum] = {}
         self._places: dict[str, tuple[str, int]] = {}
         shards = _split_into_shards(plan, max_shard_bytes)
         file_names = [SINGLE_NAME]
@@ -130,8 +135,9 @@ class _TensorFiles:
         for file_name, names in zip(file_names, shards):
             header, offsets = _header(names, plan, file_format)
             self._size_bytes[file_name] = len(header) + sum(plan[name].size_bytes for name in names)
+            self._checksums[file_name] = OrderedChecksum()
             with self._open(file_name) as file:
-                file.write(memoryview(header), 0)
+                file.write(memoryview(header), 0, self._checksums[file_name].taker(0))
             self._places.update({name: (file_name, len(header) + offset) for name, offset in offsets.items()})
         self._file_of = {name: file_name for name, (file_name, _) in self._places.items()}
 
@@ -139,6 +145,7 @@ class _TensorFiles:
         return DirectFile(self._directory / file_name, self._size_bytes[file_name])
 
     def write(self, name: str, content: Content) -> None:
+        """Write one planned tensor, once."""
         assert name in self._places, f"tensor {name!r} is not planned, or was written twice"
         (file_name, position), plan, num_rows = self._places.pop(name), self._plan[name], 0
         with self._open(file_name) as file:
@@ -147,11 +154,12 @@ class _TensorFiles:
                 assert block.shape[1:] == tuple(plan.shape[1:]), f"tensor {name!r} comes with shape {block.shape}"
                 num_rows += block.shape[0]
                 data = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
-                file.write(data, position)
+                file.write(data, position, self._checksums[file_name].taker(position))
                 position += len(data)
         assert num_rows == plan.shape[0], f"tensor {name!r} comes with {num_rows} rows instead of {plan.shape[0]}"
 
     def finish(self) -> None:
+        """Force all files to the disk and write their index; every planned tensor must have been written."""
         left = next(iter(self._places), None)
         assert left is None, f"{len(self._places)} planned tensors were not given, {left!r} first"
         for file_name in self._size_bytes:
@@ -159,6 +167,11 @@ class _TensorFiles:
         if len(self._size_bytes) > 1:
             total = sum(tensor.size_bytes for tensor in self._plan.values())
             _write_json(self._directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": self._file_of})
+
+    def checksums(self) -> dict[str, str]:
+        """Return by file name the checksums, XXH3-64 in hex, of the files that were written from first to last byte."""
+        values = {name: self._checksums[name].value(size_bytes) for name, size_bytes in self._size_bytes.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _split_into_shards(plan: dict[str, TensorPlan], max_shard_bytes: int) -> list[list[str]]:

@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
@@ -35,7 +36,11 @@ def test_arrays_come_back_bit_for_bit_in_any_order_of_writing(tmp_path_factory, 
     path = tmp_path_factory.mktemp("arrays") / "arrays.safetensors"
     shuffled = list(arrays.items())
     order.shuffle(shuffled)
-    save_arrays(path, iter(shuffled), infos_of(arrays))
+    checksum = save_arrays(path, iter(shuffled), infos_of(arrays))
+    in_order = sorted(arrays, key=lambda name: -arrays[name].itemsize)
+    positions = [in_order.index(name) for name, array in shuffled if array.size]
+    assert (checksum is not None) == (positions == sorted(positions))
+    assert checksum in (None, xxhash.xxh3_64_hexdigest(path.read_bytes()))
     assert os.listdir(path.parent) == [path.name]
     loaded = load_arrays(path)
     assert set(loaded) == set(arrays)

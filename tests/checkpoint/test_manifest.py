@@ -9,6 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf.checkpoint.arrays import ArrayInfo, save_arrays
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, DamagedDirectory, list_files, verify, write_manifest
 from mindrlhf.errors import UserError
 
@@ -54,6 +55,22 @@ def test_large_files_are_described_to_their_last_byte(tmp_path, size_bytes):
     (directory / "large").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(DamagedDirectory, match="its checksum differs"):
         verify(directory)
+
+
+def test_a_known_checksum_is_that_of_the_bytes_in_memory_and_damage_on_the_way_to_the_disk_is_found(tmp_path):
+    arrays = {"a": np.arange(5, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
+    infos = {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()}
+    checksum = save_arrays(tmp_path / "arrays", arrays.items(), infos)
+    (tmp_path / "small").write_bytes(b"not known")
+    write_manifest(tmp_path, {"arrays": checksum})
+    verify(tmp_path)
+    data = bytearray((tmp_path / "arrays").read_bytes())
+    (tmp_path / MANIFEST_NAME).unlink()
+    data[-1] ^= 1  # as a failing disk would, before anything is read
+    (tmp_path / "arrays").write_bytes(data)
+    write_manifest(tmp_path, {"arrays": checksum})
+    with pytest.raises(DamagedDirectory, match="arrays is damaged: its checksum differs"):
+        verify(tmp_path)
 
 
 def test_empty_files_and_an_empty_directory_pass(tmp_path):

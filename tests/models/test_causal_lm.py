@@ -234,12 +234,14 @@ def test_weights_come_back_as_they_were_loaded(model, reference_dir):
 
 
 def test_shares_are_disjoint_and_complete(model):
-    from mindrlhf.weights.convert import iter_hf_tensors
+    from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
 
     shares = [[name for name, _ in iter_hf_tensors(model, share, 3)] for share in range(3)]
     together = [name for names in shares for name in names]
     assert len(together) == len(set(together))
-    assert set(together) == {name for name, _ in iter_hf_tensors(model)}
+    order = [name for name, _, _ in hf_tensor_infos(model)]
+    assert [name for name, _ in iter_hf_tensors(model)] == order and set(together) == set(order)
+    assert all(names == sorted(names, key=order.index) for names in shares)
 
 
 def test_cpu_refuses_bfloat16(model):

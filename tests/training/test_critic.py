@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import xxhash
 
 from mindrlhf.config.schema import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
@@ -181,10 +182,10 @@ def test_a_restored_critic_goes_on_with_the_same_bits(worker, make_worker, tmp_p
     assert any((begun[name] != array).any() for name, array in weights_of(worker.critic).items())
     saved, captured = tmp_path / "saved", tmp_path / "captured"
     saved.mkdir(), captured.mkdir()
-    worker.save(saved)
+    checksums = worker.save(saved)
     write = worker.capture()
     expected = update_critic(worker, second)  # the copy does not see it
-    write(captured)
+    captured_checksums = write(captured)
     assert {path.name for path in saved.iterdir()} == {
         *("model", "optimizer.safetensors"),
         *("critic", "critic_optimizer.safetensors"),
@@ -192,6 +193,9 @@ def test_a_restored_critic_goes_on_with_the_same_bits(worker, make_worker, tmp_p
     files = [path.relative_to(saved) for path in saved.rglob("*.safetensors")]
     for path in files:
         assert (saved / path).read_bytes() == (captured / path).read_bytes(), path
+    # None has to be read again.
+    expected_checksums = {str(path): xxhash.xxh3_64_hexdigest((saved / path).read_bytes()) for path in files}
+    assert checksums == captured_checksums == expected_checksums
     size_bytes = sum((saved / path).stat().st_size for path in files)
     assert worker.state_size_bytes() == pytest.approx(size_bytes, rel=0.1)
     other = make_worker()

@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -92,6 +93,19 @@ def test_shards_hold_everything_once_and_the_index_says_where(tmp_path):
     assert contents(sharded) == contents(whole)
     expected_bytes = sum(array.nbytes for array in load_file(whole / "model.safetensors").values())
     assert index["metadata"]["total_size"] == expected_bytes
+
+
+def test_checksums_are_those_of_the_files_whose_tensors_came_in_order(tmp_path):
+    tensors = list(random_hf_weights(CONFIG, 0))
+    checksums = export_hf(iter(tensors), CONFIG, tmp_path / "in_order", max_shard_bytes=600)
+    files = sorted((tmp_path / "in_order").glob("*.safetensors"))
+    assert len(files) > 2
+    assert checksums == {path.name: xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files}
+    last = SafetensorsDirectory(tmp_path / "in_order").names()[-1]
+    late_first = sorted(tensors, key=lambda tensor: tensor[0] != last)
+    others = export_hf(iter(late_first), CONFIG, tmp_path / "late_first", max_shard_bytes=600)
+    assert contents(tmp_path / "late_first") == contents(tmp_path / "in_order")
+    assert others.items() <= checksums.items() and len(others) >= len(files) - 1
 
 
 def test_random_weights_are_repeatable_and_have_their_distribution():

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.weights import direct_file
-from mindrlhf.weights.direct_file import BLOCK_BYTES, DirectFile
+from mindrlhf.weights.direct_file import BLOCK_BYTES, DirectFile, OrderedChecksum
 
 SIZES = st.one_of(
     st.integers(1, 3 * BLOCK_BYTES),
@@ -94,3 +95,20 @@ def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     with DirectFile(tmp_path / "file", BLOCK_BYTES) as file, pytest.raises(OSError, match="No space left"):
         file.write(memoryview(bytes(BLOCK_BYTES)), 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(SIZES, min_size=1, max_size=5), order=st.randoms(use_true_random=False), seed=st.integers(0, 99))
+def test_a_checksum_is_known_when_all_bytes_came_in_their_order(tmp_path_factory, sizes, order, seed):
+    path = tmp_path_factory.mktemp("checksum") / "file"
+    data = np.random.default_rng(seed).integers(0, 256, sum(sizes), np.uint8)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    parts = list(zip(starts, sizes))
+    order.shuffle(parts)
+    checksum = OrderedChecksum()
+    with DirectFile(path, data.size) as file:
+        for start, size in parts:
+            assert checksum.value(data.size) is None
+            file.write(memoryview(data[start : start + size]), start, checksum.taker(start))
+    is_in_order = parts == sorted(parts)
+    assert checksum.value(data.size) == (xxhash.xxh3_64_hexdigest(path.read_bytes()) if is_in_order else None)
