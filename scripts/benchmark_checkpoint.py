@@ -1,12 +1,13 @@
-"""What checkpoints cost: updates of a model with a checkpoint every few steps, and without, in turns.
+"""What checkpoints cost: updates of a model with a checkpoint, and without, in turns.
 
-    python scripts/benchmark_checkpoint.py [--num-params 100000000] [--every-steps 5] [--rounds 3] [--no-asynchronous]
+    python scripts/benchmark_checkpoint.py [--num-params 100000000] [--steps 2] [--rounds 15] [--no-asynchronous]
 
 A round is one block of steps without a checkpoint and one with a checkpoint after its first step, in an order that
-changes from round to round; a block ends when its checkpoint is on the disk. Threads are those of a run on one rank.
-Steps are updates alone: those of a real
-run also sample and evaluate, so that the share of a checkpoint is smaller there. On a machine that others use too,
-wall time tells little: processor time (of this process, all threads) then says what the checkpoint takes.
+changes from round to round; a block ends when its checkpoint is on the disk. The difference is the delay by one
+checkpoint, given with its standard error over the rounds; the share of step time follows for any number of steps
+between checkpoints. Threads are those of a run on one rank.
+Steps are updates alone: those of a run also sample, which benchmark_checkpoint_run.py measures. Processor time is
+that of this process, all threads.
 """
 
 import argparse
@@ -77,8 +78,8 @@ def random_batch(vocab_size: int, num_samples: int, row_length: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-params", type=int, default=100_000_000)
-    parser.add_argument("--every-steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a block, long enough for the writing to end")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--num-samples", type=int, default=8, help="sequences of an update")
     parser.add_argument("--row-length", type=int, default=128, help="tokens of each")
     parser.add_argument("--no-asynchronous", action="store_true")
@@ -98,7 +99,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
 
     def block(saves: bool) -> tuple[float, float]:
         start, cpu_start = time.perf_counter(), time.process_time()
-        for index in range(arguments.every_steps):
+        for index in range(arguments.steps):
             checkpoints.begin_step(progress)
             actor.receive_batch(is_first=True, **batch)
             actor.update(batch=0, lr=1e-6, kl_coefficient=0.0)
@@ -108,32 +109,30 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
                 checkpoints.save(progress)
                 blocking_s.append(time.perf_counter() - saving)
         checkpoints.wait()
-        elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-        return elapsed_s / arguments.every_steps, cpu_s / arguments.every_steps
+        return time.perf_counter() - start, time.process_time() - cpu_start
 
     block(saves=True)  # compiles, and takes the memory of the copy
     blocking_s.clear()
-    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    blocks: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for number in range(arguments.rounds):
         for saves in (False, True) if number % 2 else (True, False):
-            seconds[saves].append(block(saves))
-    (off_s, cpu_off_s), (on_s, cpu_on_s) = (
-        [statistics.median(values) for values in zip(*seconds[saves])] for saves in (False, True)
-    )
-    ratios = [on / off - 1 for (on, _), (off, _) in zip(seconds[True], seconds[False])]
+            blocks[saves].append(block(saves))
+    without, with_checkpoint = np.array(blocks[False]), np.array(blocks[True])
+    delays_s, cpu_s = (with_checkpoint - without).T
+    step_s, delay_s = float(np.mean(without[:, 0])) / arguments.steps, float(np.mean(delays_s))
     return {
         "num_parameters": sum(parameter.size for parameter in actor.network.get_parameters()),
         "checkpoint_gb": actor.state_size_bytes() / 1e9,
-        "every_steps": arguments.every_steps,
-        "step_without_s": off_s,
-        "step_with_s": on_s,
-        "overhead_percent": 100 * statistics.median(ratios),
-        "overhead_percent_of_each_round": [round(100 * ratio, 1) for ratio in sorted(ratios)],
-        "step_without_cpu_s": cpu_off_s,
-        "step_with_cpu_s": cpu_on_s,
-        "cpu_overhead_percent": 100 * (cpu_on_s / cpu_off_s - 1),
+        "rounds": arguments.rounds,
+        "step_without_s": step_s,
+        "step_without_std_s": float(np.std(without[:, 0])) / arguments.steps,
+        "delay_s": delay_s,
+        "delay_standard_error_s": float(np.std(delays_s, ddof=1)) / arguments.rounds**0.5,
+        "delay_cpu_s": float(np.mean(cpu_s)),
         "blocking_s": statistics.median(blocking_s),
-        "blocking_percent": 100 * statistics.median(blocking_s) / (off_s * arguments.every_steps),
+        "overhead_percent_by_every_steps": {
+            every_steps: round(100 * delay_s / (every_steps * step_s), 2) for every_steps in (5, 10, 100)
+        },
     }
 
 

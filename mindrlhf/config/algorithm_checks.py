@@ -20,6 +20,7 @@ def check_algorithm(config: "GrpoConfig", given: frozenset[str]) -> None:
     _check_kl(config.algorithm)
     _check_reference(config.algorithm, given)
     _check_levels(config.algorithm)
+    _check_overlong(config)
     _check_dynamic_sampling(config.algorithm)
     _check_correction(config)
     _check_unread(config, given)
@@ -126,6 +127,16 @@ def _check_correction(config: "GrpoConfig") -> None:
         raise UserError(
             f"'correction.mask_low' is {correction.mask_low:g}, not below mask_high = {correction.mask_high:g}: lower "
             "it"
+        )
+
+
+def _check_overlong(config: "GrpoConfig") -> None:
+    buffer = config.algorithm.overlong_buffer
+    if buffer and "overlong_penalty" in config.reward.verifier_function:
+        raise UserError(
+            f"'algorithm.overlong_buffer' is {buffer:g}, which takes reward from long responses, and "
+            "reward.verifier_function has overlong_penalty, which does so once more: remove it there, or set "
+            "overlong_buffer to 0"
         )
 
 

@@ -340,6 +340,12 @@ class GuardSection:
     grad_spike_factor: float = key(
         5.0, "report an update whose gradient norm exceeds the running median this many times; 0 means never", minimum=0
     )
+    max_failed_steps: int = key(
+        5,
+        "stop after this many steps in a row in which a verifier failed on every sample it was asked for; 0 means "
+        "never",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mindrlhf.data.stream import check_same_order
+from mindrlhf.data.stream import check_same_order, epoch_order
 
 
 class EpochSteps:
@@ -34,9 +34,7 @@ class EpochSteps:
         """Return the indices of a step, counted from 0 over all epochs."""
         epoch, position = divmod(step, self.per_epoch)
         if epoch != self._epoch:
-            self._order = np.arange(self.num_items)
-            if self.shuffle:
-                np.random.default_rng([self.seed, epoch]).shuffle(self._order)
+            self._order = epoch_order(self.num_items, self.seed, epoch) if self.shuffle else np.arange(self.num_items)
             self._epoch = epoch
         return self._order[position * self.per_step : (position + 1) * self.per_step]
 

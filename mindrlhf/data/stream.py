@@ -101,12 +101,15 @@ class PromptStream:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the order of ``epoch``, int64 ``[num_records]``."""
-        if not self.shuffle:
-            return np.arange(self.num_records)
-        # NumPy promises stable streams for bit generators but not for Generator.permutation (NEP 19), and a
-        # resumed run may have a newer NumPy: sort by raw 64-bit keys instead.
-        keys = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.num_records)
-        return np.argsort(keys, kind="stable")
+        return epoch_order(self.num_records, self.seed, epoch) if self.shuffle else np.arange(self.num_records)
+
+
+def epoch_order(num_items: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the shuffled order of an epoch, int64 ``[num_items]``: a function of the arguments alone."""
+    # NumPy promises stable streams for bit generators but not for Generator.permutation (NEP 19), and a resumed run
+    # may have a newer NumPy: sort by raw 64-bit keys instead.
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_items)
+    return np.argsort(keys, kind="stable")
 
 
 def check_same_order(saved: Mapping, now: Mapping) -> None:

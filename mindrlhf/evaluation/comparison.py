@@ -15,6 +15,7 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
     """Return accuracies, the paired difference with its 95 % interval, and sample answers, as JSON values."""
     first, last = before.scores.mean(axis=1), after.scores.mean(axis=1)
     return {
+        "steps": [before.step, after.step],
         "before": _interval(bootstrap_interval(first), "accuracy"),
         "after": _interval(bootstrap_interval(last), "accuracy"),
         "difference": _interval(paired_difference(last, first), "mean"),
@@ -25,10 +26,14 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
-    """Write ``summary.json`` from the first and the last evaluation of a run; None when there are not two."""
-    if len(evaluations) < 2:
+    """Write ``summary.json`` from the last evaluation of a run and the first on the same prompts.
+
+    None when there are not two: a resumed run may have been given other held-out prompts.
+    """
+    comparable = [one for one in evaluations if one.is_comparable(evaluations[-1])]
+    if len(comparable) < 2:
         return None
-    summary = compare(evaluations[0], evaluations[-1])
+    summary = compare(comparable[0], comparable[-1])
     replace_file(run_dir / "summary.json", json.dumps(summary, indent=2))
     return summary
 
@@ -36,14 +41,17 @@ def write_summary(run_dir: Path, evaluations: Sequence[Evaluation]) -> dict[str,
 def summary_text(summary: dict[str, Any]) -> str:
     """Return the summary as a person reads it at the end of a run."""
     before, after, difference = summary["before"], summary["after"], summary["difference"]
+    first_step = summary["steps"][0]
+    since = f", since step {first_step}" if first_step else ""
     lines = [
-        f"held-out accuracy on {summary['num_prompts']} prompts (95% interval)",
+        f"held-out accuracy on {summary['num_prompts']} prompts (95% interval){since}",
         f"  before  {_percent(before['accuracy'], before)}",
         f"  after   {_percent(after['accuracy'], after)}",
         f"  change  {difference_text(difference)}",
     ]
-    for title, samples in (("before", summary["samples_before"]), ("after", summary["samples_after"])):
-        lines.append(f"\nsample answers {title} training")
+    when = f"at step {first_step}" if first_step else "before training"
+    for title, samples in ((when, summary["samples_before"]), ("after training", summary["samples_after"])):
+        lines.append(f"\nsample answers {title}")
         for sample in samples:
             lines.append(f"  question  {_one_line(sample['prompt'])}")
             lines.append(f"  answer    {_one_line(sample['completion'])}")

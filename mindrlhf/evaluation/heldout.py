@@ -1,10 +1,12 @@
 """Accuracy on held-out prompts, with an interval that says how sure it is."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
@@ -27,6 +29,8 @@ class Evaluation:
     rewards: dict[str, np.ndarray]  # by verifier, float64 [prompts, num_samples]; NaN where it does not apply
     response_length: float  # mean tokens
     shown: list[dict[str, Any]]  # prompt, completion, answer, reward
+    # Digest of prompts and answers: only evaluations with the same one can be compared.
+    questions: str = ""
 
     @classmethod
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
@@ -41,6 +45,7 @@ class Evaluation:
             rewards={name: reward_matrix(samples, num_samples, name) for name in verifier_names(samples)},
             response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
             shown=shown,
+            questions=_digest(samples[::num_samples]),
         )
 
     @property
@@ -57,6 +62,10 @@ class Evaluation:
     def num_samples(self) -> int:
         """Samples per prompt."""
         return self.scores.shape[1]
+
+    def is_comparable(self, other: "Evaluation") -> bool:
+        """Whether both are accuracies by the same verifier on the same prompts."""
+        return (self.questions, self.verifier) == (other.questions, other.verifier)
 
     def metrics(self) -> dict[str, float]:
         """Return ``eval/accuracy`` with its 95 % interval, and the mean of every verifier and of the length."""
@@ -79,6 +88,13 @@ class Evaluation:
         """Return what ``to_json`` was called on."""
         rewards = {name: np.asarray(rewards, np.float64) for name, rewards in values["rewards"].items()}
         return cls(**{**values, "rewards": rewards})
+
+
+def _digest(samples: Sequence[Sample]) -> str:
+    digest = xxhash.xxh3_64()
+    for sample in samples:
+        digest.update(json.dumps([sample.prompt, sample.answer]).encode())
+    return digest.hexdigest()
 
 
 def accuracy_verifier(config: GrpoConfig) -> str:

@@ -235,8 +235,12 @@ class RunCheckpoints:
 
 
 def _best_step(evaluations: list[Evaluation]) -> int | None:
-    """Return the step of the best held-out accuracy after training began, the earliest of equals."""
-    scores = {evaluation.step: float(evaluation.scores.mean()) for evaluation in evaluations if evaluation.step > 0}
+    """Return the step of the best held-out accuracy after training began, the earliest of equals.
+
+    Only those on the prompts of the last evaluation count.
+    """
+    trained = [one for one in evaluations if one.step > 0 and one.is_comparable(evaluations[-1])]
+    scores = {evaluation.step: float(evaluation.scores.mean()) for evaluation in trained}
     return max(scores, key=scores.__getitem__) if scores else None
 
 

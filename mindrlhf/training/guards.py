@@ -14,7 +14,7 @@ import numpy as np
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.records import JsonlWriter
-from mindrlhf.rollout.samples import Sample
+from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.skipped_batches import SkippedBatch, merge_shares, save_skipped
 from mindrlhf.training.team import Team
@@ -60,15 +60,20 @@ class Guards:
         self._team = team
         self._output_dir = Path(config.run.output_dir)
         self._events = JsonlWriter(self._output_dir / EVENTS_NAME, first_step=first_step)
-        state = state or {"num_skipped": 0, "norms": []}
-        self._num_skipped: int = state["num_skipped"]  # in a row
-        self._norms = deque(state["norms"], maxlen=_MEDIAN_WINDOW)
+        state = state or {}
+        self._num_skipped: int = state.get("num_skipped", 0)  # in a row
+        self._norms = deque(state.get("norms", []), maxlen=_MEDIAN_WINDOW)
+        self._failed_steps: dict[str, int] = dict(state.get("failed_steps", {}))  # in a row, by verifier
         self._has_warned = False
         self._failure = ""
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, as JSON values."""
-        return {"num_skipped": self._num_skipped, "norms": list(self._norms)}
+        return {
+            "num_skipped": self._num_skipped,
+            "norms": list(self._norms),
+            "failed_steps": dict(self._failed_steps),
+        }
 
     def review(self, record: StepRecord, rollout_diff: float) -> dict[str, float]:
         """Look at a step, report what is strange, and return how often.
@@ -90,6 +95,33 @@ class Guards:
             self._norms.append(norm)
         self._compare_logprobs(record.step, rollout_diff)
         return counts
+
+    def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
+        """Look for verifiers that failed on every sample of a step: a run with such a one learns nothing from it.
+
+        Args:
+            step: from 1.
+            samples: all that it drew, whether trained on or not.
+        """
+        asked = {name: [sample for sample in samples if name in sample.rewards] for name in verifier_names(samples)}
+        failed = {
+            name: (len(ones), ones[0].failures[name])
+            for name, ones in asked.items()
+            if all(name in sample.failures for sample in ones)
+        }
+        self._failed_steps = {name: self._failed_steps.get(name, 0) + 1 for name in failed}
+        limit = self._limits.max_failed_steps
+        for name, (count, reason) in failed.items():
+            num_steps = self._failed_steps[name]
+            said = f"step {step}: verifier {name} failed on all {count} samples ({reason})"
+            if num_steps == 1:
+                self._events.write({"step": step, "event": "failed_verifier", "verifier": name, "reason": reason})
+                _warn(said)
+            if limit and num_steps >= limit:
+                self._failure = self._failure or (
+                    f"{said}, {num_steps} steps in a row, and guard.max_failed_steps is {limit}: mend the verifier "
+                    "('mindrlhf rewards lint' tries it), and resume from a checkpoint before"
+                )
 
     def check(self) -> None:
         """Stop the run if the steps so far demand it; call it when their metrics are written.

@@ -194,6 +194,7 @@ class Trainer:
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
         metrics = self._metrics(step_samples, batches, old or results, results) | extra
         metrics |= self._account(step_samples)
+        self.parts.guards.review_rewards(index + 1, step_samples.drawn)
         metrics |= self.parts.guards.review(record, metrics["rollout_diff/mean_abs"])
         self.progress.algorithm_state["guards"] = self.parts.guards.state()
         course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}

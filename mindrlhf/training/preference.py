@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import CoefficientLoss
@@ -129,6 +130,7 @@ class PreferenceTrainer:
         self._reference_is_live = is_dpo and config.dpo.reference == "live"
         self._pairs = self._with_reference(Pairs(read_pairs(inputs.prompts)))
         self._held_out = self._with_reference(Pairs(read_pairs(inputs.held_out))) if inputs.held_out else None
+        self._held_out_digest = _digest(self._held_out.sequences) if self._held_out else ""
         if is_dpo and not self._reference_is_live:
             team.call("drop_reference")
         self.order = EpochSteps(len(self._pairs), preference.pairs_per_step, config.run.seed, config.data.shuffle)
@@ -149,18 +151,24 @@ class PreferenceTrainer:
         if not self._held_out or not is_due:
             return {}
         metrics, accuracy = self._evaluate_held_out()
-        # Only the first and the last are reported at the end.
-        accuracies = progress.algorithm_state.setdefault("accuracies", [])
-        accuracies[1:] = [list(accuracy)]
+        measured = {"pairs": self._held_out_digest, "step": progress.step, "accuracy": list(accuracy)}
+        state = progress.algorithm_state
+        # A resumed run may have been given other pairs.
+        if state.get("first_evaluation", {}).get("pairs") != self._held_out_digest:
+            state["first_evaluation"] = measured
+        state["last_evaluation"] = measured
         return metrics
 
     def summary(self, progress: Progress) -> str:
         """Return the accuracy on held-out pairs before and after."""
         if not self._held_out:
             return ""
-        accuracies = [Interval(*values) for values in progress.algorithm_state["accuracies"]]
-        first, last = (_percentages(accuracies[index]) for index in (0, -1))
-        return f"preference accuracy on {len(self._held_out)} held-out pairs: {first} before, {last} after"
+        first, last = (progress.algorithm_state[f"{name}_evaluation"] for name in ("first", "last"))
+        accuracies = f"{_percentages(Interval(*last['accuracy']))} after"
+        if first["step"] != last["step"]:
+            when = f"at step {first['step']}" if first["step"] else "before"
+            accuracies = f"{_percentages(Interval(*first['accuracy']))} {when}, {accuracies}"
+        return f"preference accuracy on {len(self._held_out)} held-out pairs: {accuracies}"
 
     def update(self, pairs: Pairs, lr: float) -> dict[str, float]:
         """Make one optimiser update and return its metrics, measured before it."""
@@ -220,6 +228,14 @@ def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:
             for response_ids in (record.response_ids, record.rejected_ids):
                 sequences.append(TokenSequence(record.prompt_ids, response_ids, {}))
     return sequences
+
+
+def _digest(sequences: Sequence[TokenSequence]) -> str:
+    digest = xxhash.xxh3_64()
+    for sequence in sequences:
+        for ids in (sequence.prompt_ids, sequence.response_ids):
+            digest.update(np.int64(len(ids)).tobytes() + np.asarray(ids, np.int32).tobytes())
+    return digest.hexdigest()
 
 
 def _blocks(count: int) -> Iterator[range]:

@@ -117,6 +117,11 @@ RULES = {
         ["'algorithm.overlong_penalty' is set", "an algorithm.overlong_buffer above 0"],
         ["algorithm.overlong_buffer=0.1"],
     ),
+    "long responses punished twice": (
+        ["algorithm.name=dapo", "reward.verifier_function=[accuracy_reward,overlong_penalty]"],
+        ["'algorithm.overlong_buffer' is 0.2", "overlong_penalty", "remove it there, or set overlong_buffer to 0"],
+        ["algorithm.overlong_buffer=0"],
+    ),
     "dynamic sampling of advantages that learn from equal rewards": (
         ["algorithm.name=dapo", "algorithm.advantage=reinforce_pp"],
         ["'algorithm.dynamic_sampling'", "reinforce_pp learn from those too", "set it to false"],

@@ -354,7 +354,7 @@ def test_workers_do_not_outlive_a_killed_parent(endless_build):
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
-@pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 def test_gsm8k_with_the_qwen_tokenizer(tmp_path):
     data = Path(os.environ["MINDRLHF_SHARED"], "data")
     source = data / "gsm8k" / "train.jsonl"

@@ -25,7 +25,7 @@ def test_gsm8k_final_number(written, answer):
     assert load_handler("gsm8k")({"question": "q", "answer": written}).answer == answer
 
 
-@pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 def test_every_gsm8k_answer_is_a_number():
     path = Path(os.environ["MINDRLHF_SHARED"], "data", "gsm8k", "train.jsonl")
     handler = load_handler("gsm8k")

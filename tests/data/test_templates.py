@@ -10,7 +10,7 @@ from mindrlhf.data.templates import R1_SYSTEM, load_template, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
-needs_qwen = pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+needs_qwen = pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 CHAT_SOURCE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

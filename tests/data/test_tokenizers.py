@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
-needs_qwen = pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+needs_qwen = pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 CORPUS = ["the cat sat on the mat", "a dog ate 12 bones, 3 more", "how many cats are left?", "naïve café déjà vu"] * 20
 
 

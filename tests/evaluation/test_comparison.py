@@ -10,9 +10,9 @@ from mindrlhf.evaluation.comparison import compare, difference_text, summary_tex
 from mindrlhf.evaluation.heldout import Evaluation
 
 
-def make_evaluation(scores, step=0, completion="it is 7") -> Evaluation:
+def make_evaluation(scores, step=0, completion="it is 7", questions="those") -> Evaluation:
     shown = [{"prompt": "What is\n3 + 4?", "completion": completion, "answer": "7", "reward": 1.0}]
-    return Evaluation(step, "correct", {"correct": np.asarray(scores, np.float64)}, 5.0, shown)
+    return Evaluation(step, "correct", {"correct": np.asarray(scores, np.float64)}, 5.0, shown, questions)
 
 
 BEFORE = make_evaluation([[0, 1]] * 10 + [[0, 0]] * 10)
@@ -51,6 +51,17 @@ def test_a_summary_compares_the_first_with_the_last(tmp_path):
     summary = write_summary(tmp_path, [BEFORE, middle, AFTER])
     assert summary == compare(BEFORE, AFTER)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_a_summary_compares_evaluations_on_the_same_prompts(tmp_path):
+    """A resumed run may have been given another file of held-out prompts."""
+    others = [make_evaluation([[0, 0]] * 7, step, questions="others") for step in (20, 30, 40)]
+    assert write_summary(tmp_path, [BEFORE, others[0]]) is None
+    summary = write_summary(tmp_path, [BEFORE, *others])
+    assert summary == compare(others[0], others[2]) and summary["num_prompts"] == 7 and summary["steps"] == [20, 40]
+    lines = summary_text(summary).splitlines()
+    assert lines[0] == "held-out accuracy on 7 prompts (95% interval), since step 20"
+    assert "sample answers at step 20" in lines
 
 
 def test_a_summary_of_a_single_prompt_is_json_that_any_program_reads(tmp_path):

@@ -1,5 +1,6 @@
 """Held-out evaluation: the numbers by hand, and the same random streams every time."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -67,6 +68,19 @@ def test_an_evaluation_survives_json(evaluation):
     assert back.metrics() == evaluation.metrics()
     np.testing.assert_array_equal(back.scores, evaluation.scores)
     assert back.shown == evaluation.shown and back.step == 3 and back.verifier == "correct"
+
+
+def test_evaluations_are_comparable_on_the_same_prompts_by_the_same_verifier(evaluation):
+    def of(samples, verifier="correct", num_samples=2):
+        return Evaluation.of(9, verifier, samples, num_samples)
+
+    others = [make_sample(i, 0.0, 0.25, 3) for i in range(5) for _ in range(4)]
+    assert of(others, num_samples=4).is_comparable(evaluation)
+    assert Evaluation.from_json(json.loads(json.dumps(evaluation.to_json()))).is_comparable(evaluation)
+    assert not of(SAMPLES, "style").is_comparable(evaluation)
+    assert not of(SAMPLES[:-2]).is_comparable(evaluation)
+    assert not of([*SAMPLES[2:], *SAMPLES[:2]]).is_comparable(evaluation)
+    assert not of([dataclasses.replace(sample, answer="43") for sample in SAMPLES]).is_comparable(evaluation)
 
 
 def test_every_evaluation_draws_from_the_same_streams():

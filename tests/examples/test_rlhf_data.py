@@ -20,7 +20,7 @@ def _run(**flags):
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=150)
 
 
-@pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs MINDRLHF_SHARED")
+@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs MINDRLHF_SHARED")
 @pytest.mark.timeout(180)
 def test_vocabulary_and_merges_may_lie_apart(tmp_path):
     source = Path(os.environ["MINDRLHF_SHARED"], "data", "qwen2.5_tokenizer")

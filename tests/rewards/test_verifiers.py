@@ -78,7 +78,7 @@ def test_length_reward_falls_with_length_and_pays_nothing_for_cut_or_blank_respo
     assert length_reward(" ", "", num_tokens=1, finish_reason="stop") == 0.0
 
 
-@pytest.mark.skipif("MINDRLHF_SHARED" not in os.environ, reason="needs GSM8K under MINDRLHF_SHARED")
+@pytest.mark.skipif(not os.environ.get("MINDRLHF_SHARED"), reason="needs GSM8K under MINDRLHF_SHARED")
 def test_all_reference_solutions_of_gsm8k():
     path = Path(os.environ["MINDRLHF_SHARED"]) / "data" / "gsm8k" / "train.jsonl"
     solutions = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]

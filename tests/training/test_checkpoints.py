@@ -34,6 +34,7 @@ class Lead:
 
     def save(self, directory):
         (directory / "weights").write_text(str(self.weights))
+        return {}
 
     def capture(self):
         weights = self.weights
@@ -41,6 +42,7 @@ class Lead:
         def write(directory):
             self.may_write.wait(10)
             (directory / "weights").write_text(str(weights))
+            return {}
 
         return write
 
@@ -76,8 +78,8 @@ class Run:
         return sorted(int(path.name[5:]) for path in (self.checkpoints._store.save_dir).glob("step_*"))
 
 
-def evaluation(step, accuracy):
-    return Evaluation(step, "length", {"length": np.full((4, 1), accuracy)}, 1.0, [])
+def evaluation(step, accuracy, questions="those"):
+    return Evaluation(step, "length", {"length": np.full((4, 1), accuracy)}, 1.0, [], questions)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -265,3 +267,12 @@ def test_the_output_directory_is_checked_before_the_start(tmp_path):
     check_output(run.config, resume=True)
     with pytest.raises(UserError, match="continue it with --resume"):
         check_output(run.config, resume=False)
+
+
+def test_the_best_step_is_that_of_the_prompts_that_the_run_has_now(tmp_path):
+    run = Run(tmp_path, keep_best=True, keep_last=1)
+    for accuracy, questions in ((0.9, "those"), (0.5, "others"), (0.2, "others")):
+        run.step()
+        run.progress.evaluations.append(evaluation(run.progress.step, accuracy, questions))
+        run.checkpoints.save(run.progress)
+    assert run.steps() == [2, 3]

@@ -1,5 +1,6 @@
 """Guards over scripted ranks: what is skipped, saved, reported, and when the run must stop."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_a_plain_step_is_left_alone(open_guards, step, tmp_path, capsys):
     guards = open_guards()
     assert guards.review(step.record(1, 1.0, 2.0), 1e-5) == {"guard/skipped_updates": 0, "guard/grad_spikes": 0}
     guards.check()
-    assert guards.state() == {"num_skipped": 0, "norms": [1.0, 2.0]}
+    assert guards.state() == {"num_skipped": 0, "norms": [1.0, 2.0], "failed_steps": {}}
     assert events(tmp_path) == [] and capsys.readouterr().err == "" and not (tmp_path / "skipped").exists()
 
 
@@ -219,6 +220,44 @@ def test_limits_of_zero_never_warn_nor_stop(open_guards, step, capsys):
     guards.review(step.record(1, 1.0), 99.0)
     guards.check()
     assert capsys.readouterr().err == ""
+
+
+def rewarded(failures: list[dict[str, str]]) -> list[Sample]:
+    """Samples that two verifiers were asked for, but for the last, to which only the first applies."""
+    samples = [make_sample(index, 2) for index in range(len(failures))]
+    rewards = [{"first": 0.0, "second": 0.0}] * (len(failures) - 1) + [{"first": 0.0}]
+    return [
+        dataclasses.replace(sample, rewards=own, failures=why)
+        for sample, own, why in zip(samples, rewards, failures, strict=True)
+    ]
+
+
+WHOLLY = rewarded([{"second": "KeyError: 'x'"}, {"second": "timeout"}, {}])
+PARTLY = rewarded([{"second": "timeout", "first": "timeout"}, {}, {"first": "timeout"}])
+
+
+def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resume(open_guards, tmp_path, capsys):
+    guards = open_guards(max_failed_steps=3)
+    for number, samples in enumerate([WHOLLY, PARTLY, WHOLLY, WHOLLY], start=1):
+        guards.review_rewards(number, samples)
+        guards.check()
+    assert [event["step"] for event in events(tmp_path)] == [1, 3], "anew only after it worked"
+    assert events(tmp_path)[0] == {
+        "step": 1, "event": "failed_verifier", "verifier": "second", "reason": "KeyError: 'x'",
+    }  # fmt: skip
+    warnings = capsys.readouterr().err
+    assert warnings.count("verifier second failed on all 2 samples (KeyError: 'x')") == 2
+    resumed = open_guards(first_step=4, state=json.loads(json.dumps(guards.state())), max_failed_steps=3)
+    resumed.review_rewards(5, WHOLLY)
+    with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row, .*max_failed_steps is 3: "):
+        resumed.check()
+
+
+def test_failed_verifiers_never_stop_a_run_that_wants_none_of_it(open_guards):
+    guards = open_guards(max_failed_steps=0)
+    for number in range(1, 9):
+        guards.review_rewards(number, WHOLLY)
+        guards.check()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

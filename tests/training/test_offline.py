@@ -21,7 +21,7 @@ def model_dir(tmp_path_factory):
     return export_model(tmp_path_factory)
 
 
-def make(kind, model_dir, output_dir, overrides=()):
+def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
     """Return config, trainer and learner of a fresh process: the model that the run starts from."""
     from mindrlhf.training import preference, supervised
     from mindrlhf.training.runtime import Rank
@@ -34,7 +34,7 @@ def make(kind, model_dir, output_dir, overrides=()):
         "optimizer": {"start_lr": 3e-3, "end_lr": 1e-3, "lr_schedule": "linear"},
         "checkpoint": {"every_steps": 3, "keep_last": 9},
     }
-    inputs = RunInputs(None, PairFile(80, 0), PairFile(24, 1), (32,), 0)
+    inputs = RunInputs(None, PairFile(80, 0), PairFile(num_held_out, 1), (32,), 0)
     if kind == "sft":
         sections["supervised"] = {"rows_per_step": 16, "batch_size": 8, "row_lengths": [32], "pack": False, "epochs": 3}
         path = write_config(output_dir / "config.yaml", model_dir, **sections)
@@ -169,6 +169,23 @@ def test_another_data_file_is_refused(model_dir, tmp_path):
     trainer.order.num_items = 81
     with pytest.raises(UserError, match="num_items was 80 in the checkpoint and is now 81"):
         checkpoints_of(config, trainer, learner).resume()
+
+
+@pytest.mark.parametrize("had_held_out", [True, False])
+def test_accuracies_of_other_held_out_pairs_are_not_called_the_ones_before(model_dir, tmp_path, had_held_out):
+    """The key data.eval_file is free: a resumed run may be given one, or another."""
+    _, trainer, _ = make("dpo", model_dir, tmp_path / "run")
+    progress = Progress()
+    if had_held_out:
+        trainer.evaluate(progress)
+        assert trainer.summary(progress).endswith(" after")
+    _, trainer, _ = make("dpo", model_dir, tmp_path / "run", num_held_out=25)
+    progress.step = 2
+    trainer.evaluate(progress)
+    assert "before" not in trainer.summary(progress) and ", " not in trainer.summary(progress)
+    progress.step = NUM_STEPS
+    trainer.evaluate(progress)
+    assert "on 25 held-out pairs: " in trainer.summary(progress) and " at step 2, " in trainer.summary(progress)
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
