@@ -49,6 +49,11 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a write is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, write: Callable[[], None]) -> None:
         """Wait for the write under way, if there is one, then begin another.
 
@@ -61,7 +66,7 @@ class BackgroundWriter:
 
     def check(self) -> None:
         """Raise what an earlier write raised, without waiting for one under way."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self.is_running:
             self.wait()
 
     def wait(self) -> None:

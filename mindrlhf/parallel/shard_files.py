@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from mindrlhf.errors import UserError
-from mindrlhf.weights.direct_file import DirectFile
+from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 from mindrlhf.weights.hf import FILE_CODES, STORAGE_DTYPES, SafetensorsFile, release_pages
 
 FILE_FORMATS = ("safetensors", "ckpt")
@@ -68,9 +68,10 @@ class ShardWriter:
         self._partial = partial_path(path)
         frames, self._places, self.size_bytes = _LAYOUTS[file_format](infos)
         self._file = DirectFile(self._partial, self.size_bytes)
+        self._checksum = OrderedChecksum()
         try:
             for offset, frame in frames:
-                self._file.write(memoryview(frame), offset)
+                self._file.write(memoryview(frame), offset, self._checksum.taker(offset))
         except OSError:
             self.discard()
             raise
@@ -85,15 +86,16 @@ class ShardWriter:
         data = memoryview(array.reshape(-1).view(np.uint8))
         digest = xxhash.xxh3_64()
         for offset, size_bytes in self._places[name]:
-            self._file.write(data[:size_bytes], offset, digest.update)
+            self._file.write(data[:size_bytes], offset, digest.update, self._checksum.taker(offset))
             data = data[size_bytes:]
         return digest.hexdigest()
 
-    def finish(self) -> None:
-        """Force the data to the disk and give the file its name."""
+    def finish(self) -> str | None:
+        """Force the data to the disk and give the file its name; return its checksum if it was written in order."""
         self._file.sync()
         self._file.close()
         os.replace(self._partial, self.path)
+        return self._checksum.value(self.size_bytes)
 
     def discard(self) -> None:
         """Remove what was written; nothing happens after `finish`."""

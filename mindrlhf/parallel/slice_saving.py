@@ -66,7 +66,9 @@ def step_layout(layout: Layout) -> ParameterLayout:
     return ParameterLayout(GLOBAL_STEP_NAME, (1,), tuple(range(layout.pipeline_stage)), layout.device_matrix, (-1,))
 
 
-def write_rank(directory: Path, manifest: ShardedManifest, rank: int, slices: Iterable[tuple[str, np.ndarray]]) -> None:
+def write_rank(
+    directory: Path, manifest: ShardedManifest, rank: int, slices: Iterable[tuple[str, np.ndarray]]
+) -> dict[str, str]:
     """Write what a rank holds, one array at a time; its file appears whole or not at all.
 
     Args:
@@ -74,6 +76,10 @@ def write_rank(directory: Path, manifest: ShardedManifest, rank: int, slices: It
         manifest: of :func:`plan_saving`, the same on all ranks.
         rank: the writer.
         slices: (name, array) of every array of the manifest that the rank holds, in any order; bfloat16 as uint16.
+
+    Returns:
+        The checksum of its file, XXH3-64 in hex, by path below ``directory``; empty unless the slices came in the
+        order of ``manifest.infos_of_rank``.
 
     Raises:
         OSError: the disk refuses.
@@ -95,9 +101,10 @@ def write_rank(directory: Path, manifest: ShardedManifest, rank: int, slices: It
         assert entries.keys() == infos.keys(), f"rank {rank} did not give {sorted(infos.keys() ^ entries.keys())[:3]}"
         content = {"plan": manifest.plan, "rank": rank, "size_bytes": writer.size_bytes, "tensors": {}}
         write_json(path.parent / RANK_MANIFEST_NAME, {**content, "arrays": entries})
-        writer.finish()
+        checksum = writer.finish()
     finally:
         writer.discard()
+    return {path.relative_to(directory).as_posix(): checksum} if checksum else {}
 
 
 def finish_saving(

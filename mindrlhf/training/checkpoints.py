@@ -23,6 +23,7 @@ from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replicas import ReplicaTeam
 from mindrlhf.training.save_requests import SaveRequests
+from mindrlhf.training.slice_checkpoints import SliceCheckpoints
 from mindrlhf.training.team import Team
 
 AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
@@ -95,6 +96,8 @@ class RunCheckpoints:
         self._requests = requests
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
         self._writer = BackgroundWriter()
+        # Where every rank holds a part of the model.
+        self._slices = SliceCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
         self._begun: tuple[RunState, list[CarriedSample]] | None = None
         self._saved_step: int | None = None
@@ -105,6 +108,8 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
+        if self._slices:
+            self._slices.settle(wait=False)
         self._writer.check()
         self._begun = self._state(progress), list(progress.carried)
 
@@ -127,8 +132,7 @@ class RunCheckpoints:
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the whole run; it appears whole or not at all.
 
-        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended; where
-        ranks hold slices, it returns when they have written them.
+        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended.
 
         Raises:
             UserError: the disk has too little room, or an earlier checkpoint could not be written.
@@ -154,12 +158,14 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
+        if self._slices:
+            self._slices.settle(wait=True)
         self._writer.wait()
 
     def close(self) -> None:
         """Wait as well, while a run ends that may have failed for another reason: an error becomes a warning."""
         try:
-            self._writer.wait()
+            self.wait()
         except (UserError, RunFailure) as error:
             print(f"warning: {error}", file=sys.stderr, flush=True)
 
@@ -207,29 +213,32 @@ class RunCheckpoints:
         self._store.check_space(size_bytes)
         best_step = best_step if self._section.keep_best else None
 
-        def write(write_model: StateWriter) -> None:
-            checksums: dict[str, str] = {}
-            with self._store.writing(state.step, size_bytes, best_step, checksums) as directory:
-                checksums |= write_model(directory)
-                save_carried(directory, carried)
-                write_state(directory, state)
+        checksums: dict[str, str] = {}
+        writing = self._store.writing(state.step, size_bytes, best_step, checksums)
 
-        self._writer.wait()  # the copy that it still reads is about to be overwritten
+        def write_rest(directory: Path) -> None:
+            save_carried(directory, carried)
+            write_state(directory, state)
+
+        def write(write_model: StateWriter) -> None:
+            with writing as directory:
+                checksums.update(write_model(directory))
+                write_rest(directory)
+
+        self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
-        if isinstance(self._team, ReplicaTeam):  # every rank holds a part of it
-            write(self._save_slices)
+        if self._slices:
+            self._slices.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
+            if not self._section.asynchronous:
+                self.wait()
         elif self._section.asynchronous:
             write_copy = self._team.lead.capture()
             self._writer.start(lambda: write(write_copy))
         else:
             write(self._team.lead.save)
 
-    def _save_slices(self, directory: Path) -> dict[str, str]:
-        self._team.call("save", directory=str(directory))
-        return {}  # the ranks write checksums of their slices into the directory
-
     def _say_goodbye(self, step: int) -> None:
-        self._writer.wait()
+        self.wait()
         where = self._store.path(step)
         print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)
 

@@ -1,12 +1,13 @@
 """What one rank does in reinforcement learning of a model that is cut over the ranks; see mindrlhf.training.actor."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME
+from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.spec import ParameterRule
 from mindrlhf.observe.timing import peak_rss_gb
@@ -14,11 +15,12 @@ from mindrlhf.parallel.array_sources import ArraySource, open_source
 from mindrlhf.parallel.publishing import plan_publication, write_slices
 from mindrlhf.training.parallel_learner import ParallelLearner, SlicedModel
 from mindrlhf.training.received_batches import ReceivedBatches
+from mindrlhf.training.slice_checkpoints import SavesSlices
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos
 
 
-class ParallelActor(ReceivedBatches):
+class ParallelActor(ReceivedBatches, SavesSlices):
     """The policy on one rank that holds slices of it; its public methods are called through the team.
 
     Args:
@@ -28,7 +30,8 @@ class ParallelActor(ReceivedBatches):
     """
 
     def __init__(self, learner: ParallelLearner, reference: SlicedModel | None, saves_reference: bool):
-        super().__init__()
+        ReceivedBatches.__init__(self)
+        SavesSlices.__init__(self)
         self.learner = learner
         self.model = learner.model
         self._reference = reference
@@ -130,11 +133,12 @@ class ParallelActor(ReceivedBatches):
         reference = self.model.size_bytes(with_state=False) if self._saves_reference else 0
         return reference + self.model.size_bytes(with_state=True)
 
-    def save(self, directory: str) -> None:
-        """Write this rank's part of a checkpoint: its slices of weights and optimiser state; every rank's part."""
-        self.model.save(Path(directory) / MODEL_NAME, self.learner.optimizer)
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """See :meth:`SavesSlices.state_writer`: of slices of weights and optimiser state."""
+        writers = [self.model.state_writer(MODEL_NAME, hold, self.learner.optimizer)]
         if self._saves_reference:
-            self._reference.save(Path(directory) / REFERENCE_NAME)
+            writers.append(self._reference.state_writer(REFERENCE_NAME, hold))
+        return lambda directory: {name: value for write in writers for name, value in write(directory).items()}
 
     def restore(self, directory: str) -> None:
         """Take this rank's slices of a checkpoint, whatever the layout of the run that saved it."""

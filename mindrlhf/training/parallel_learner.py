@@ -1,7 +1,6 @@
 """A policy that is cut over the ranks: one rank's slices of it, its graphs, and what it puts into them."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,16 @@ import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS
+from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.optimizer import optimizer_state
+from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.parallel.array_sources import ArraySource
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.rows import num_logprob_pieces, num_update_pieces, own_rows, place_rows
+from mindrlhf.parallel.shard_files import SHARD_DTYPES
 from mindrlhf.parallel.sharded_directory import ShardedManifest
 from mindrlhf.parallel.slice_saving import (
     finish_saving,
@@ -102,28 +104,37 @@ class SlicedModel:
         for one in self.held:
             self._parameters[one.name].set_data(ms.Tensor(other._parameters[one.name].asnumpy().copy()))
 
-    def save(self, directory: Path, optimizer: Any = None) -> None:
-        """Write this rank's part of a sharded directory; rank 0 also what makes it whole.
+    def state_writer(self, name: str, hold: Callable, optimizer: Any = None) -> StateWriter:
+        """Return the function that writes this rank's part of a sharded directory; rank 0's also makes it whole.
 
         Args:
-            directory: the same on all ranks.
+            name: of the directory in that which the function is given, the same on all ranks.
+            hold: takes ``name`` and the arrays first.
             optimizer: AdamW, whose state is saved with the parameters.
         """
-        hf_config = self.network.hf_config
         manifest = self._plan_saving(with_state=optimizer is not None)
+        arrays = hold(name, self._held_arrays(manifest, optimizer))
 
-        held = manifest.infos_of_rank(self.rank)
-        state = optimizer_state(optimizer) if optimizer is not None else {}
-        # An optimiser also knows the parameters of other stages, of which there is no data here.
-        moments = ((name, parameter.asnumpy()) for name, parameter in state.items() if name in held)
-        write_rank(directory, manifest, self.rank, itertools.chain(self.slices(), moments))
-        if self.rank == 0:
-            finish_saving(directory, manifest, hf_config, self.layouts, self.layout)
+        def write(parent: Path) -> dict[str, str]:
+            checksums = write_rank(parent / name, manifest, self.rank, arrays)
+            if self.rank == 0:
+                finish_saving(parent / name, manifest, self.network.hf_config, self.layouts, self.layout)
+            return below(name, checksums)
+
+        return write
 
     def size_bytes(self, *, with_state: bool) -> int:
         """Return the bytes that all ranks save, of parameters and, with ``with_state``, of AdamW's state."""
         arrays = self._plan_saving(with_state=with_state).arrays.values()
         return sum(array.slice_info.size_bytes * len(array.layout.ranks) for array in arrays)
+
+    def _held_arrays(self, manifest: ShardedManifest, optimizer: Any) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield what this rank writes in the order of its file."""
+        # An optimiser also knows the parameters of other stages, of which there is no data here.
+        state = optimizer_state(optimizer) if optimizer is not None else {}
+        for name in manifest.infos_of_rank(self.rank):
+            parameter = self._parameters.get(name, state.get(name))
+            yield name, parameter.asnumpy().view(SHARD_DTYPES[_dtype_name(parameter)])
 
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
         return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)

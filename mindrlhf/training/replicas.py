@@ -14,7 +14,7 @@ class ReplicaTeam:
 
     All ranks of a copy get the same rows, and only these; rank d of the data axis is in copy d. What a call returns for
     a copy is the answer of its last rank, which is in the last pipeline stage, where log-probabilities and losses are;
-    but what ranks wrote to the weight board is put together, and memory is the largest.
+    but what ranks wrote to the weight board or a checkpoint is put together, and memory is the largest.
 
     Args:
         team: all ranks.
@@ -68,7 +68,9 @@ def _merge(results: Sequence[Values]) -> Values:
     merged = dict(results[-1])
     if "contribution" in merged:
         merged["contribution"] = _merge_contributions([result["contribution"] for result in results])
-    for name in ("memory/peak_rss_gb", "recompiles"):
+    if "checksums" in merged:
+        merged["checksums"] = {name: value for result in results for name, value in result["checksums"].items()}
+    for name in ("memory/peak_rss_gb", "recompiles", "is_saving"):
         if name in merged:
             merged[name] = max(result[name] for result in results)
     return merged

@@ -73,11 +73,11 @@ class DirectFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, data: memoryview, offset: int, on_piece: Callable[[memoryview], None] | None = None) -> None:
+    def write(self, data: memoryview, offset: int, *takers: Callable[[memoryview], None] | None) -> None:
         """Write bytes at a position.
 
         Args:
-            on_piece: gets ``data`` piece by piece, each while it is in the processor's cache.
+            takers: each but None gets ``data`` piece by piece, while it is in the processor's cache.
         """
         start = 0
         for stop in _cuts(len(data), offset):
@@ -86,8 +86,9 @@ class DirectFile:
                 piece = self._write_direct(piece, place)
             else:
                 write_at(self._buffered, piece, place)
-            if on_piece is not None:
-                on_piece(piece)
+            for take in takers:
+                if take is not None:
+                    take(piece)
             start = stop
         if not self._is_direct:
             # The disk starts now, and what it has written need not stay in memory.

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import xxhash
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.layouts import fuse
@@ -54,7 +55,9 @@ def save(directory, text, arrays, *, with_state=True):
         slices = (
             (name, arrays[name][manifest.arrays[name].layout.slice_of(rank)]) for name in manifest.infos_of_rank(rank)
         )
-        write_rank(directory, manifest, rank, slices)
+        checksums = write_rank(directory, manifest, rank, slices)
+        (path,) = (directory / f"rank_{rank}").glob("*.safetensors")
+        assert checksums == {str(path.relative_to(directory)): xxhash.xxh3_64_hexdigest(path.read_bytes())}
     finish_saving(directory, manifest, MODEL, layouts, layout)
 
 

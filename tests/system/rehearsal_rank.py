@@ -64,8 +64,13 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
         actor._board = None  # a run has one for good
         actor.attach_board(board)
         contributions.append(actor.publish(1)["contribution"])
-    actor.save(work["save"])
-    report = {"contributions": contributions, "state_size_bytes": actor.state_size_bytes()}
+    actor.begin_saving(work["save"], copies=True)
+    checksums = actor.end_saving()["checksums"]
+    report = {
+        "contributions": contributions,
+        "state_size_bytes": actor.state_size_bytes(),
+        "checksums": checksums,
+    }
     (directory / f"rank_{index}.json").write_text(json.dumps(report))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from execution_cases import MODEL, ROW_LENGTH, hf_weights, mf_weights
 
 from mindrlhf.models.layouts import split
@@ -121,6 +122,16 @@ def test_ranks_save_weights_moments_and_step_count(rehearsal):
     saved = ShardedDirectory(rehearsal[0] / "saved" / "model")
     for name, array in checkpoint_arrays().items():
         np.testing.assert_array_equal(saved.read_array(name), array, err_msg=name)
+
+
+def test_ranks_tell_the_checksums_of_their_files(rehearsal):
+    root, _, reports = rehearsal
+    checksums = {name: value for report in reports for name, value in report["checksums"].items()}
+    files = list((root / "saved").rglob("*.safetensors"))
+    assert len(files) >= len(reports)
+    assert checksums == {
+        str(path.relative_to(root / "saved")): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files
+    }
 
 
 def test_the_expected_size_of_a_checkpoint_is_that_of_its_data(rehearsal):
