@@ -175,7 +175,10 @@ class Memory:
         self.must_stop = False
         self.stops_at = None  # the step whose rollout a request to end breaks off
         self.begun = 0
-        self.reviewed, self.course = [], []
+        self.reviewed, self.rewards_reviewed, self.course = [], [], []
+
+    def review_rewards(self, step, samples):
+        self.rewards_reviewed.append((step, len(samples)))
 
     def review(self, record, rollout_diff):
         self.reviewed.append((record, rollout_diff))
@@ -496,6 +499,7 @@ def test_guards_and_trajectory_see_every_step():
     (record, difference), (last, _) = run.memory.reviewed
     assert (record.step, last.step, difference) == (1, 2, 0.5)
     assert len(record.samples) == 6 and len(last.samples) == 3
+    assert run.memory.rewards_reviewed == [(1, 6), (2, 3)]
     assert record.weights != last.weights, "the weights that a step began with are those of the update before"
     assert run.memory.checked_after == 2, "the last check comes after the last step's metrics"
     start, first, second = run.memory.course
