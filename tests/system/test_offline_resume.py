@@ -13,12 +13,12 @@ from mindrlhf.training.preflight import FINAL_NAME
 pytestmark = pytest.mark.timeout(900)
 
 TIMEOUT_S = 300
-NUM_STEPS = 60
-# Of a run's keys: enough steps to be caught among them.
+NUM_STEPS = 300
+# Of a run's keys: enough steps, of some hundredths of a second, to be caught among them on a busy machine.
 SECTIONS = {
-    "sft": {"supervised": {"rows_per_step": 4, "batch_size": 2, "row_lengths": [32], "epochs": 20}},
-    "dpo": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 20}},
-    "reward-model": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 20}},
+    "sft": {"supervised": {"rows_per_step": 4, "batch_size": 2, "row_lengths": [32], "epochs": 80}},
+    "dpo": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 40}},
+    "reward-model": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 40}},
 }
 
 
