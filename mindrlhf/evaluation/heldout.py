@@ -1,16 +1,15 @@
 """Accuracy on held-out prompts, with an interval that says how sure it is."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.evaluation.statistics import bootstrap_interval
+from mindrlhf.observe.trajectory import digest_json
 from mindrlhf.rewards.types import REWARD_MODEL_NAME
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
@@ -45,7 +44,7 @@ class Evaluation:
             rewards={name: reward_matrix(samples, num_samples, name) for name in verifier_names(samples)},
             response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
             shown=shown,
-            questions=_digest(samples[::num_samples]),
+            questions=digest_json([[sample.prompt, sample.answer] for sample in samples[::num_samples]]),
         )
 
     @property
@@ -88,13 +87,6 @@ class Evaluation:
         """Return what ``to_json`` was called on."""
         rewards = {name: np.asarray(rewards, np.float64) for name, rewards in values["rewards"].items()}
         return cls(**{**values, "rewards": rewards})
-
-
-def _digest(samples: Sequence[Sample]) -> str:
-    digest = xxhash.xxh3_64()
-    for sample in samples:
-        digest.update(json.dumps([sample.prompt, sample.answer]).encode())
-    return digest.hexdigest()
 
 
 def accuracy_verifier(config: GrpoConfig) -> str:

@@ -19,7 +19,6 @@ from mindrlhf.errors import UserError
 from mindrlhf.parallel.array_sources import ArraySource
 from mindrlhf.parallel.parameter_layout import ParameterLayout
 from mindrlhf.parallel.rows import num_logprob_pieces, num_update_pieces, own_rows, place_rows
-from mindrlhf.parallel.shard_files import SHARD_DTYPES
 from mindrlhf.parallel.sharded_directory import ShardedManifest
 from mindrlhf.parallel.slice_saving import (
     finish_saving,
@@ -132,9 +131,10 @@ class SlicedModel:
         """Yield what this rank writes in the order of its file."""
         # An optimiser also knows the parameters of other stages, of which there is no data here.
         state = optimizer_state(optimizer) if optimizer is not None else {}
+        yield from self.slices()
         for name in manifest.infos_of_rank(self.rank):
-            parameter = self._parameters.get(name, state.get(name))
-            yield name, parameter.asnumpy().view(SHARD_DTYPES[_dtype_name(parameter)])
+            if name in state:
+                yield name, state[name].asnumpy()
 
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
         return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)

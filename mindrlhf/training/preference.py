@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import CoefficientLoss
@@ -20,6 +19,7 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.observe.trajectory import digest_arrays
 from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
 from mindrlhf.training.cells import check_finite
 from mindrlhf.training.checkpoints import Progress
@@ -130,7 +130,8 @@ class PreferenceTrainer:
         self._reference_is_live = is_dpo and config.dpo.reference == "live"
         self._pairs = self._with_reference(Pairs(read_pairs(inputs.prompts)))
         self._held_out = self._with_reference(Pairs(read_pairs(inputs.held_out))) if inputs.held_out else None
-        self._held_out_digest = _digest(self._held_out.sequences) if self._held_out else ""
+        held_out = self._held_out.sequences if self._held_out else []
+        self._held_out_digest = digest_arrays(ids for one in held_out for ids in (one.prompt_ids, one.response_ids))
         if is_dpo and not self._reference_is_live:
             team.call("drop_reference")
         self.order = EpochSteps(len(self._pairs), preference.pairs_per_step, config.run.seed, config.data.shuffle)
@@ -228,14 +229,6 @@ def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:
             for response_ids in (record.response_ids, record.rejected_ids):
                 sequences.append(TokenSequence(record.prompt_ids, response_ids, {}))
     return sequences
-
-
-def _digest(sequences: Sequence[TokenSequence]) -> str:
-    digest = xxhash.xxh3_64()
-    for sequence in sequences:
-        for ids in (sequence.prompt_ids, sequence.response_ids):
-            digest.update(np.int64(len(ids)).tobytes() + np.asarray(ids, np.int32).tobytes())
-    return digest.hexdigest()
 
 
 def _blocks(count: int) -> Iterator[range]:

@@ -88,6 +88,14 @@ class Run:
         for worker in self.team.workers:
             worker.slice += 1
 
+    def save_slowly(self, rank):
+        """Make a step and save it; return the worker whose part is not written before it may."""
+        worker = self.team.workers[rank]
+        self.step()
+        worker.may_write.clear()
+        self.checkpoints.save(self.progress)
+        return worker
+
     def names(self):
         return sorted(path.name for path in self.save_dir.iterdir())
 
@@ -99,10 +107,7 @@ def contents(directory):
 
 def test_the_run_goes_on_until_the_slowest_rank_has_written_what_it_held_then(tmp_path):
     run = Run(tmp_path)
-    run.step()
-    slow = run.team.workers[2]
-    slow.may_write.clear()
-    run.checkpoints.save(run.progress)
+    slow = run.save_slowly(rank=2)
     run.step()
     run.step()
     assert newest_checkpoint(run.config) is None and all(worker.num_asked == 2 for worker in run.team.workers)
@@ -118,10 +123,7 @@ def test_the_run_goes_on_until_the_slowest_rank_has_written_what_it_held_then(tm
 
 def test_the_next_save_and_the_end_wait_for_the_last_one(tmp_path):
     run = Run(tmp_path)
-    run.step()
-    slow = run.team.workers[3]
-    slow.may_write.clear()
-    run.checkpoints.save(run.progress)
+    slow = run.save_slowly(rank=3)
     run.step()
     threading.Timer(0.1, slow.may_write.set).start()
     run.checkpoints.save(run.progress)
