@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Before MindSpore is imported; as mindrlhf.training.launch sets them.
+# Before MindSpore is imported; as mindrlhf.launch.launch sets them.
 os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
@@ -30,14 +30,14 @@ from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.training.actor import Actor
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.checkpoints import Progress, RunCheckpoints
-from mindrlhf.training.learner import load_model
-from mindrlhf.training.policy_loss import build_policy_loss
+from mindrlhf.training.checkpoints.requests import SaveRequests
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.runtime import start_runtime
-from mindrlhf.training.save_requests import SaveRequests
 from mindrlhf.training.team import Team
+from mindrlhf.training.worker.actor import Actor
+from mindrlhf.training.worker.learner import load_model
+from mindrlhf.training.worker.policy_loss import build_policy_loss
 
 RESPONSE_LENGTH = 64
 

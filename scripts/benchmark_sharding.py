@@ -27,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.durable import sync
-from mindrlhf.models.spec import find_spec
-from mindrlhf.parallel.merging import merge_directory
-from mindrlhf.parallel.sharding import shard_directory
-from mindrlhf.parallel.verification import verify_directory
+from mindrlhf.shards.merge import merge_directory
+from mindrlhf.shards.shard import shard_directory
+from mindrlhf.shards.verify import verify_directory
+from mindrlhf.specs import find_spec
+from mindrlhf.system.files import sync
 from mindrlhf.weights.convert import export_hf, hf_shapes, import_directory
 
 CONFIG = {

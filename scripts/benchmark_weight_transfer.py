@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.models.layouts import fuse
-from mindrlhf.models.spec import find_spec
-from mindrlhf.parallel.layout import Layout, parameter_layouts
-from mindrlhf.parallel.publishing import plan_publication, write_slices
+from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publishing import plan_publication, write_slices
 
 HEAD_DIM = 64
 VOCAB = 32000

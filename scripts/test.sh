@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, the style check and all tests, two files at a time: the quick ones first, then those in tests/system, which
+# Set-up, the style check and all tests, two files at a time: the quick ones first, then those in tests/jobs, which
 # start real msrun jobs and vLLM. MINDRLHF_SLOW_TESTS=1 adds what is too slow for every day.
 # Arguments go to pytest instead: bash scripts/test.sh tests/data -k readers
 set -euo pipefail
@@ -13,7 +13,7 @@ if (($#)); then
     exec .venv/bin/python -m pytest "$@"
 fi
 status=0
-.venv/bin/python -m pytest --ignore tests/system --numprocesses 2 --dist loadfile || status=$?
+.venv/bin/python -m pytest --ignore tests/jobs --numprocesses 2 --dist loadfile || status=$?
 # Also after a failure: whoever reads the log of a machine wants all of it.
-.venv/bin/python -m pytest tests/system --numprocesses 2 --dist loadfile || status=$?
+.venv/bin/python -m pytest tests/jobs --numprocesses 2 --dist loadfile || status=$?
 exit "$status"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SYSTEM_TESTS = Path(__file__).parent / "system"
+SYSTEM_TESTS = Path(__file__).parent / "jobs"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -112,9 +112,9 @@ def _reported_metrics() -> set[str]:
         measure.rollout_ratio_metrics([ones], [ones]),
         measure.packing_metrics([1], [8]),
     )
-    loop = (ROOT / "mindrlhf" / "training" / "loop.py").read_text(encoding="utf-8")
-    drawing = (ROOT / "mindrlhf" / "training" / "drawing.py").read_text(encoding="utf-8")
-    critic = (ROOT / "mindrlhf" / "training" / "value_function.py").read_text(encoding="utf-8")
+    loop = (ROOT / "mindrlhf" / "training" / "loop" / "trainer.py").read_text(encoding="utf-8")
+    drawing = (ROOT / "mindrlhf" / "training" / "loop" / "prompts.py").read_text(encoding="utf-8")
+    critic = (ROOT / "mindrlhf" / "training" / "loop" / "value_function.py").read_text(encoding="utf-8")
     stages = re.findall(r'stage\("(\w+)"\)', loop + drawing + critic)
     timings = {f"timing/{stage}": 1.0 for stage in stages} | {"timing/all": 1.0}
     rates = throughput(
@@ -124,9 +124,9 @@ def _reported_metrics() -> set[str]:
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
     others |= set(re.findall(r'"(value/\w+)"', critic))
-    guards = (ROOT / "mindrlhf" / "training" / "guards.py").read_text(encoding="utf-8")
+    guards = (ROOT / "mindrlhf" / "training" / "loop" / "guards.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"(guard/\w+)"', guards))
-    sampling = (ROOT / "mindrlhf" / "training" / "dynamic_sampling.py").read_text(encoding="utf-8")
+    sampling = (ROOT / "mindrlhf" / "training" / "loop" / "dynamic_sampling.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"(samples/\w+)"', sampling))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MATRIX = "tests/system/test_fault_matrix.py"
+MATRIX = "tests/jobs/test_fault_matrix.py"
 
 
 def named_tests() -> set[tuple[str, str]]:

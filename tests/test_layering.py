@@ -24,13 +24,14 @@ LIGHT_ROOMS = (
     "mindrlhf.rewards",
     "mindrlhf.algorithms.advantages",
     "mindrlhf.checkpoint.manifest",
-    "mindrlhf.training.launch",
-    "mindrlhf.processes",
+    "mindrlhf.launch",
+    "mindrlhf.layout",
+    "mindrlhf.system",
     "mindrlhf.cli",
     "mindrlhf.commands",
     "mindrlhf.doctor",
 )
-MINDSPORE_ROOMS = ("mindrlhf.models", "mindrlhf.training", "mindrlhf.parallel", "mindrlhf.algorithms")
+MINDSPORE_ROOMS = ("mindrlhf.models", "mindrlhf.training", "mindrlhf.dryrun", "mindrlhf.algorithms")
 SERVER = "mindrlhf.rollout.server"
 
 

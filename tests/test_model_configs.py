@@ -9,9 +9,9 @@ import pytest
 
 from mindrlhf.config.loader import read_yaml
 from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import find_spec
-from mindrlhf.parallel.plan import Machine, make_plan, read_model
+from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
 ROOT = Path(__file__).parents[1] / "model_configs"

@@ -15,18 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindrlhf.checkpoint.arrays import load_arrays
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
 from mindrlhf.config.loader import read_yaml
 from mindrlhf.data.handlers import Example, Message, RecordError
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
+from mindrlhf.system.wire import ProtocolError, receive_message, send_message
 from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
+from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.hf import SafetensorsFile, open_tensors
-from mindrlhf.wire import ProtocolError, receive_message, send_message
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("mindrlhf/**/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("examples/**/*.py")])
@@ -53,7 +53,7 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_METHODS = {"extractall", "read_pickle", "to_pickle"}
 FORBIDDEN_KEYWORDS = ("shell", "allow_pickle", "trust_remote_code")
 # The program under test runs here, in the sandbox.
-ALLOWED = {("mindrlhf/rewards/unit_test_harness.py", "exec")}
+ALLOWED = {("mindrlhf/rewards/code/harness.py", "exec")}
 
 
 class _Finder(ast.NodeVisitor):
@@ -303,7 +303,7 @@ def test_nothing_listens_but_the_lead_rank():
         for call in pattern.findall(path.read_text(encoding="utf-8"))
     }
     # The launcher only looks for a free port of the local machine.
-    assert found == {("mindrlhf/training/team.py", "create_server("), ("mindrlhf/training/launch.py", ".bind((")}
+    assert found == {("mindrlhf/training/team.py", "create_server("), ("mindrlhf/launch/launch.py", ".bind((")}
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class ValueLoss(nn.Cell):
 
     Args:
         policy: :class:`mindrlhf.algorithms.scores.TokenScores` that scores the text before each token; its name is
-            what :class:`mindrlhf.training.learner.Learner` expects.
+            what :class:`mindrlhf.training.worker.learner.Learner` expects.
         clip_range: c, in units of the reward; 0 leaves the clip out.
     """
 

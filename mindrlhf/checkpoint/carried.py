@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.checkpoint.arrays import ArrayInfo, load_arrays, save_arrays
 from mindrlhf.checkpoint.manifest import DamagedDirectory
+from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
 
 CARRIED_NAME = "carried.safetensors"
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mindrlhf.checkpoint.arrays import ArrayInfo
 from mindrlhf.errors import UserError
+from mindrlhf.weights.array_file import ArrayInfo
 
 if TYPE_CHECKING:
     from mindformers.core.optim.adamw import AdamW

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, write_manifest
-from mindrlhf.durable import is_locked, locked, sync
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import is_locked, locked, sync
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.[0-9a-f]{8}\.partial")

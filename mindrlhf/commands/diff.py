@@ -17,7 +17,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the difference; return 0 when the runs are the same as far as both go, 1 when not."""
     from mindrlhf.debugging.dump_diff import is_dump
-    from mindrlhf.debugging.layout import DEFAULT_NAME
+    from mindrlhf.debugging.dump_paths import DEFAULT_NAME
 
     pair = arguments.run_a, arguments.run_b
     if all(map(is_dump, pair)):
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _diff_runs(first: Path, second: Path) -> int:
-    from mindrlhf.observe.run_diff import compare_runs
+    from mindrlhf.debugging.run_diff import compare_runs
 
     difference = compare_runs(first, second)
     num_common = min(difference.num_steps)

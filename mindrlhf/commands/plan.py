@@ -19,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mindrlhf.parallel.plan_report import PlanOptions, report_plan
+    from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
 
     options = PlanOptions(
         world_size=arguments.world_size,

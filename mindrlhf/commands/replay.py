@@ -19,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay and print."""
-    from mindrlhf.training.replay import replay
+    from mindrlhf.training.loop.replay import replay
 
     found = replay(arguments.batch_dir, arguments.model)
     batch = found.batch

@@ -31,7 +31,7 @@ def _layers(text: str) -> str | int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mindrlhf.parallel.strategy_report import report_strategy
+    from mindrlhf.dryrun.compile.report import report_strategy
 
     text = report_strategy(
         arguments.config,

@@ -40,9 +40,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from mindrlhf.config.schema import CONFIG_LOADERS
-    from mindrlhf.training.checkpoints import check_output, newest_checkpoint
-    from mindrlhf.training.launch import launch
-    from mindrlhf.training.restarts import run_with_restarts
+    from mindrlhf.launch.launch import launch
+    from mindrlhf.launch.restarts import run_with_restarts
+    from mindrlhf.training.checkpoints.run import check_output, newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)

@@ -82,7 +82,7 @@ def _workers(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def _shard(arguments: argparse.Namespace) -> int:
-    from mindrlhf.parallel.sharding import shard_directory
+    from mindrlhf.shards.shard import shard_directory
 
     shard_directory(
         arguments.source,
@@ -100,7 +100,7 @@ def _shard(arguments: argparse.Namespace) -> int:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    from mindrlhf.parallel.sharding import reshard_directory
+    from mindrlhf.shards.shard import reshard_directory
 
     reshard_directory(
         arguments.source,
@@ -116,7 +116,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from mindrlhf.parallel.merging import merge_directory
+    from mindrlhf.shards.merge import merge_directory
 
     merge_directory(arguments.source, arguments.out, optimizer_file=arguments.optimizer_out, **_workers(arguments))
     print(f"wrote {arguments.out}")
@@ -124,7 +124,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from mindrlhf.parallel.verification import verify_directory
+    from mindrlhf.shards.verify import verify_directory
 
     print(verify_directory(arguments.source, against=arguments.against, **_workers(arguments)))
     return 0

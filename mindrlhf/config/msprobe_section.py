@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import key
-from mindrlhf.debugging.layout import CELL_LEVEL, KEY_DATA_LEVEL, STAGES
+from mindrlhf.debugging.dump_paths import CELL_LEVEL, KEY_DATA_LEVEL, STAGES
 
 
 @dataclass(frozen=True)

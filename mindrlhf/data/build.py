@@ -28,8 +28,8 @@ from mindrlhf.data.mindrecord import (
 )
 from mindrlhf.data.readers import BadRecord, RawRecord, check_readable, read_records
 from mindrlhf.data.workers import default_num_workers, encode_in_order
-from mindrlhf.durable import scratch_directory
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import scratch_directory
 
 CHUNK_RECORDS = 128
 NUM_REPORTED_BAD = 5

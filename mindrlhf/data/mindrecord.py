@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.data.mindrecord_checksum import verify_checksums, write_checksums
-from mindrlhf.durable import scratch_directory, sync
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import scratch_directory, sync
 
 FORMAT = "mindrlhf-prompts"
 FORMAT_VERSION = 2  # since 2: checksums of the file and its index

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.debugging import layout
+from mindrlhf.debugging import dump_paths as layout
 from mindrlhf.errors import UserError
 
 _STATISTICS = ("Max", "Min", "Mean", "Norm")

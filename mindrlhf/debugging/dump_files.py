@@ -14,10 +14,10 @@ import numpy as np
 
 from mindrlhf.config.msprobe_section import MsprobeSection
 from mindrlhf.config.sections import RunSection
-from mindrlhf.debugging import layout
+from mindrlhf.debugging import dump_paths as layout
 from mindrlhf.debugging.statistics import describe
-from mindrlhf.durable import sync
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.system.files import sync
 
 INSTALL = "pip install 'mindstudio-probe>=26.2,<27' 'numpy<2'"
 # msprobe refuses to write to other paths.
@@ -49,7 +49,7 @@ class StageDump:
     """Collects what one rank computed in a stage of a step.
 
     Args:
-        directory: see :func:`mindrlhf.debugging.layout.rank_dir`; it is made.
+        directory: see :func:`mindrlhf.debugging.dump_paths.rank_dir`; it is made.
         level: "debug" for key data, "L0" for cells.
         task: "statistics", or "tensor" to write the arrays as well.
     """

@@ -6,9 +6,9 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import ModelDims, ModelSpec, find_spec
-from mindrlhf.models.spec.scoring import SCORE_NAME
-from mindrlhf.parallel.layout import Layout
+from mindrlhf.layout.layout import Layout
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.scoring import SCORE_NAME
 
 # Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
 _PARALLEL_KEYS = {

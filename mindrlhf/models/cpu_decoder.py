@@ -13,7 +13,7 @@ from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention
 from mindrlhf.models.cpu_expert_cells import ExpertMlp
 from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
 from mindrlhf.models.rotary import rotary_tables, score_scale, turn_matrix
-from mindrlhf.models.spec import ModelDims
+from mindrlhf.specs import ModelDims
 
 HIDDEN_SCORE = -1e9
 

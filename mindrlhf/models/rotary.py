@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from mindrlhf.models.spec import ModelDims, YarnDims
+from mindrlhf.specs import ModelDims, YarnDims
 
 
 def rotary_dim(dims: ModelDims) -> int:

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from mindrlhf.rewards import time_limit
+from mindrlhf.sandbox import time_limit
 
 MAX_REPLY_BYTES = 1 << 20
 READ_SIZE_BYTES = 1 << 14

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput, RewardResult
+from mindrlhf.system.files import sync
 
 # What is in flight at once, however long the file.
 MAX_WINDOW_SAMPLES = 2048

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mindrlhf.errors import UserError
-from mindrlhf.processes import adopt_orphans, die_with_parent
-from mindrlhf.rewards import time_limit
 from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
+from mindrlhf.sandbox import time_limit
+from mindrlhf.system.processes import adopt_orphans, die_with_parent
 
 # Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
 # little has to be done again when the worker is killed.

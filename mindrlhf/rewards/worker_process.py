@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mindrlhf.processes import kill_marked, kill_tree
-from mindrlhf.rewards.time_limit import CallClock, Running
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rewards.worker import WorkerSettings
+from mindrlhf.sandbox.time_limit import CallClock, Running
+from mindrlhf.system.processes import kill_marked, kill_tree
 
 READ_SIZE_BYTES = 1 << 18
 # Set for the worker and inherited by all it starts, so that what survives a worker's own death can be found.

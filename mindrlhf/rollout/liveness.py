@@ -1,7 +1,7 @@
 """Whether a server that owes an answer is still working on it."""
 
-from mindrlhf import processes
-from mindrlhf.training.watched_time import WatchedTime
+from mindrlhf.system import processes
+from mindrlhf.system.clock import WatchedTime
 
 _CHECK_INTERVAL_S = 1.0
 # Less processor time than this during the whole limit is no work: threads that only look around use as much.

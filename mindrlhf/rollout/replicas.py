@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import mindrlhf
-from mindrlhf import heartbeat
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.system import heartbeat
 
 PYTHON_VARIABLE = "MINDRLHF_ROLLOUT_PYTHON"
 

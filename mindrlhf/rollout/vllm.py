@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 import mindrlhf
-from mindrlhf import processes
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
+from mindrlhf.system import processes
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _FINISH_REASONS = ("stop", "length")
 _LIVENESS_POLL_S = 0.5

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.processes import kill_tree
+from mindrlhf.system.processes import kill_tree
 from mindrlhf.tools.calls import ToolAnswer, ToolCall
 from mindrlhf.tools.registry import check
 

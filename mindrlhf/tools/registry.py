@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import UserError
-from mindrlhf.rewards.sandbox import SandboxLimits, run_python
-from mindrlhf.rewards.time_limit import remaining_s
+from mindrlhf.sandbox.run import SandboxLimits, run_python
+from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.tools.arithmetic import calculate
 
 Tool = Callable[..., Any]

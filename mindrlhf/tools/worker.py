@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindrlhf.errors import UserError
-from mindrlhf.processes import adopt_orphans, die_with_parent
-from mindrlhf.rewards import time_limit
 from mindrlhf.rewards.worker import limit_memory, send_message, take_pipes
+from mindrlhf.sandbox import time_limit
+from mindrlhf.system.processes import adopt_orphans, die_with_parent
 from mindrlhf.tools.registry import Tool, resolve
 
 MAX_ANSWER_CHARS = 20_000

@@ -5,9 +5,9 @@ import signal
 import sys
 from collections.abc import Callable
 
-from mindrlhf import heartbeat
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.processes import die_with_launcher
+from mindrlhf.system import heartbeat
+from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.runtime import num_ranks_from_environment
 
 TASKS = ("train", "sft", "dpo", "reward-model")
@@ -51,11 +51,11 @@ def _run(arguments: argparse.Namespace) -> None:
 
         run_rank(config, resume=arguments.resume)
     elif arguments.task == "sft":
-        from mindrlhf.training.supervised import run_supervised_rank
+        from mindrlhf.training.offline.supervised import run_supervised_rank
 
         run_supervised_rank(config, resume=arguments.resume)
     else:
-        from mindrlhf.training.preference import run_preference_rank
+        from mindrlhf.training.offline.preference import run_preference_rank
 
         run_preference_rank(config, resume=arguments.resume)
 

@@ -11,18 +11,18 @@ from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
-from mindrlhf.debugging.layout import CELL_LEVEL
+from mindrlhf.debugging.dump_paths import CELL_LEVEL
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
-from mindrlhf.models.spec import find_spec
-from mindrlhf.parallel.feasibility import check_feasible, is_split
-from mindrlhf.parallel.layout import Layout
-from mindrlhf.parallel.sharded_directory import STRATEGY_NAME
-from mindrlhf.parallel.strategy_files import check_strategy_directory
+from mindrlhf.layout.feasibility import check_feasible, is_split
+from mindrlhf.layout.layout import Layout
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.shards.strategy_files import check_strategy_directory
+from mindrlhf.specs import find_spec
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import SHARDED_NAME, open_tensors, read_hf_config
+from mindrlhf.weights.sharded import STRATEGY_NAME
 
 FINAL_NAME = "final"  # the exported model, in the run's output directory
 

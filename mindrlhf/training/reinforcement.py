@@ -7,15 +7,15 @@ from mindrlhf.config.critic_checks import needs_critic
 from mindrlhf.config.loader import write_config
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.debugging.dump_files import dump_dir
-from mindrlhf.debugging.key_data import KeyData
-from mindrlhf.debugging.layout import CELL_LEVEL
+from mindrlhf.debugging.dump_paths import CELL_LEVEL
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
-from mindrlhf.parallel.feasibility import is_split
-from mindrlhf.parallel.layout import Layout
+from mindrlhf.layout.feasibility import is_split
+from mindrlhf.layout.layout import Layout
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.training.checkpoints import Progress, RunCheckpoints, check_output
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, check_output
+from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
 from mindrlhf.training.runtime import Rank, is_lead_process, num_ranks_from_environment, start_runtime
 
@@ -61,7 +61,7 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if is_split(config.parallel_config):
-        from mindrlhf.training.parallel_run import build_parallel_actor
+        from mindrlhf.training.sharded.build import build_parallel_actor
 
         return build_parallel_actor(config, inputs.row_lengths, rank)
     return _build_whole_actor(config, inputs, rank)
@@ -70,12 +70,12 @@ def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
-    from mindrlhf.training.actor import Actor
-    from mindrlhf.training.cell_dump import CellDump
-    from mindrlhf.training.critic import ActorCritic, build_critic
-    from mindrlhf.training.learner import load_model
-    from mindrlhf.training.policy_loss import build_policy_loss
-    from mindrlhf.training.scorer import load_scorer
+    from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.training.worker.cell_dump import CellDump
+    from mindrlhf.training.worker.critic import ActorCritic, build_critic
+    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.policy_loss import build_policy_loss
+    from mindrlhf.training.worker.scorer import load_scorer
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length = inputs.row_lengths[-1]
@@ -112,11 +112,11 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.rollout.conversations import with_tools
     from mindrlhf.rollout.samples import Sampler
     from mindrlhf.training.batch import RowOptions
-    from mindrlhf.training.guards import Guards
-    from mindrlhf.training.loop import Parts, Trainer
-    from mindrlhf.training.replicas import ReplicaTeam
-    from mindrlhf.training.reward_model import RewardModel
-    from mindrlhf.training.save_requests import SaveRequests
+    from mindrlhf.training.checkpoints.requests import SaveRequests
+    from mindrlhf.training.loop.guards import Guards
+    from mindrlhf.training.loop.reward_model import RewardModel
+    from mindrlhf.training.loop.trainer import Parts, Trainer
+    from mindrlhf.training.replica_team import ReplicaTeam
     from mindrlhf.training.team import Team
 
     output_dir = Path(config.run.output_dir)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf import heartbeat
 from mindrlhf.config.sections import ParallelSection, RunSection
+from mindrlhf.system import heartbeat
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -
         parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL,
         device_num=rank.world_size,
         global_rank=rank.index,
-        # Inputs have the rows of all ranks, but a rank reads its own only; see mindrlhf.parallel.rows.
+        # Inputs have the rows of all ranks, but a rank reads its own only; see mindrlhf.layout.rows.
         full_batch=True,
         gradients_mean=False,
         pipeline_stages=parallel.pipeline_stage,

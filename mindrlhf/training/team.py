@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf import heartbeat
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.system import heartbeat
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.training.runtime import Rank
-from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 
 _ADMISSION_TIMEOUT_S = 60.0
 _HELLO_TIMEOUT_S = 5.0  # a stranger that says nothing keeps the ranks waiting no longer than this
@@ -44,7 +44,7 @@ class Team:
 
     @property
     def num_devices(self) -> int:
-        """Number of ranks, also where copies of the model stand for them; see :mod:`mindrlhf.training.replicas`."""
+        """Number of ranks, also where copies of the model stand for them; see :mod:`mindrlhf.training.replica_team`."""
         return self.world_size
 
     def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> list[Values]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.layouts import fuse, fuse_blocks, split_parts
-from mindrlhf.models.spec import ModelDims, ModelSpec, ParameterRule, find_spec
+from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
+from mindrlhf.specs.fuse import fuse, fuse_blocks, split_parts
 from mindrlhf.weights.hf import (
     STORAGE_DTYPES,
     SafetensorsDirectory,

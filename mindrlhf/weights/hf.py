@@ -226,7 +226,7 @@ def open_tensors(model_dir: str | os.PathLike) -> TensorDirectory:
         UserError: it is neither, or is damaged.
     """
     if (Path(model_dir) / SHARDED_NAME).is_file():
-        from mindrlhf.parallel.sharded_directory import ShardedDirectory
+        from mindrlhf.weights.sharded import ShardedDirectory
 
         return ShardedDirectory(model_dir)
     return SafetensorsDirectory(model_dir)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.durable import sync
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import sync
 from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 from mindrlhf.weights.hf import FILE_CODES, INDEX_NAME, SINGLE_NAME, STORAGE_DTYPES
 

@@ -9,9 +9,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.checkpoint.arrays import ArrayInfo, save_arrays
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, DamagedDirectory, list_files, verify, write_manifest
 from mindrlhf.errors import UserError
+from mindrlhf.weights.array_file import ArrayInfo, save_arrays
 
 CONTENTS = {"state.json": b'{"step": 3}', "model/config.json": b"{}", "model/model.safetensors": bytes(range(256)) * 9}
 

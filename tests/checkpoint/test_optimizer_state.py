@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from mindrlhf.checkpoint.arrays import ArrayInfo, load_arrays, save_arrays
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.models.context import prepare_mindformers
-from mindrlhf.training.cells import OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators, make_optimizer
+from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
 
 OPTIONS = OptimizerSection(start_lr=1e-2, weight_decay=0.1)
 SHAPES = {"up.weight": (5, 3), "up.bias": (5,), "down.weight": (2, 5), "down.bias": (2,)}

@@ -7,7 +7,7 @@ import pytest
 
 from mindrlhf.cli import main
 from mindrlhf.debugging.dump_diff import compare_dumps, is_dump
-from mindrlhf.debugging.layout import rank_dir
+from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.debugging.statistics import describe
 from mindrlhf.errors import UserError
 

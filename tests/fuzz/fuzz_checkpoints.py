@@ -46,8 +46,8 @@ def checkpoint_state(directory: Path) -> Case:
 
 
 def checkpoint_arrays(directory: Path) -> Case:
-    from mindrlhf.checkpoint.arrays import load_arrays
     from mindrlhf.checkpoint.carried import CARRIED_NAME
+    from mindrlhf.weights.array_file import load_arrays
 
     path = make_checkpoint(directory) / CARRIED_NAME
     whole = path.read_bytes()

@@ -50,7 +50,7 @@ def make_prompt_file(directory: Path) -> Path:
 
 def make_safetensors(directory: Path) -> Path:
     """Write one safetensors file of several dtypes and shapes, a scalar and an empty tensor among them."""
-    from mindrlhf.checkpoint.arrays import ArrayInfo, save_arrays
+    from mindrlhf.weights.array_file import ArrayInfo, save_arrays
 
     arrays = {
         "model.embed.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
@@ -65,7 +65,7 @@ def make_safetensors(directory: Path) -> Path:
 
 def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
     """Write a Hugging Face directory of random weights."""
-    from mindrlhf.models.spec import find_spec
+    from mindrlhf.specs import find_spec
     from mindrlhf.weights.convert import hf_shapes
     from mindrlhf.weights.writer import TensorPlan, write_model_directory
 
@@ -81,7 +81,7 @@ def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
 
 def make_sharded(directory: Path, file_format: str) -> Path:
     """Write a directory of slices of two ranks, strategy files included; MindSpore merges those."""
-    from mindrlhf.parallel.sharding import shard_directory
+    from mindrlhf.shards.shard import shard_directory
 
     sharded = directory / "sharded"
     shard_directory(make_model(directory), sharded, parallel="dp=1,mp=2", file_format=file_format)

@@ -14,7 +14,7 @@ from fuzz_target import Case
 def wire(directory: Path) -> Case:
     import zlib
 
-    from mindrlhf.wire import receive_message, send_message
+    from mindrlhf.system.wire import receive_message, send_message
 
     arrays = {"ids": np.arange(24, dtype=np.int32).reshape(4, 6), "flags": np.ones(3, bool), "none": np.zeros((0, 5))}
     left, right = socket.socketpair()

@@ -47,9 +47,9 @@ def _lines(rng: random.Random, records: list[dict[str, Any]]) -> bytes:
 
 
 def run_records(directory: Path) -> Case:
+    from mindrlhf.debugging.run_diff import compare_runs
     from mindrlhf.observe.report import render_report
     from mindrlhf.observe.run_data import read_run
-    from mindrlhf.observe.run_diff import compare_runs
 
     files: Mapping[str, list] = {"metrics.jsonl": STEPS, "samples.jsonl": SAMPLES, "trajectory.jsonl": COURSE}
     run, other = directory / "run", directory / "other"
@@ -102,7 +102,7 @@ def make_skipped_batch(directory: Path) -> Path:
     """Write a skipped update of three samples."""
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.skipped_batches import SkippedBatch, save_skipped
+    from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped
 
     ids = np.arange(3, dtype=np.int32)
     sequences = [TokenSequence(ids, ids, {"advantages": np.ones(3, np.float32)}) for _ in range(3)]
@@ -120,7 +120,7 @@ def make_skipped_batch(directory: Path) -> Path:
 
 
 def skipped_batch(directory: Path) -> Case:
-    from mindrlhf.training.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped
+    from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped
 
     target = make_skipped_batch(directory)
     info, arrays = (target / INFO_NAME), (target / ARRAYS_NAME)
@@ -141,7 +141,7 @@ def skipped_batch(directory: Path) -> Case:
 
 def _write_dump(directory: Path) -> Path:
     """Write a dump of one stage, of a cell and its tensors, as msprobe does; return the directory of its only rank."""
-    from mindrlhf.debugging import layout
+    from mindrlhf.debugging import dump_paths as layout
     from mindrlhf.debugging.statistics import describe
 
     target = layout.rank_dir(directory, "update", 2, 0)

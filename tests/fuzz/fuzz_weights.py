@@ -12,7 +12,7 @@ from fuzz_target import Case
 
 
 def hf_config(directory: Path) -> Case:
-    from mindrlhf.models.spec import find_spec
+    from mindrlhf.specs import find_spec
     from mindrlhf.weights.hf import read_hf_config
 
     names = ("deepseek_v3/deepseek_v3_671b", "qwen3/qwen3_30b_a3b", "qwen2_5/qwen2_5_7b")
@@ -66,8 +66,8 @@ def safetensors_index(directory: Path) -> Case:
 
 
 def sharded_json(directory: Path) -> Case:
-    from mindrlhf.parallel.sharded_directory import ShardedDirectory
     from mindrlhf.weights.hf import SHARDED_NAME
+    from mindrlhf.weights.sharded import ShardedDirectory
 
     sharded = make_sharded(directory, "safetensors")
     paths = [sharded / SHARDED_NAME, sharded / "rank_0" / "manifest.json", sharded / "rank_1" / "manifest.json"]
@@ -89,7 +89,7 @@ def sharded_json(directory: Path) -> Case:
 
 
 def shard_ckpt(directory: Path) -> Case:
-    from mindrlhf.parallel.shard_files import open_shard
+    from mindrlhf.weights.shard_files import open_shard
 
     path = next(make_sharded(directory, "ckpt").glob("rank_0/*.ckpt"))
     whole = path.read_bytes()
@@ -108,8 +108,8 @@ def shard_ckpt(directory: Path) -> Case:
 def strategy_file(directory: Path) -> Case:
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
-    from mindrlhf.models.spec import find_spec
-    from mindrlhf.parallel.strategy_files import read_strategy
+    from mindrlhf.shards.strategy_files import read_strategy
+    from mindrlhf.specs import find_spec
 
     path = make_sharded(directory, "safetensors") / "strategy" / "merged.ckpt"
     config = json.loads((path.parents[1] / "config.json").read_bytes())
@@ -158,8 +158,8 @@ def strategy_file(directory: Path) -> Case:
 
 
 def strategy_description(directory: Path) -> Case:
-    from mindrlhf.models.spec import find_spec
-    from mindrlhf.parallel.strategy_files import DESCRIPTION_NAME, check_strategy_directory
+    from mindrlhf.shards.strategy_files import DESCRIPTION_NAME, check_strategy_directory
+    from mindrlhf.specs import find_spec
 
     sharded = make_sharded(directory, "safetensors")
     config = json.loads((sharded / "config.json").read_bytes())

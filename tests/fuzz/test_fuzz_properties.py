@@ -17,8 +17,8 @@ from mindrlhf.config.loader import dotted_keys
 from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.data.mindrecord import PromptFile, index_path
 from mindrlhf.errors import UserError
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message
 from mindrlhf.weights.hf import SafetensorsFile
-from mindrlhf.wire import ConnectionClosed, ProtocolError, receive_message
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(

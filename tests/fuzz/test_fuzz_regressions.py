@@ -11,14 +11,14 @@ from fuzz_run_files import make_skipped_batch
 
 from mindrlhf.debugging.dump_diff import _read_array
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import find_spec
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.run_data import read_run
 from mindrlhf.rewards.chat_client import ChatError, _content
 from mindrlhf.rewards.sample_files import read_samples
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.training.skipped_batches import INFO_NAME, load_skipped
+from mindrlhf.specs import find_spec
+from mindrlhf.training.loop.skipped_batches import INFO_NAME, load_skipped
 from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
 
 MANY_DIGITS = "1" * 5000  # Python refuses to read more than 4300

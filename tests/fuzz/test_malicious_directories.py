@@ -7,10 +7,10 @@ import pytest
 from fuzz_files import make_sharded
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import find_spec
-from mindrlhf.parallel.sharded_directory import ShardedDirectory
-from mindrlhf.parallel.strategy_files import DESCRIPTION_NAME, check_strategy_directory
+from mindrlhf.shards.strategy_files import DESCRIPTION_NAME, check_strategy_directory
+from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.sharded import ShardedDirectory
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,7 @@ def test_gradients_match_transformers(reference_dir, expected, recompute):
     from mindspore import nn, ops
 
     from mindrlhf.models.causal_lm import CausalLMLogits, build_model
-    from mindrlhf.models.layouts import split
+    from mindrlhf.specs.fuse import split
     from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 

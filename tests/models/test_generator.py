@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from forward_loop import sample_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.generator import sample_token
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 
 ROW_LENGTH = 24
@@ -99,7 +99,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generator(model):
-    from mindrlhf.models.generator import ForwardLoopGenerator
+    from forward_loop import ForwardLoopGenerator
 
     return ForwardLoopGenerator(model, row_length=ROW_LENGTH, num_rows=4)
 

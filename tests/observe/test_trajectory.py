@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.cli import main
+from mindrlhf.debugging.run_diff import compare_runs
 from mindrlhf.errors import UserError
-from mindrlhf.observe.run_diff import compare_runs
 from mindrlhf.observe.trajectory import (
     PARTS,
     TRAJECTORY_NAME,

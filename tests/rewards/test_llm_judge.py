@@ -5,12 +5,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mindrlhf.rewards import chat_client, time_limit
+from mindrlhf.rewards import chat_client
 from mindrlhf.rewards.chat_client import ChatError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.sandbox import time_limit
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 # Does what the completion says, and otherwise rewards its length.
 VERIFIERS = '''
 import os, signal, subprocess, sys, time
-from mindrlhf.rewards import time_limit
+from mindrlhf.sandbox import time_limit
 
 
 def obedient(completion, answer):

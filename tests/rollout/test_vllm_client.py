@@ -18,7 +18,7 @@ from mindrlhf.rollout.vllm_options import VllmOptions
 STAND_IN = '''
 import json, os, sys, socket, time
 import numpy as np
-from mindrlhf.wire import receive_message, send_message
+from mindrlhf.system.wire import receive_message, send_message
 
 fd = int(sys.argv[sys.argv.index("--socket-fd") + 1])
 config = json.loads(sys.argv[sys.argv.index("--config") + 1])

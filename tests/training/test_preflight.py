@@ -1,95 +1,15 @@
 """What is checked before a run: each mistake by one line that names it, and nothing computed."""
 
-import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
+from preflight_cases import NUM_PROMPTS, changed
 
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig, SftConfig
-from mindrlhf.data.mindrecord import PromptFileHeader, PromptRecord, write_prompt_file
-from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_sft_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
-
-SANITY = Path(__file__).parents[2] / "examples" / "sanity" / "prepare.py"
-NUM_PROMPTS = 5
-LONGEST = 12
-
-
-def load_prepare():
-    specification = importlib.util.spec_from_file_location("sanity_prepare", SANITY)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def inputs_dir(tmp_path_factory) -> Path:
-    """A tokenizer, a whole model, and prompt files of several kinds."""
-    directory = tmp_path_factory.mktemp("inputs")
-    prepare = load_prepare()
-    tokenizer_dir = directory / "tokenizer"
-    tokenizer_dir.mkdir()
-    prepare.make_tokenizer().save(str(tokenizer_dir / "tokenizer.json"))
-    (tokenizer_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": prepare.END_OF_TEXT}))
-    model = {**prepare.model_config(512), "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
-    export_hf(random_hf_weights(model, 0), model, directory / "model")
-    wide = {**model, "hidden_size": 32}
-    bare = directory / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_text(json.dumps(model))
-    export_hf(random_hf_weights(wide, 0), wide, directory / "wide")
-    small = {**model, "vocab_size": 500}
-    export_hf(random_hf_weights(small, 0), small, directory / "small_vocabulary")
-    fingerprint = load_tokenizer(str(tokenizer_dir)).fingerprint
-    write_prompts(directory / "train.mindrecord", fingerprint, [LONGEST] * NUM_PROMPTS)
-    write_prompts(directory / "long.mindrecord", fingerprint, [LONGEST, 40])
-    write_prompts(directory / "foreign.mindrecord", "0" * 64, [LONGEST])
-    write_prompts(directory / "sft.mindrecord", fingerprint, [LONGEST] * 3, response_lengths=[8, 9, 3])
-    write_prompts(directory / "sft_long.mindrecord", fingerprint, [LONGEST], response_lengths=[50])
-    return directory
-
-
-def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None) -> None:
-    responses = response_lengths or [0] * len(prompt_lengths)
-    records = [
-        PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"s:{i}")
-        for i, (prompt, response) in enumerate(zip(prompt_lengths, responses))
-    ]
-    header = PromptFileHeader(
-        task="sft" if response_lengths else "prompts",
-        tokenizer_fingerprint=fingerprint,
-        template="plain",
-        template_sha256="",
-        handler="map_keys",
-        num_read=len(records),
-        num_kept=len(records),
-        num_bad=0,
-        num_too_long=0,
-        max_prompt_length=64,
-        max_length=None,
-        longest_prompt=max(prompt_lengths, default=0),
-        longest_response=max(responses, default=0),
-    )
-    write_prompt_file(path, header, [records])
-
-
-@pytest.fixture
-def config(inputs_dir) -> GrpoConfig:
-    return GrpoConfig(
-        model=sections.ModelSection(path=str(inputs_dir / "model")),
-        data=sections.DataSection(
-            train_file=str(inputs_dir / "train.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
-        ),
-        reward=sections.RewardSection(verifier_function=("accuracy_reward",)),
-        rollout=sections.RolloutSection(max_response_length=20),
-        training=sections.TrainingSection(chunk_size=2, epochs=3),
-    )
 
 
 @pytest.fixture
@@ -100,10 +20,6 @@ def sft_config(inputs_dir) -> SftConfig:
             train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
         ),
     )
-
-
-def changed(config, section: str, **values):
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
 def assert_refused(config, *words: str) -> None:

@@ -1,10 +1,10 @@
 """Layouts of a run on NPUs that are checked before it starts: each mistake by one line with its fix."""
 
 import pytest
-from test_preflight import changed, config, inputs_dir  # noqa: F401  (fixtures are imported to be used)
+from preflight_cases import changed
 
 from mindrlhf.errors import UserError
-from mindrlhf.parallel.sharding import shard_directory
+from mindrlhf.shards.shard import shard_directory
 from mindrlhf.training.preflight import check_grpo_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -29,12 +29,12 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def npu_config(config, model_dir):  # noqa: F811
+def npu_config(config, model_dir):
     config = changed(config, "run", device="ascend")
     return changed(config, "model", path=str(model_dir))
 
 
-def refused(config, world_size):  # noqa: F811
+def refused(config, world_size):
     with pytest.raises(UserError) as caught:
         check_grpo_inputs(config, world_size)
     assert "\n" not in str(caught.value)
@@ -52,7 +52,7 @@ def refused(config, world_size):  # noqa: F811
 )
 def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_size, parallel):
     """The row length comes from the data here: a plan could not know it."""
-    config = changed(npu_config, "parallel_config", **parallel)  # noqa: F811
+    config = changed(npu_config, "parallel_config", **parallel)
     assert check_grpo_inputs(config, world_size).row_lengths == (32,)
 
 
@@ -80,7 +80,7 @@ def test_layouts_that_do_not_fit(npu_config, world_size, parallel, words):
 def test_a_tied_model_has_no_pipeline(npu_config, tmp_path):
     tied = {**MODEL, "tie_word_embeddings": True}
     export_hf(random_hf_weights(tied, 0), tied, tmp_path / "tied")
-    config = changed(npu_config, "model", path=str(tmp_path / "tied"))  # noqa: F811
+    config = changed(npu_config, "model", path=str(tmp_path / "tied"))
     assert check_grpo_inputs(changed(config, "parallel_config", model_parallel=2), 2)
     message = refused(changed(config, "parallel_config", pipeline_stage=2, micro_batch_num=2), 2)
     assert "tie_word_embeddings" in message and "set it to 1" in message
@@ -97,7 +97,7 @@ def test_only_the_actor_and_its_reference_are_cut(npu_config, model_dir):
 
 def test_slices_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_config, model_dir, tmp_path):
     shard_directory(model_dir, tmp_path / "mp2", parallel="dp=1,mp=2,vocab_emb_dp=1")
-    config = changed(npu_config, "model", path=str(tmp_path / "mp2"))  # noqa: F811
+    config = changed(npu_config, "model", path=str(tmp_path / "mp2"))
     config = changed(config, "parallel_config", model_parallel=2)
     assert check_grpo_inputs(config, 2)
     message = refused(config, 4)
@@ -108,7 +108,7 @@ def test_slices_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_
 
 
 def test_the_cpu_trains_in_data_parallel_only(npu_config):
-    config = changed(npu_config, "run", device="cpu")  # noqa: F811
+    config = changed(npu_config, "run", device="cpu")
     message = refused(changed(config, "parallel_config", model_parallel=2), 2)
     assert (
         "'parallel_config.model_parallel' is 2, but run.device=cpu trains in data parallel only: set it to 1" in message

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mindrlhf.parallel.layout import Layout
-from mindrlhf.training.replicas import ReplicaTeam
+from mindrlhf.layout.layout import Layout
+from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
 

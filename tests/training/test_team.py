@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.system.wire import send_message
 from mindrlhf.training.team import Team, serve
-from mindrlhf.wire import send_message
 
 
 class Worker:

@@ -182,7 +182,7 @@ def test_description_counts_parameters(tmp_path):
 
 
 def _shapes():
-    from mindrlhf.models.spec import find_spec
+    from mindrlhf.specs import find_spec
 
     spec = find_spec(CONFIG)
     return hf_shapes(spec, spec.dims(CONFIG))

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from mindrlhf.config.schema import GrpoConfig, load_grpo_config
 from mindrlhf.errors import UserError
-from mindrlhf.models.spec import find_spec
+from mindrlhf.specs import find_spec
 from mindrlhf.training.main import guarded
 from mindrlhf.training.runtime import is_lead_process, num_ranks_from_environment
 from mindrlhf.weights.hf import read_hf_config

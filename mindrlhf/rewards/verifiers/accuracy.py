@@ -1,6 +1,6 @@
 """The math verifier: is the final answer right?"""
 
-from mindrlhf.rewards.grading import answer_to, is_correct
+from mindrlhf.rewards.answers.grading import answer_to, is_correct
 from mindrlhf.rewards.registry import register
 
 
@@ -11,7 +11,7 @@ def accuracy_reward(completion: str, answer: str) -> float:
     The final answer is what follows ``#### ``, or stands in ``<answer>...</answer>`` or in ``\\boxed{...}`` (of
     several, the one that begins last), or else the last number of the completion; for a multiple-choice question,
     the letter it ends up with. ``answer`` may itself be a solution that ends with ``#### 42``. What is equal:
-    numbers, percentages, units, expressions, intervals, sets (``mindrlhf.rewards.math_equality``).
+    numbers, percentages, units, expressions, intervals, sets (``mindrlhf.rewards.answers.equality``).
 
     Raises:
         ValueError: the reference answer is empty.

@@ -1,7 +1,7 @@
 """Accuracy for models that start without a chat format."""
 
-from mindrlhf.rewards.extraction import last_boxed
-from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.answers.extraction import last_boxed
+from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 from mindrlhf.rewards.verifiers.strict_format import strict_format
 

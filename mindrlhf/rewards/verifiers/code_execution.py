@@ -2,10 +2,10 @@
 
 import re
 
-from mindrlhf.rewards import time_limit
+from mindrlhf.rewards.code.unit_tests import UnitTests
 from mindrlhf.rewards.registry import register
-from mindrlhf.rewards.sandbox import SandboxLimits
-from mindrlhf.rewards.unit_tests import UnitTests
+from mindrlhf.sandbox import time_limit
+from mindrlhf.sandbox.run import SandboxLimits
 
 # What the tests leave of the pool's time limit for ending their processes, so that a slow program earns 0 for its
 # tests instead of failing the verifier.
@@ -26,9 +26,10 @@ def code_execution(
     """1 if the program passes all unit tests, else 0; with ``partial``, the share of the tests it passes.
 
     The program is the last block between ``` fences, by preference one marked as Python. ``answer`` holds the tests:
-    Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs`` (``mindrlhf.rewards.unit_tests``).
+    Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs``
+    (``mindrlhf.rewards.code.unit_tests``).
     All tests together have ``time_limit_s``, and no more than ``reward.timeout_s`` less a second; each process has
-    ``memory_limit_mib``. See ``mindrlhf.rewards.sandbox`` for what the program cannot do.
+    ``memory_limit_mib``. See ``mindrlhf.sandbox.run`` for what the program cannot do.
 
     Statements run in one process with the program, so a program written to deceive them can; inputs and outputs
     are safe from that.

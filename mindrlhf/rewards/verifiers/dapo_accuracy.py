@@ -1,7 +1,7 @@
 """Accuracy as DAPO rewards it."""
 
-from mindrlhf.rewards.extraction import answer_line
-from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.answers.extraction import answer_line
+from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 
 # In the reference implementation too; it keeps answers in the middle of the reasoning from counting.

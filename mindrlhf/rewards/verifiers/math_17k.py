@@ -1,7 +1,7 @@
 """Accuracy on DAPO-Math-17k and other data of competition problems."""
 
-from mindrlhf.rewards.extraction import answer_line, last_boxed
-from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.answers.extraction import answer_line, last_boxed
+from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 
 

@@ -1,7 +1,7 @@
 """Is the response about to be cut off?"""
 
-from mindrlhf.rewards import time_limit
 from mindrlhf.rewards.registry import register
+from mindrlhf.sandbox import time_limit
 
 
 @register

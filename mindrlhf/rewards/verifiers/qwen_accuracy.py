@@ -1,7 +1,7 @@
 """Is what stands in the box right?"""
 
-from mindrlhf.rewards.extraction import last_boxed
-from mindrlhf.rewards.grading import is_correct
+from mindrlhf.rewards.answers.extraction import last_boxed
+from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 
 

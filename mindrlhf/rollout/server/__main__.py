@@ -1,8 +1,8 @@
 """The rollout server: a vLLM engine behind a socket, in an interpreter of its own.
 
 The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.rollout.server --socket-fd N --config
-JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.wire``) are headers with a "kind", and
-each is answered:
+JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.system.wire``) are headers with a
+"kind", and each is answered:
 
     generate        {sampling} + request_ids, num_samples, seeds, prompt_lengths, prompt_ids
                     -> completions (as they finish, any number of times), then generated
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.wire import ConnectionClosed, receive_message, send_message
+from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 
 _PARENT_POLL_S = 0.5
 FINISH_REASONS = ("stop", "length")

@@ -1,0 +1,214 @@
+"""Compile the training step of ranks: the child process of :mod:`mindrlhf.dryrun.compile.request`.
+
+``python -m mindrlhf.dryrun.compile.child DIRECTORY`` reads ``requests.json`` there, writes ``report_INDEX.json`` for
+each request, and ``user_error`` for what the user can mend. MindSpore's parallel state is global and can be set once,
+so every request has a process; they are forked after the import, which takes seconds. ``exit_INDEX`` has the exit code
+of one that failed.
+"""
+
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.dryrun.compile import ascend_stubs as simulation
+from mindrlhf.dryrun.compile.collectives import read_collectives
+from mindrlhf.dryrun.compile.request import (
+    EXIT_USER_ERROR,
+    LOGPROBS,
+    VALUE_UPDATE,
+    VALUES,
+    CompiledParameter,
+    CompileReport,
+    CompileRequest,
+)
+from mindrlhf.errors import UserError
+from mindrlhf.system.processes import die_with_parent
+
+_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def main(directory: Path) -> int:
+    """Serve all requests of ``directory``; return the exit code."""
+    die_with_parent()
+    work = json.loads((directory / "requests.json").read_text())
+    requests = [CompileRequest(**values) for values in work["requests"]]
+    level = simulation.LEVEL_PLAN_MEMORY if requests[0].plan_memory else simulation.LEVEL_COMPILE
+    try:
+        simulated = simulation.activate(0, 1, level)
+        importlib.import_module("mindformers")
+    except UserError as error:
+        (directory / "user_error").write_text(str(error))
+        return EXIT_USER_ERROR
+    running: dict[int, int] = {}  # index of the request by process
+    failed = False
+    for index, request in enumerate(requests):
+        if len(running) == work["num_processes"]:
+            failed |= _wait_for_one(running, directory)
+        if failed:
+            break
+        parent, process = os.getpid(), os.fork()
+        if not process:
+            die_with_parent(parent)
+            os._exit(_serve(request, directory, index, simulated))
+        running[process] = index
+    while running:
+        failed |= _wait_for_one(running, directory)
+    # A failed request has left a log instead of a report.
+    return EXIT_USER_ERROR if (directory / "user_error").exists() else 0
+
+
+def _wait_for_one(running: dict[int, int], directory: Path) -> bool:
+    """Wait for a process to end, note how if it failed, and return whether it did."""
+    process, status = os.wait()
+    index = running.pop(process)
+    if status:
+        (directory / f"exit_{index}").write_text(str(os.waitstatus_to_exitcode(status)))
+    return status != 0
+
+
+def _serve(request: CompileRequest, directory: Path, index: int, simulated: bool) -> int:
+    log = os.open(directory / f"log_{index}", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        report = compile_here(request, directory, simulated)
+        temporary = directory / f"report_{index}.tmp"
+        temporary.write_text(json.dumps(asdict(report)))
+        temporary.rename(directory / f"report_{index}.json")
+    except UserError as error:
+        (directory / "user_error").write_text(str(error))
+        return EXIT_USER_ERROR
+    except BaseException:  # the process ends here: whatever it was must get into the log
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
+def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> CompileReport:
+    """Compile a request in this process, whose MindSpore is imported but not set up yet."""
+    start = time.monotonic()
+    parallel = ParallelSection(**request.parallel)
+    stage_size = parallel.data_parallel * parallel.model_parallel * parallel.context_parallel
+    world_size = stage_size * parallel.pipeline_stage
+    strategy_file = Path(request.strategy_file or directory / f"strategy_{os.getpid()}.ckpt")
+    simulation.set_rank(request.rank, world_size)
+    _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
+    step = build_cell(request, parallel)
+    inputs = example_inputs(request, parallel)
+
+    from mindrlhf.dryrun.compile.graph import compile_graph, plan_memory, read_shards, write_graph
+
+    planned_memory_bytes, collectives = 0, None
+    if request.plan_memory:
+        planned_memory_bytes = plan_memory(step, inputs)
+    else:
+        graph = compile_graph(step, inputs)
+        if graph is not None:
+            collectives = read_collectives(graph, world_size)
+        if request.mindir_file:
+            assert graph is not None, "the graph's message is larger than 2 GB: compile fewer layers"
+            write_graph(graph, request.mindir_file)
+    return CompileReport(
+        rank=request.rank,
+        stage=request.rank // stage_size,
+        num_layers=request.num_layers or request.hf_config["num_hidden_layers"],
+        parameters=tuple(_parameters(step, read_shards(strategy_file))),
+        collectives=collectives,
+        planned_memory_bytes=planned_memory_bytes,
+        seconds=time.monotonic() - start,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        simulated=simulated,
+    )
+
+
+def _start_mindspore(rank: int, world_size: int, parallel: ParallelSection, strategy_file: Path, log_dir: Path) -> None:
+    import mindspore as ms
+    from mindspore.communication import init
+
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.runtime import Rank, start_parallel
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("Ascend")
+    init()
+    prepare_mindformers("ascend", log_dir)
+    start_parallel(parallel, Rank(rank, world_size), strategy_file)
+
+
+def build_cell(request: CompileRequest, parallel: ParallelSection):
+    """Return the cell that the request names, made by the factory that training uses."""
+    from mindrlhf.algorithms import policy_losses
+    from mindrlhf.algorithms.losses import PolicyLoss
+    from mindrlhf.training.sharded.factory import (
+        build_logprobs,
+        build_policy,
+        build_update,
+        build_value_model,
+        build_value_update,
+    )
+
+    hf_config = dict(request.hf_config)
+    if request.num_layers:
+        hf_config["num_hidden_layers"] = request.num_layers
+    model = ModelSection(
+        path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
+    )
+    options = OptimizerSection(epsilon=request.epsilon)
+    if request.cell in (VALUES, VALUE_UPDATE):
+        critic = build_value_model(hf_config, model, parallel, row_length=request.seq_length)
+        if request.cell == VALUES:
+            return build_logprobs(critic, parallel)
+        return build_value_update(critic, CriticSection().clip_range, options, parallel)
+    policy = build_policy(hf_config, model, parallel, row_length=request.seq_length, temperature=1.0)
+    if request.cell == LOGPROBS:
+        return build_logprobs(policy, parallel)
+
+    def make_loss(policy):
+        return PolicyLoss(
+            policy,
+            policy_losses.surrogate("ppo_clip", **_CLIP),
+            on_policy=False,
+            kl_estimator="k3" if request.beta > 0 else "",
+        )
+
+    return build_update(policy, make_loss, options, parallel)
+
+
+def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
+    """Inputs of the cell for all ranks, in the shapes and dtypes of training."""
+    import mindspore as ms
+    import numpy as np
+
+    from mindrlhf.algorithms.losses import POLICY_INPUTS
+    from mindrlhf.algorithms.value_loss import VALUE_INPUTS
+
+    num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
+    rows = request.batch_size * parallel.data_parallel * num_micro_batches
+    shape = (rows, request.seq_length)
+    tokens = [ms.Tensor(np.ones(shape, np.int32)) for _ in range(3)]
+    if request.cell in (LOGPROBS, VALUES):
+        return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
+    names = VALUE_INPUTS if request.cell == VALUE_UPDATE else POLICY_INPUTS
+    values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(names))]
+    return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
+
+
+def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:
+    """This stage's parameters from MindSpore's record, of which the first entries are layout and shapes."""
+    for name, (device_matrix, tensor_map, slice_shape, _, _, _, global_shape, *_) in step.parameter_layout_dict.items():
+        if name in shards:
+            layout = (tuple(entry) for entry in (global_shape, slice_shape, device_matrix, tensor_map))
+            yield CompiledParameter(name, *layout, *shards[name])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,256 @@
+"""Compile the training step of one rank of a layout, on any machine: the parent's side.
+
+MindSpore is only imported in a child process (:mod:`mindrlhf.dryrun.compile.child`), which compiles for Ascend:
+with CANN where it is installed, else in simulation (:mod:`mindrlhf.dryrun.compile.ascend_stubs`).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mindrlhf.errors import RunFailure, UserError
+
+# Kinds of collective operators, as MindSpore names them.
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
+
+# The graphs of training: a policy's update, and the log-probabilities of the old policy or the reference; a critic's
+# update, and its values, whose model is of a scoring architecture.
+UPDATE, LOGPROBS, VALUE_UPDATE, VALUES = "update", "logprobs", "value_update", "values"
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """One rank of one layout of one training step.
+
+    Attributes:
+        hf_config: the model's config.json.
+        parallel: `parallel_config` keys with `data_parallel` filled in.
+        rank: global rank to compile; see :class:`mindrlhf.layout.layout.Layout` for the order of ranks.
+        seq_length: tokens per row.
+        batch_size: rows per micro-batch and data-parallel rank.
+        num_layers: decoder layers to compile, spread over the stages; 0 means all of the model's.
+        param_dtype, compute_dtype: "float32" or "bfloat16".
+        recompute: recompute activations in the backward pass.
+        plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
+        beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
+        epsilon: AdamW's, a constant of the graph.
+        cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates.
+        strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
+        mindir_file: where to export the rank's sliced graph (`.mindir`), an absolute path; empty exports none. It takes
+            the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
+            `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`), all
+            [rows, length], then float32 [rows, 2] (kl_coefficient, num_tokens); rows =
+            batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
+    """
+
+    hf_config: dict
+    parallel: dict[str, int | bool]
+    rank: int = 0
+    seq_length: int = 4096
+    batch_size: int = 1
+    num_layers: int = 0
+    param_dtype: str = "float32"
+    compute_dtype: str = "bfloat16"
+    recompute: bool = False
+    plan_memory: bool = False
+    beta: float = 0.04
+    epsilon: float = 1e-8
+    cell: str = UPDATE
+    strategy_file: str = ""
+    mindir_file: str = ""
+
+
+@dataclass(frozen=True)
+class CompiledParameter:
+    """How one rank holds a parameter, as MindSpore's compiler decided.
+
+    Attributes:
+        name: MindFormers name; state and gradients have prefixes (`adam_m.`, `adam_v.`, `grad.`, `accu_grads.`).
+        global_shape: shape of the whole tensor.
+        slice_shape: shape on this rank, before optimiser sharding.
+        device_matrix, tensor_map: MindSpore's layout; see :mod:`mindrlhf.layout.layout`.
+        optimizer_shard_step, optimizer_shard_size: of the strategy file; 0 and 0 without optimiser sharding.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    slice_shape: tuple[int, ...]
+    device_matrix: tuple[int, ...]
+    tensor_map: tuple[int, ...]
+    optimizer_shard_step: int = 0
+    optimizer_shard_size: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of the compiled graph that are alike.
+
+    Attributes:
+        kind: one of ``COLLECTIVES``.
+        group_ranks: the ranks of the group; of Send and Receive, all stages of the pipeline.
+        count: operators in the graph (of one execution of the step).
+        input_bytes: bytes of the input tensor of one; 0 where routing decides it at run time.
+        output_bytes: bytes of the output tensor of one.
+    """
+
+    kind: str
+    group_ranks: tuple[int, ...]
+    count: int
+    input_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What one compilation found.
+
+    Attributes:
+        rank: the rank compiled.
+        stage: its pipeline stage.
+        num_layers: layers compiled, over all stages.
+        parameters: this stage's parameters, optimiser state and accumulators.
+        collectives: collectives of the compiled graph; None when they were not read (``plan_memory``, or a graph
+            of over 2 GB).
+        seconds: wall time of the compilation.
+        peak_rss_bytes: peak memory of the compiling process.
+        planned_memory_bytes: device memory MindSpore planned for the step, a lower bound (workspaces of CANN
+            kernels and buffers of HCCL are not known in simulation); 0 unless asked for.
+        simulated: whether CANN was simulated.
+    """
+
+    rank: int
+    stage: int
+    num_layers: int
+    parameters: tuple[CompiledParameter, ...]
+    collectives: tuple[Collective, ...] | None = None
+    seconds: float = 0.0
+    peak_rss_bytes: int = 0
+    planned_memory_bytes: int = 0
+    simulated: bool = True
+
+
+# Exit codes of the child: it says in one line on stderr what the user can mend, or leaves its log.
+EXIT_USER_ERROR = 2
+_LOG_LINES = 4
+_KILLED = "it was killed, as when the machine's memory is used up: free some, or compile fewer layers"
+
+
+def can_compile(num_ranks: int) -> bool:
+    """Whether MindSpore cuts graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
+    return num_ranks in (1, 2, 4) or num_ranks % 8 == 0
+
+
+def check_num_ranks(num_ranks: int) -> None:
+    """Check that MindSpore cuts graphs for this many ranks.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not can_compile(num_ranks):
+        choice = next((number for number in (2, 4) if num_ranks < number), -(-num_ranks // 8) * 8)
+        raise UserError(
+            f"the run has {num_ranks} ranks, but MindSpore cuts models over 2, 4 or a multiple of 8 ranks: use {choice}"
+        )
+
+
+def compile_ranks(
+    requests: Sequence[CompileRequest], *, timeout_s: float = 1800.0, num_processes: int = 1
+) -> list[CompileReport]:
+    """Compile each request in a process of its own; MindSpore is imported once for all.
+
+    Args:
+        requests: what to compile; all with the same `plan_memory`.
+        timeout_s: time limit for all of them, in seconds.
+        num_processes: how many compile at a time; each takes the memory of a whole compilation.
+
+    Raises:
+        UserError: this machine can neither compile nor simulate, or MindFormers refuses the layout.
+        RunFailure: a compilation failed; the message has the end of its log.
+    """
+    assert len({request.plan_memory for request in requests}) == 1, "plan_memory must be the same for all requests"
+    with tempfile.TemporaryDirectory(prefix="mindrlhf-compile-") as name:
+        directory = Path(name)
+        work = {"num_processes": num_processes, "requests": [asdict(request) for request in requests]}
+        (directory / "requests.json").write_text(json.dumps(work))
+        _run_child(directory, timeout_s)
+        return [_read_report(directory, index, request) for index, request in enumerate(requests)]
+
+
+def compile_rank(request: CompileRequest, *, timeout_s: float = 1800.0) -> CompileReport:
+    """Compile one request; see :func:`compile_ranks`."""
+    return compile_ranks([request], timeout_s=timeout_s)[0]
+
+
+def _run_child(directory: Path, timeout_s: float) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MS_", "RANK_"))}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # Parameters are only placeholders; nothing of this process reaches a device.
+    environment.update(GLOG_v="3", LOG_MF_PATH=str(directory / "mindformers"), PYTHONUNBUFFERED="1")
+    with open(directory / "log", "wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mindrlhf.dryrun.compile.child", str(directory)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=directory,
+            # A group of its own: the processes that it forks end with it.
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RunFailure(f"compiling took longer than {timeout_s:.0f} s; compile fewer layers") from None
+        finally:
+            _end_group(child)
+    if code == EXIT_USER_ERROR:
+        raise UserError((directory / "user_error").read_text())
+    if code == -signal.SIGKILL:
+        raise RunFailure(f"compiling failed: {_KILLED}")
+    if code:
+        raise RunFailure(f"compiling failed with exit code {code}: {_log_tail(directory / 'log')}")
+
+
+def _end_group(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _read_report(directory: Path, index: int, request: CompileRequest) -> CompileReport:
+    path = directory / f"report_{index}.json"
+    if not path.exists():
+        exit_path = directory / f"exit_{index}"
+        reason = _log_tail(directory / f"log_{index}")
+        if exit_path.exists() and exit_path.read_text() == str(-signal.SIGKILL):
+            reason = _KILLED
+        raise RunFailure(f"compiling rank {request.rank} of {_describe(request)} failed: {reason}")
+    values = json.loads(path.read_text())
+    values["parameters"] = tuple(
+        CompiledParameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
+        for item in values["parameters"]
+    )
+    if values["collectives"] is not None:
+        values["collectives"] = tuple(
+            Collective(**{**item, "group_ranks": tuple(item["group_ranks"])}) for item in values["collectives"]
+        )
+    return CompileReport(**values)
+
+
+def _describe(request: CompileRequest) -> str:
+    return ", ".join(f"{key}={value}" for key, value in request.parallel.items() if value not in (1, False, -1))
+
+
+def _log_tail(path: Path) -> str:
+    """The last lines that say something, as one line."""
+    if not path.exists():
+        return "it left no log"
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if line.startswith(("RuntimeError", "ValueError", "TypeError", "Exception"))]
+    return " | ".join((errors or [line for line in lines if line])[-_LOG_LINES:])

@@ -1,0 +1,193 @@
+"""Ascend's fused kernels, in terms of operators that the CPU has kernels for.
+
+The results are those of exact arithmetic in float32, not bit for bit those of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mindrlhf.dryrun.execute.mindir import FLOAT32_TYPE_ID, Emitter, LoweringError, Value
+
+# What a hidden position adds to its score: far below any score, and finite, so that a row of hidden positions only
+# (padding) is no NaN.
+HIDDEN_SCORE = -1e9
+_LAYOUT_BNSD = 1
+
+# Inputs of FlashAttentionScore and its gradient behind query, key and value.
+_FORWARD = {"shift": 3, "drop_mask": 4, "mask": 6, "num_heads": 10, "keep": 11, "scale": 12, "layout": 16, "sparse": 17}
+_BACKWARD = {
+    "shift": 4,
+    "drop_mask": 5,
+    "mask": 7,
+    "num_heads": 15,
+    "keep": 16,
+    "scale": 17,
+    "layout": 21,
+    "sparse": 22,
+}
+
+
+def lower_rms_norm(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4. Returns (normalised, 1 / rms)."""
+    x, weight = inputs[:2]
+    normalised, inverse_rms = emitter.outputs
+    epsilon = emitter.number(emitter.constant_input(2), x.dtype)
+    square = emitter.call("Square", x, shape=x.shape, dtype=x.dtype)
+    mean = emitter.call("ReduceMean", square, (-1,), True, shape=inverse_rms.shape, dtype=x.dtype)
+    shifted = _binary(emitter, "Add", mean, epsilon)
+    inverse = emitter.call("Rsqrt", shifted, shape=inverse_rms.shape, dtype=x.dtype)
+    scaled = _binary(emitter, "Mul", _binary(emitter, "Mul", x, inverse), weight)
+    emitter.make_tuple([scaled, inverse], name=normalised.name)
+
+
+def lower_rms_norm_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """With u = x / rms: dx = (dy w - u mean(dy w u)) / rms and dw = sum of dy u over all rows."""
+    dy, x, inverse, weight = inputs
+    dx, dweight = emitter.outputs
+    unit = _binary(emitter, "Mul", x, inverse)
+    slope = _binary(emitter, "Mul", dy, weight)
+    products = _binary(emitter, "Mul", slope, unit)
+    mean = emitter.call("ReduceMean", products, (-1,), True, shape=inverse.shape, dtype=x.dtype)
+    direct = _binary(emitter, "Sub", slope, _binary(emitter, "Mul", unit, mean))
+    gradient = _binary(emitter, "Mul", direct, inverse)
+    rows = tuple(range(len(x.shape) - len(weight.shape)))
+    weight_products = _binary(emitter, "Mul", dy, unit)
+    weight_gradient = _sum(emitter, weight_products, rows, weight.shape)
+    emitter.make_tuple([gradient, weight_gradient], name=dx.name)
+    assert dweight.shape == weight.shape, f"RmsNormGrad of {dweight.shape} for a weight of {weight.shape}"
+
+
+def lower_outer(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """Outer product of two vectors."""
+    left, right = inputs
+    column = emitter.reshape(left, (left.shape[0], 1))
+    row = emitter.reshape(right, (1, right.shape[0]))
+    _binary(emitter, "Mul", column, row, name=emitter.output.name)
+
+
+def lower_embedding(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """Rows of a table."""
+    ids, table = inputs[:2]
+    output = emitter.output
+    emitter.call("Gather", table, ids, 0, 0, shape=output.shape, dtype=output.dtype, name=output.name)
+
+
+def lower_embedding_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """Gradients of rows, added up by row."""
+    gradient, ids = inputs[:2]
+    output = emitter.output
+    emitter.call(
+        "UnsortedSegmentSum",
+        gradient,
+        ids,
+        output.shape[0],
+        shape=output.shape,
+        dtype=output.dtype,
+        name=output.name,
+    )
+
+
+def lower_attention(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """FlashAttentionScore: softmax(scale q k^T + mask) v, with heads that share keys and values.
+
+    The two statistics it returns for its gradient are left at zero, since :func:`lower_attention_grad` computes the
+    softmax again.
+    """
+    query, key, value = inputs[:3]
+    maxima, sums, reserved, output = emitter.outputs
+    _check_attention(emitter, _FORWARD)
+    scale = emitter.constant_input(_FORWARD["scale"])
+    weights = _attention_weights(emitter, query, key, inputs[_FORWARD["mask"]], scale)
+    mixed = _matmul(emitter, weights, value, _grouped_shape(query, key))
+    statistics = [emitter.zeros(entry.shape, entry.dtype) for entry in (maxima, sums, reserved)]
+    emitter.make_tuple([*statistics, emitter.reshape(mixed, output.shape)], name=maxima.name)
+
+
+def lower_attention_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
+    """Gradient of :func:`lower_attention`: Dao et al. 2022, arXiv:2205.14135, appendix B.2."""
+    query, key, value, doutput = inputs[:4]
+    dquery, dkey, dvalue, dshift = emitter.outputs
+    _check_attention(emitter, _BACKWARD)
+    scale = emitter.number(emitter.constant_input(_BACKWARD["scale"]), query.dtype)
+    mask = inputs[_BACKWARD["mask"]]
+    weights = _attention_weights(emitter, query, key, mask, emitter.constant_input(_BACKWARD["scale"]))
+    grouped = _grouped_shape(query, key)
+    doutput = emitter.reshape(doutput, grouped)
+    value_gradient = _matmul(emitter, weights, doutput, dvalue.shape, transpose_a=True)
+    dweights = _matmul(emitter, doutput, value, weights.shape, transpose_b=True)
+    products = _binary(emitter, "Mul", dweights, weights)
+    row_sums = _sum(emitter, products, (-1,), (*weights.shape[:-1], 1), keep_dims=True)
+    dscores = _binary(emitter, "Mul", weights, _binary(emitter, "Sub", dweights, row_sums))
+    dscores = _binary(emitter, "Mul", dscores, scale)
+    query_gradient = emitter.reshape(_matmul(emitter, dscores, key, grouped), dquery.shape)
+    grouped_query = emitter.reshape(query, grouped)
+    key_gradient = _matmul(emitter, dscores, grouped_query, dkey.shape, transpose_a=True)
+    # The last output is the gradient of a position bias, which nobody gave: nothing reads it, and it is empty.
+    unused = emitter.zeros((1,), dshift.dtype)
+    emitter.make_tuple([query_gradient, key_gradient, value_gradient, unused], name=dquery.name)
+
+
+LOWER_KERNEL: dict[str, Callable[[Emitter, Sequence[Value]], None]] = {
+    "RmsNorm": lower_rms_norm,
+    "RmsNormGrad": lower_rms_norm_grad,
+    "Outer": lower_outer,
+    "Embedding": lower_embedding,
+    "EmbeddingDenseBackward": lower_embedding_grad,
+    "FlashAttentionScore": lower_attention,
+    "FlashAttentionScoreGrad": lower_attention_grad,
+}
+
+
+def _check_attention(emitter: Emitter, places: dict[str, int]) -> None:
+    """Refuse the variants of attention that the cells of this project do not use."""
+    if emitter.constant_input(places["layout"]) != _LAYOUT_BNSD:
+        raise LoweringError("FlashAttentionScore in another layout than BNSD cannot run on the CPU")
+    if emitter.constant_input(places["sparse"]) != 0:
+        raise LoweringError("FlashAttentionScore with a compressed mask (sparse_mode) cannot run on the CPU")
+    if not (emitter.is_none(places["shift"]) and emitter.is_none(places["drop_mask"])):
+        raise LoweringError("FlashAttentionScore with a position bias or dropout cannot run on the CPU")
+    if emitter.is_none(places["mask"]):
+        raise LoweringError("FlashAttentionScore without a mask cannot run on the CPU")
+
+
+def _grouped_shape(query: Value, key: Value) -> tuple[int, ...]:
+    """`[B, G, r*S, d]`: the queries that share keys and values, as rows of one matrix."""
+    batch, num_heads, length, head_dim = query.shape
+    return batch, key.shape[1], num_heads // key.shape[1] * length, head_dim
+
+
+def _attention_weights(emitter: Emitter, query: Value, key: Value, mask: Value, scale: float) -> Value:
+    """Softmax of the scores, `[B, G, r*S, Sk]`; mask `[B, 1, S, Sk]`, 1 where hidden."""
+    grouped = _grouped_shape(query, key)
+    batch, num_heads, length, _ = query.shape
+    rows = _binary(emitter, "Mul", emitter.reshape(query, grouped), emitter.number(scale, query.dtype))
+    scores = _matmul(emitter, rows, key, (*grouped[:-1], key.shape[2]), transpose_b=True)
+    hidden = emitter.call("Cast", mask, FLOAT32_TYPE_ID, shape=mask.shape, dtype=query.dtype)
+    penalty = _binary(emitter, "Mul", hidden, emitter.number(HIDDEN_SCORE, query.dtype))
+    by_head = emitter.reshape(scores, (batch, num_heads, length, key.shape[2]))
+    masked = emitter.reshape(_binary(emitter, "Add", by_head, penalty), scores.shape)
+    return emitter.call("Softmax", masked, (-1,), shape=scores.shape, dtype=query.dtype)
+
+
+def _binary(emitter: Emitter, op_type: str, left: Value, right: Value, name: str | None = None) -> Value:
+    """An elementwise operator; the shapes broadcast."""
+    rank = max(len(left.shape), len(right.shape))
+    shapes = [(1,) * (rank - len(value.shape)) + value.shape for value in (left, right)]
+    shape = tuple(max(sizes) for sizes in zip(*shapes))
+    return emitter.call(op_type, left, right, shape=shape, dtype=left.dtype, name=name)
+
+
+def _sum(emitter: Emitter, value: Value, axes: tuple[int, ...], shape: Sequence[int], keep_dims: bool = False) -> Value:
+    return emitter.call("ReduceSum", value, axes, keep_dims, False, shape=shape, dtype=value.dtype)
+
+
+def _matmul(
+    emitter: Emitter,
+    left: Value,
+    right: Value,
+    shape: Sequence[int],
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> Value:
+    return emitter.call("BatchMatMul", left, right, transpose_a, transpose_b, shape=shape, dtype=left.dtype)

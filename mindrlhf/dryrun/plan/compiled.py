@@ -1,0 +1,83 @@
+"""MindSpore's own memory plan of the training step, beside the estimate."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
+from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
+from mindrlhf.dryrun.plan.plan import Plan
+
+# Not part of the compiled step: the generator and the runtime.
+_OUTSIDE_THE_STEP = (RUNTIME,)
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One pipeline stage as MindSpore's planner sees it.
+
+    Attributes:
+        stage: the pipeline stage.
+        planned_bytes: peak of the compiled training step; a lower bound, since workspaces of CANN's kernels and
+            buffers of HCCL are unknown in simulation.
+        estimated_bytes: this plan's estimate of the same step, without runtime and HCCL.
+        num_layers: layers that were compiled, over all stages.
+        seconds: wall time of the compilation.
+        peak_rss_bytes: memory of the compiling process.
+    """
+
+    stage: int
+    planned_bytes: int
+    estimated_bytes: int
+    num_layers: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+def compile_plan(plan: Plan) -> list[PlannedStage]:
+    """Compile the training step for one rank of every distinct stage and ask for its memory plan.
+
+    First, second and last stage stand for all: the stages between are alike.
+
+    Raises:
+        UserError, RunFailure: this machine cannot compile, or a compilation failed.
+    """
+    num_stages = plan.layout.pipeline_stage
+    stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
+    reports = compile_ranks([_request(plan, stage * plan.layout.stage_size) for stage in stages])
+    return [
+        PlannedStage(
+            stage=report.stage,
+            planned_bytes=report.planned_memory_bytes,
+            estimated_bytes=step_estimate(plan, report.stage),
+            num_layers=report.num_layers,
+            seconds=report.seconds,
+            peak_rss_bytes=report.peak_rss_bytes,
+        )
+        for report in reports
+    ]
+
+
+def step_estimate(plan: Plan, stage: int) -> int:
+    """Return the estimate of the update's memory, of gradients or optimiser, without what is outside the graph."""
+    return max(
+        sum(item.size_bytes for item in phase.items if item.name not in _OUTSIDE_THE_STEP)
+        for phase in plan.memory
+        if phase.phase in (UPDATE, STEP) and phase.stage == stage
+    )
+
+
+def _request(plan: Plan, rank: int) -> CompileRequest:
+    config = plan.config
+    parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
+    return CompileRequest(
+        hf_config=plan.model.hf_config,
+        parallel=parallel,
+        rank=rank,
+        seq_length=plan.batch.row_length,
+        batch_size=plan.batch.rows_per_piece,
+        param_dtype=config.model.param_dtype,
+        compute_dtype=config.model.compute_dtype,
+        recompute=config.model.recompute,
+        plan_memory=True,
+        beta=config.algorithm.beta,
+    )

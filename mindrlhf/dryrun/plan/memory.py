@@ -1,0 +1,264 @@
+"""Device memory of one rank of each pipeline stage, in each phase of the loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.dryrun.plan import activations
+from mindrlhf.dryrun.plan.parameters import (
+    ELEMENT_BYTES,
+    GRADIENT_SUM_BYTES,
+    MOMENT_BYTES,
+    NUM_MOMENTS,
+    StageState,
+)
+from mindrlhf.dryrun.plan.rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
+from mindrlhf.layout.batch import BatchPlan
+from mindrlhf.layout.feasibility import is_split
+from mindrlhf.layout.layout import Layout
+from mindrlhf.layout.spans import NUM_SPANS
+from mindrlhf.specs import ModelDims
+from mindrlhf.system.sizes import format_size
+
+ROLLOUT, OLD_LOGPROBS, UPDATE, TRANSFER = "rollout", "old log-probs", "update", "weight transfer"
+STEP = "optimizer step"
+RUNTIME = "runtime and HCCL"
+# CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
+_CONTEXT_BYTES = 2_500_000_000
+# MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
+# parameters of a span at once: gradients without what is not finite, scaled ones, new moments and weights. What its
+# planner (2.9.0, level 1) keeps beside the state is up to 4.9 float32 copies.
+NUM_STEP_COPIES = 5
+# HCCL keeps two buffers of HCCL_BUFFSIZE (200 MB unless set) per communicator.
+_COMMUNICATOR_BYTES = 2 * 200_000_000
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One part of the memory.
+
+    Attributes:
+        exact: it follows from the layout, not from an estimate.
+        how: the size as a calculation.
+    """
+
+    name: str
+    size_bytes: int
+    exact: bool
+    how: str
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What a rank of pipeline stage ``stage`` has in memory in one phase of the loop."""
+
+    phase: str
+    stage: int
+    items: tuple[MemoryItem, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all items."""
+        return sum(item.size_bytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """What the estimate needs.
+
+    Attributes:
+        widths: of every decoder layer, in order.
+        layer_stages: pipeline stage of every decoder layer.
+        states: by pipeline stage.
+        num_communicators: communication groups that a rank is in.
+    """
+
+    config: GrpoConfig
+    layout: Layout
+    dims: ModelDims
+    widths: Sequence[activations.LayerWidths]
+    layer_stages: Sequence[int]
+    states: Sequence[StageState]
+    batch: BatchPlan
+    rollout: RolloutPlan
+    num_communicators: int
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the compute dtype."""
+        return ELEMENT_BYTES[self.config.model.compute_dtype]
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that a rank computes at a time: one piece of the pipeline, or one micro-batch."""
+        return self.batch.rows_per_piece * self.batch.row_length // self.layout.context_parallel
+
+    def stage_widths(self, stage: int) -> list[activations.LayerWidths]:
+        """Widths of the layers of a pipeline stage."""
+        return [widths for widths, place in zip(self.widths, self.layer_stages) if place == stage]
+
+
+def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
+    """Return the memory of every phase that the run has, for every pipeline stage."""
+    config, memory = inputs.config, []
+    # One compiled graph makes an update of a model that is cut, so the log-probabilities have a pass of their own.
+    needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
+    for stage, state in enumerate(inputs.states):
+        resident = _resident(inputs, state)
+        memory.append(_phase(ROLLOUT, stage, resident, _rollout_items(inputs)))
+        if needs_forward:
+            memory.append(_phase(OLD_LOGPROBS, stage, resident, _forward_items(inputs, stage)))
+        memory.append(_phase(UPDATE, stage, resident, _update_items(inputs, stage)))
+        memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
+        memory.append(_phase(TRANSFER, stage, resident, [_rollout_weights(inputs)]))
+    return memory
+
+
+def _phase(name: str, stage: int, resident: list[MemoryItem], items: list[MemoryItem]) -> PhaseMemory:
+    return PhaseMemory(name, stage, tuple(item for item in (*resident, *items) if item.size_bytes))
+
+
+def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
+    """What the trainer keeps on the device in every phase."""
+    width = ELEMENT_BYTES[inputs.config.model.param_dtype]
+    num_trained = state.moments // (NUM_MOMENTS * MOMENT_BYTES)
+    number = inputs.num_communicators
+    items = [
+        MemoryItem("parameters", state.parameters, True, f"{state.num_elements:,} x {width} B"),
+        MemoryItem("AdamW moments", state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
+        MemoryItem("gradient sums", state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
+        MemoryItem(
+            "gradient accumulators",
+            state.accumulators,
+            True,
+            f"{state.accumulators // width:,} x {width} B: not cut by the parallel optimizer",
+        ),
+    ]
+    if inputs.config.algorithm.beta > 0:
+        items.append(MemoryItem("reference model", state.parameters, True, "as the parameters"))
+    runtime = _CONTEXT_BYTES + number * _COMMUNICATOR_BYTES
+    groups = f"{number} groups (the world and those above) x {format_size(_COMMUNICATOR_BYTES)}"
+    how = f"{format_size(_CONTEXT_BYTES)} + {groups}"
+    return [*items, MemoryItem(RUNTIME, runtime, False, how)]
+
+
+def _rollout_items(inputs: MemoryInputs) -> list[MemoryItem]:
+    rollout = inputs.rollout
+    workspace = (
+        f"{format_size(FIXED_WORKSPACE_BYTES)} + max_num_seqs {rollout.max_num_seqs} x {inputs.dims.vocab_size:,} "
+        f"words x {LOGIT_BYTES} B"
+    )
+    return [
+        _rollout_weights(inputs),
+        MemoryItem("rollout workspace", rollout.workspace, False, workspace),
+        MemoryItem(
+            "KV cache",
+            max(0, rollout.kv_cache),
+            False,
+            f"the server's share {format_size(rollout.share)} - weights - workspace",
+        ),
+    ]
+
+
+def _rollout_weights(inputs: MemoryInputs) -> MemoryItem:
+    width = ELEMENT_BYTES[inputs.config.rollout.dtype]
+    size = inputs.rollout.weights
+    how = f"{size // width:,} x {width} B: tensor_parallel {inputs.config.rollout.tensor_parallel}"
+    return MemoryItem("rollout weights", size, False, how)
+
+
+def _forward_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
+    layer = _largest_layer(inputs, stage)
+    return [
+        _copied_weights(inputs, stage, keeps_all=False),
+        MemoryItem("one layer's activations", layer, False, _per_token(inputs, layer)),
+        _logits(inputs, stage),
+        _mask(inputs),
+    ]
+
+
+def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
+    recompute, state = inputs.config.model.recompute, inputs.states[stage]
+    layer = _largest_layer(inputs, stage)
+    # Values and gradients of the layer that is at work.
+    copies = 2 if recompute else 1
+    return [
+        # Gathered weights are kept from the forward to the backward pass; casts are computed anew with their layer.
+        _copied_weights(inputs, stage, keeps_all=inputs.layout.optimizer_shard != 1 or not recompute),
+        _activations(inputs, stage),
+        MemoryItem("one layer's work", copies * layer, False, f"{copies} x {_per_token(inputs, layer)}"),
+        MemoryItem(
+            "largest gradient", state.largest_gathered_elements * 4, False, f"{state.largest_gathered_elements:,} x 4 B"
+        ),
+        _logits(inputs, stage),
+        _mask(inputs),
+    ]
+
+
+def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
+    """What AdamW computes on the way, of the parameters of a span: at most the largest and a share of the others."""
+    num_trained = state.gradient_sums // GRADIENT_SUM_BYTES
+    largest = state.largest_elements
+    others = num_trained - largest
+    elements, how = num_trained, f"{num_trained:,}"
+    if is_split(inputs.config.parallel_config):
+        elements, how = largest + others // NUM_SPANS, f"({largest:,} + {others:,} / {NUM_SPANS})"
+    size = NUM_STEP_COPIES * elements * 4
+    return MemoryItem("optimizer's work", size, False, f"{NUM_STEP_COPIES} x {how} x 4 B")
+
+
+def _activations(inputs: MemoryInputs, stage: int) -> MemoryItem:
+    """What a stage keeps for the backward pass.
+
+    Under 1F1B a stage has at most as many pieces in flight as there are stages from it to the last
+    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
+    """
+    in_flight = min(inputs.batch.num_pieces, inputs.layout.pipeline_stage - stage)
+    layers = inputs.stage_widths(stage)
+    recompute = inputs.config.model.recompute
+    count = activations.checkpoint_bytes if recompute else activations.layer_bytes
+    kept = sum(count(widths, inputs.layout, inputs.num_tokens, inputs.element_bytes) for widths in layers)
+    pieces = f"{in_flight} piece{'s' if in_flight > 1 else ''} in flight x {len(layers)} layers"
+    how = f"{pieces} x {_per_token(inputs, kept // len(layers))}"
+    return MemoryItem("activations" + (" (recomputed)" if recompute else ""), in_flight * kept, False, how)
+
+
+def _per_token(inputs: MemoryInputs, size_bytes: int) -> str:
+    return f"{inputs.num_tokens:,} positions x {size_bytes / inputs.num_tokens:,.0f} B"
+
+
+def _copied_weights(inputs: MemoryInputs, stage: int, keeps_all: bool) -> MemoryItem:
+    """Weights as the matrix products read them: cast, and gathered if the optimiser shard has cut them."""
+    name = "weights in compute dtype"
+    model, state = inputs.config.model, inputs.states[stage]
+    if model.param_dtype == model.compute_dtype and inputs.layout.optimizer_shard == 1:
+        return MemoryItem(name, 0, False, "the parameters themselves")
+    elements, what = state.num_gathered_elements, "all layers"
+    if not keeps_all:
+        elements, what = elements // max(1, len(inputs.stage_widths(stage))), "a layer's share of them"
+    if elements < state.largest_gathered_elements:
+        elements, what = state.largest_gathered_elements, "the largest parameter"
+    return MemoryItem(name, elements * inputs.element_bytes, False, f"{elements:,} x {inputs.element_bytes} B: {what}")
+
+
+def _largest_layer(inputs: MemoryInputs, stage: int) -> int:
+    arguments = (inputs.layout, inputs.num_tokens, inputs.element_bytes)
+    return max(activations.layer_bytes(widths, *arguments) for widths in inputs.stage_widths(stage))
+
+
+def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
+    if stage != inputs.layout.pipeline_stage - 1:
+        return MemoryItem("logits", 0, False, "in the last stage only")
+    size = activations.logit_bytes(inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes)
+    width = activations.logit_width(inputs.element_bytes)
+    words = f"{inputs.dims.vocab_size:,} words / model_parallel {inputs.layout.model_parallel}"
+    return MemoryItem("logits", size, False, f"{inputs.num_tokens:,} positions x {words} x {width} B")
+
+
+def _mask(inputs: MemoryInputs) -> MemoryItem:
+    """The [rows, 1, length, length] mask of packed rows: one byte, and the comparison it is made from."""
+    rows, length, context = inputs.batch.rows_per_piece, inputs.batch.row_length, inputs.layout.context_parallel
+    how = f"{rows} row{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
+    if context > 1:
+        how += f" / context_parallel {context}"
+    return MemoryItem("attention mask", 2 * rows * length**2 // context, False, how)

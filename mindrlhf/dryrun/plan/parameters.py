@@ -1,0 +1,177 @@
+"""Parameters and optimiser state of every rank, exact to the byte: sums over the parameter layouts."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our sums of gradients.
+MOMENT_BYTES = 4
+GRADIENT_SUM_BYTES = 4
+UNTRAINED_BYTES = 4
+NUM_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What each rank of one pipeline stage keeps between steps, in bytes unless named otherwise.
+
+    Attributes:
+        num_elements: elements of its parameter slices, optimiser sharding included.
+        num_gathered_elements: elements of the same slices before optimiser sharding, as the layers use them.
+        largest_gathered_elements: those of the largest parameter.
+        largest_elements: elements of the largest slice that is trained, after optimiser sharding.
+        parameters: slices in the parameters' dtype.
+        moments: AdamW's two moments of those slices, float32.
+        gradient_sums: gradients of those slices, float32, added up over the micro-batches of an update.
+        accumulators: gradients added up over the pieces of one micro-batch, where it is cut into such. They are of the
+            parameters' dtype, and of the slices before optimiser sharding: MindSpore clones the parameters for it.
+    """
+
+    num_elements: int
+    num_gathered_elements: int
+    largest_gathered_elements: int
+    largest_elements: int
+    parameters: int
+    moments: int
+    gradient_sums: int
+    accumulators: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.moments + self.gradient_sums + self.accumulators
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """Parameters that are alike but for their layer, as one line of the table.
+
+    Attributes:
+        name: MindFormers name, `*` for the layer.
+        num_tensors: how many there are in the model.
+        shape: of the whole parameter.
+        slice_shape: of one rank's slice.
+        stages: pipeline stages that hold them, first and last.
+        split: in words, what cuts it.
+        state_bytes: parameter and moments of one slice.
+    """
+
+    name: str
+    num_tensors: int
+    shape: tuple[int, ...]
+    slice_shape: tuple[int, ...]
+    stages: tuple[int, int]
+    split: str
+    state_bytes: int
+
+
+class KnownRules:
+    """A spec whose rules are spelled out once: those of a large mixture of experts hold 45,000 names."""
+
+    def __init__(self, spec: ModelSpec, dims: ModelDims):
+        self._rules = spec.rules(dims)
+        self.is_scorer = spec.is_scorer
+
+    def rules(self, _: ModelDims) -> list[ParameterRule]:
+        """Return the rules of the model that this was made for."""
+        return self._rules
+
+
+def count_parameters(layouts: Sequence[ParameterLayout]) -> int:
+    """Return the number of elements of the whole model; a tied embedding counts once."""
+    return sum(math.prod(layout.shape) for layout in layouts)
+
+
+def active_parameters(spec: ModelSpec | KnownRules, dims: ModelDims) -> int:
+    """Return the parameters that one token meets: of the routed experts, those it is sent to."""
+    total = 0
+    for rule in spec.rules(dims):
+        elements = math.prod(rule.mf_shape(dims))
+        total += elements if rule.expert_axis is None else elements * dims.experts.num_active // dims.num_experts
+    return total
+
+
+def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> frozenset[str]:
+    """Return the names of the parameters that gradients do not change: float32, without moments and gradients."""
+    return frozenset(rule.mf_name for rule in spec.rules(dims) if not rule.trained)
+
+
+def stage_states(
+    layouts: Sequence[ParameterLayout],
+    num_stages: int,
+    param_dtype: str,
+    untrained: frozenset[str] = frozenset(),
+    accumulates: bool = False,
+) -> list[StageState]:
+    """Return the state of a rank, by pipeline stage; all ranks of a stage hold slices of the same shapes.
+
+    Args:
+        untrained: names of the parameters without moments and gradients, which are float32.
+        accumulates: micro-batches are cut into pieces.
+    """
+    states = []
+    for stage in range(num_stages):
+        held = [layout for layout in layouts if stage in layout.stages]
+        trained = [layout for layout in held if layout.name not in untrained]
+        fixed_elements = sum(math.prod(layout.slice_shape) for layout in held if layout.name in untrained)
+        elements = sum(math.prod(layout.slice_shape) for layout in trained)
+        gathered = [gathered_elements(layout) for layout in trained]
+        states.append(
+            StageState(
+                num_elements=elements + fixed_elements,
+                num_gathered_elements=sum(gathered) + fixed_elements,
+                largest_gathered_elements=max(gathered),
+                largest_elements=max(math.prod(layout.slice_shape) for layout in trained),
+                parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
+                moments=elements * NUM_MOMENTS * MOMENT_BYTES,
+                gradient_sums=elements * GRADIENT_SUM_BYTES,
+                accumulators=sum(gathered) * ELEMENT_BYTES[param_dtype] if accumulates else 0,
+            )
+        )
+    return states
+
+
+def gathered_elements(layout: ParameterLayout) -> int:
+    """Return the elements of a rank's slice before optimiser sharding."""
+    return math.prod(layout.slice_shape) * layout.optimizer_shard_size
+
+
+def parameter_rows(
+    layouts: Sequence[ParameterLayout], param_dtype: str, untrained: frozenset[str] = frozenset()
+) -> list[ParameterRow]:
+    """Return the table of parameters, in the order of the forward pass."""
+    alike: dict[tuple, list[ParameterLayout]] = {}
+    for layout in layouts:
+        name = re.sub(r"\.layers\.\d+\.", ".layers.*.", layout.name)
+        alike.setdefault((name, layout.shape, layout.slice_shape), []).append(layout)
+    rows = []
+    for (name, shape, slice_shape), members in alike.items():
+        is_trained = members[0].name not in untrained
+        element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES if is_trained else UNTRAINED_BYTES
+        stages = [stage for one in members for stage in one.stages]
+        rows.append(
+            ParameterRow(
+                name=name,
+                num_tensors=len(members),
+                shape=shape,
+                slice_shape=slice_shape,
+                stages=(min(stages), max(stages)),
+                split=split_words(members[0]),
+                state_bytes=math.prod(slice_shape) * element_bytes,
+            )
+        )
+    return rows
+
+
+def split_words(layout: ParameterLayout) -> str:
+    """Return how a parameter is cut: "axis 0 / 4", "whole", with "/ 2 opt" for the optimiser shard."""
+    cuts = [f"axis {axis} / {parts}" for axis, parts in enumerate(layout.splits) if parts > 1]
+    words = ", ".join(cuts) or "whole"
+    if layout.optimizer_shard_size > 1:
+        words += f"; opt / {layout.optimizer_shard_size}"
+    return words

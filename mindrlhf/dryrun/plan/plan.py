@@ -1,0 +1,186 @@
+"""The plan of a run: what every rank computes, holds and sends, worked out from the config and the model's config.json.
+
+Parameters and optimiser state are sums over the parameter layouts, exact to the byte; activations, logits, the
+generator's share and the runtime are estimates, and marked so. Nothing here imports MindSpore.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.dryrun.compile.request import check_num_ranks
+from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
+from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
+from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
+from mindrlhf.dryrun.plan.parameters import (
+    ELEMENT_BYTES,
+    KnownRules,
+    ParameterRow,
+    StageState,
+    count_parameters,
+    parameter_rows,
+    stage_states,
+    untrained_names,
+)
+from mindrlhf.dryrun.plan.rollout import RolloutPlan, check_rollout, plan_rollout
+from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
+from mindrlhf.layout.batch import BatchPlan
+from mindrlhf.layout.feasibility import check_feasible, is_split
+from mindrlhf.layout.layout import Layout, parameter_layouts
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.weights.hf import read_hf_config
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node."""
+
+    world_size: int
+    device_bytes: int
+    node_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The model a plan is for."""
+
+    name: str
+    spec: ModelSpec
+    dims: ModelDims
+    hf_config: dict
+
+    @cached_property
+    def widths(self) -> list[LayerWidths]:
+        """Widths of every decoder layer."""
+        return model_widths(self.spec, self.dims)
+
+    @cached_property
+    def known(self) -> KnownRules:
+        """The spec for those who ask for its rules only."""
+        return KnownRules(self.spec, self.dims)
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """Names of the parameters that gradients do not change."""
+        return untrained_names(self.known, self.dims)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        return max(widths.num_experts for widths in self.widths)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `mindrlhf plan` reports.
+
+    Attributes:
+        num_parameters: elements of the whole model.
+        layouts: of every parameter.
+        layer_stages: pipeline stage of every decoder layer.
+        states: exact parameter and optimiser state of a rank, by pipeline stage.
+        memory: every phase of the loop for every pipeline stage.
+    """
+
+    config: GrpoConfig
+    machine: Machine
+    model: Model
+    layout: Layout
+    num_parameters: int
+    layouts: tuple[ParameterLayout, ...]
+    layer_stages: tuple[int, ...]
+    batch: BatchPlan
+    groups: tuple[GroupKind, ...]
+    states: tuple[StageState, ...]
+    rows: tuple[ParameterRow, ...]
+    rollout: RolloutPlan
+    memory: tuple[PhaseMemory, ...]
+    transfer: TransferPlan
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase and pipeline stage that need most memory."""
+        return max(self.memory, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits the device, with room for one sequence per generator."""
+        return self.peak.total <= self.machine.device_bytes and self.rollout.num_full_sequences >= 1
+
+
+def read_model(path: str) -> Model:
+    """Read the config.json that a plan is made from; weights are not needed.
+
+    Raises:
+        UserError: the directory or file is missing, or the model is not supported.
+    """
+    hf_config = read_hf_config(path)
+    spec = find_spec(hf_config)
+    return Model(path.rstrip("/").rpartition("/")[2], spec, spec.dims(hf_config), hf_config)
+
+
+def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryInputs, list[ParameterLayout]]:
+    """Lay a run out: what its memory follows from. Checks the model against the layout on the way.
+
+    Raises:
+        UserError: the model cannot be cut this way, or the numbers do not fit together; names the fix.
+    """
+    layout = Layout.from_config(config.parallel_config, machine.world_size)
+    batch = check_feasible(config, model.dims, layout)
+    if is_split(config.parallel_config):
+        check_num_ranks(machine.world_size)
+    check_rollout(config.rollout, model.dims, machine.world_size)
+    layouts, states = _state(model, layout, config.model.param_dtype, accumulates(config.parallel_config))
+    inputs = MemoryInputs(
+        config=config,
+        layout=layout,
+        dims=model.dims,
+        widths=model.widths,
+        layer_stages=layout.layer_stages(model.dims.num_layers),
+        states=states,
+        batch=batch,
+        rollout=plan_rollout(
+            config.rollout, model.known, model.dims, device_bytes=machine.device_bytes, row_length=batch.row_length
+        ),
+        num_communicators=num_communicators(layout, layouts),
+    )
+    return inputs, layouts
+
+
+def accumulates(parallel: ParallelSection) -> bool:
+    """Whether the compiler adds up the gradients of the pieces of a micro-batch, which takes memory of its own."""
+    return is_split(parallel) and (parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1)
+
+
+@lru_cache(maxsize=4)
+def _state(
+    model: Model, layout: Layout, param_dtype: str, accumulates: bool
+) -> tuple[list[ParameterLayout], list[StageState]]:
+    """Cached, since the search varies what it does not depend on."""
+    layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
+    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates)
+
+
+def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
+    """Plan a run; raises UserError as :func:`prepare` does."""
+    inputs, layouts = prepare(config, model, machine)
+    return Plan(
+        config=config,
+        machine=machine,
+        model=model,
+        layout=inputs.layout,
+        num_parameters=count_parameters(layouts),
+        layouts=tuple(layouts),
+        layer_stages=tuple(inputs.layer_stages),
+        batch=inputs.batch,
+        groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
+        states=tuple(inputs.states),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained)),
+        rollout=inputs.rollout,
+        memory=tuple(plan_memory(inputs)),
+        transfer=plan_transfer(
+            config, inputs.layout, layouts, rollout_rank_bytes=inputs.rollout.weights, node_size=machine.node_size
+        ),
+    )

@@ -1,0 +1,89 @@
+"""Carrying out `mindrlhf plan`: read, plan, write."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.dryrun.plan.compiled import compile_plan
+from mindrlhf.dryrun.plan.json_values import plan_json
+from mindrlhf.dryrun.plan.picture import render_picture
+from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
+from mindrlhf.dryrun.plan.search import search
+from mindrlhf.dryrun.plan.text import planned_lines, render_text, search_lines, section
+from mindrlhf.dryrun.plan.verdict import give_verdict
+from mindrlhf.errors import UserError
+from mindrlhf.system.files import sync
+from mindrlhf.system.sizes import parse_size
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line asks for; the paths are None when no file is wanted."""
+
+    world_size: int
+    device_memory: str = "64GB"
+    node_size: int = 8
+    json_path: str | None = None
+    picture_path: str | None = None
+    compiles: bool = False
+    searches: bool = False
+
+
+def report_plan(config_path: str | Path, overrides: Iterable[str], options: PlanOptions) -> tuple[str, bool]:
+    """Plan a run, write the files asked for, and return the text and whether the run fits.
+
+    Raises:
+        UserError: an option, the config or the model does not make a plan; names the fix.
+        RunFailure: a compilation failed.
+    """
+    machine = _machine(options)
+    for path, option in ((options.json_path, "--json"), (options.picture_path, "--picture")):
+        _check_target(path, option)
+    config = load_grpo_config(config_path, overrides, world_size=None)
+    model = read_model(config.model.path)
+    plan = make_plan(config, model, machine)
+    verdict = give_verdict(plan)
+    parts = [render_text(plan, verdict)]
+    result = search(config, model, machine) if options.searches else None
+    if result is not None:
+        parts.append(section("Search", search_lines(result, plan)))
+    planned = compile_plan(plan) if options.compiles else []
+    if planned:
+        parts.append(section("MindSpore's memory planner", planned_lines(planned)))
+    if options.json_path:
+        text = json.dumps(plan_json(plan, verdict, result, planned), indent=1) + "\n"
+        _write(options.json_path, text)
+    if options.picture_path:
+        _write(options.picture_path, render_picture(plan))
+    return "\n\n".join(parts), verdict.fits
+
+
+def _machine(options: PlanOptions) -> Machine:
+    for value, option in ((options.world_size, "--world-size"), (options.node_size, "--node-size")):
+        if value < 1:
+            raise UserError(f"{option} is {value}: give a number of devices, 1 or more")
+    device_bytes = parse_size(options.device_memory, "--device-memory")
+    return Machine(options.world_size, device_bytes, options.node_size)
+
+
+def _check_target(path: str | None, option: str) -> None:
+    """Refuse a file that cannot be written before time is spent on its content."""
+    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
+        raise UserError(f"{option} {path} cannot be written: give a file in a directory that exists")
+
+
+def _write(path: str, text: str) -> None:
+    """Write a file whole or not at all."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

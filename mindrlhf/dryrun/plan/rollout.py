@@ -1,0 +1,111 @@
+"""Estimated memory of one rollout server's share of a device: weights, KV cache, workspace."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mindrlhf.config.sections import RolloutSection
+from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, KnownRules
+from mindrlhf.errors import UserError
+from mindrlhf.specs import ModelDims, ParameterRule
+
+# Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
+FIXED_WORKSPACE_BYTES = 1_500_000_000
+LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """One device's share of a rollout server, in bytes unless named otherwise.
+
+    Attributes:
+        share: what the server may take: gpu_memory_utilization of the device.
+        weights: its slices of the weights.
+        workspace: logits, graphs, activations.
+        kv_cache: the rest of the share; below 0 when nothing is left.
+        kv_token: keys and values of one token in all layers.
+        num_cached_tokens: tokens that the cache holds.
+        num_full_sequences: sequences of the longest row that it holds at once.
+        max_num_seqs: sequences that the server decodes at once at most.
+    """
+
+    share: int
+    weights: int
+    workspace: int
+    kv_cache: int
+    kv_token: int
+    num_cached_tokens: int
+    num_full_sequences: int
+    max_num_seqs: int
+
+
+def plan_rollout(
+    rollout: RolloutSection, spec: KnownRules, dims: ModelDims, *, device_bytes: int, row_length: int
+) -> RolloutPlan:
+    """Estimate a device's share of a rollout server."""
+    share = int(rollout.gpu_memory_utilization * device_bytes)
+    weights = rollout_weight_elements(rollout.tensor_parallel, spec, dims) * ELEMENT_BYTES[rollout.dtype]
+    workspace = FIXED_WORKSPACE_BYTES + rollout.max_num_seqs * dims.vocab_size * LOGIT_BYTES
+    kv_cache = share - weights - workspace
+    kv_token = kv_token_bytes(rollout, dims)
+    num_tokens = max(0, kv_cache) // kv_token
+    return RolloutPlan(
+        share=share,
+        weights=weights,
+        workspace=workspace,
+        kv_cache=kv_cache,
+        kv_token=kv_token,
+        num_cached_tokens=num_tokens,
+        num_full_sequences=num_tokens // row_length,
+        max_num_seqs=rollout.max_num_seqs,
+    )
+
+
+@lru_cache(maxsize=16)
+def rollout_weight_elements(tensor_parallel: int, spec: KnownRules, dims: ModelDims) -> int:
+    """Return the elements of one device's weights; cached, since the search asks for every layout."""
+    return sum(
+        -(-math.prod(rule.mf_shape(dims)) // (tensor_parallel if is_cut(rule) else 1)) for rule in spec.rules(dims)
+    )
+
+
+def is_cut(rule: ParameterRule) -> bool:
+    """Whether tensor parallelism cuts a parameter in the server: vLLM cuts inside every expert, the shared ones too."""
+    return rule.shard_axis is not None or rule.expert_axis is not None or ".shared_experts." in rule.mf_name
+
+
+def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:
+    """Return the bytes that one token takes in a device's KV cache, over all layers.
+
+    Key and value heads are cut down to one per device; of latent attention every device caches the whole latent.
+    """
+    if dims.latent is not None:
+        channels = dims.latent.kv_rank + dims.latent.rope_dim
+    else:
+        channels = 2 * -(-dims.num_kv_heads // rollout.tensor_parallel) * dims.head_dim
+    return channels * dims.num_layers * ELEMENT_BYTES[rollout.dtype]
+
+
+def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:
+    """Check that the servers use exactly the devices that there are.
+
+    Raises:
+        UserError: they do not, or the heads do not divide.
+    """
+    devices = rollout.num_replicas * rollout.tensor_parallel
+    if devices != world_size:
+        fix = (
+            f"set num_replicas to {world_size // rollout.tensor_parallel}"
+            if world_size % rollout.tensor_parallel == 0
+            else f"set tensor_parallel to a divisor of {world_size}"
+        )
+        raise UserError(
+            f"'rollout.num_replicas' {rollout.num_replicas} x 'rollout.tensor_parallel' {rollout.tensor_parallel} "
+            f"uses {devices} devices of {world_size}: {fix}"
+        )
+    if dims.num_heads % rollout.tensor_parallel:
+        choices = [size for size in range(1, dims.num_heads + 1) if dims.num_heads % size == world_size % size == 0]
+        raise UserError(
+            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, which does not divide the model's "
+            f"{dims.num_heads} query heads: set it to one of {', '.join(map(str, choices))}"
+        )

@@ -1,0 +1,119 @@
+"""Layouts that fit a number of devices, the best first."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.dryrun.plan.cost import Cost, divisors, estimate_cost
+from mindrlhf.dryrun.plan.memory import plan_memory
+from mindrlhf.dryrun.plan.parameters import active_parameters
+from mindrlhf.dryrun.plan.plan import Machine, Model, prepare
+from mindrlhf.dryrun.plan.verdict import with_keys
+from mindrlhf.errors import UserError
+
+NUM_RESULTS = 5
+# From this row length on, sequences are worth cutting over ranks.
+LONG_ROW = 16_384
+# Pieces per stage that a pipeline is tried with: more idle less, but take larger micro-batches.
+_PIECES_PER_STAGE = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits.
+
+    Attributes:
+        keys: the config keys that make it.
+        peak_bytes: of its fullest moment.
+        cost: by which it is ranked.
+    """
+
+    keys: Mapping[str, Any]
+    peak_bytes: int
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What the search found: the best candidates, how many fit, were possible at all, and were tried."""
+
+    best: tuple[Candidate, ...]
+    num_fitting: int
+    num_feasible: int
+    num_tried: int
+
+
+def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
+    """Try every cut of the model over the machine; keep what the model allows and the memory holds."""
+    candidates: list[Candidate] = []
+    num_tried = num_feasible = 0
+    num_active = active_parameters(model.known, model.dims)
+    for keys in _layouts(config, model, machine):
+        num_tried += 1
+        try:
+            inputs, _ = prepare(with_keys(config, keys), model, machine)
+        except UserError:
+            continue
+        num_feasible += 1
+        peak = max(phase.total for phase in plan_memory(inputs))
+        if peak > machine.device_bytes or inputs.rollout.num_full_sequences < 1:
+            continue
+        cost = estimate_cost(inputs, num_active, 1 - peak / machine.device_bytes, machine.node_size)
+        candidates.append(Candidate(keys, peak, cost))
+    candidates.sort(key=lambda candidate: (candidate.cost.score, candidate.peak_bytes))
+    return SearchResult(tuple(_distinct(candidates)), len(candidates), num_feasible, num_tried)
+
+
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
+    """The best few that differ in how they cut the model, not just in a switch."""
+    axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+    best: dict[tuple, Candidate] = {}
+    for candidate in candidates:
+        cut = tuple(candidate.keys.get(f"parallel_config.{axis}", 1) for axis in axes)
+        best.setdefault(cut, candidate)
+        if len(best) == NUM_RESULTS:
+            break
+    return list(best.values())
+
+
+def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yield the keys of every layout that uses all devices, with tensor parallelism inside a node."""
+    dims = model.dims
+    long_rows = max(config.training.row_lengths, default=0) >= LONG_ROW
+    num_experts = model.num_experts
+    for tensor in divisors(machine.world_size):
+        if tensor > machine.node_size or dims.num_heads % tensor:
+            continue
+        for stages in divisors(machine.world_size // tensor):
+            if stages > dims.num_layers:
+                continue
+            copies = machine.world_size // tensor // stages
+            for context in divisors(copies) if long_rows else (1,):
+                experts = [size for size in divisors(copies * tensor) if num_experts and num_experts % size == 0] or [1]
+                cut = {
+                    "parallel_config.data_parallel": copies // context,
+                    "parallel_config.model_parallel": tensor,
+                    "parallel_config.pipeline_stage": stages,
+                    "parallel_config.context_parallel": context,
+                    "parallel_config.use_seq_parallel": tensor > 1,
+                    "parallel_config.vocab_emb_dp": tensor == 1,
+                }
+                for expert in experts:
+                    yield from _switches(config, cut | {"parallel_config.expert_parallel": expert})
+
+
+def _switches(config: GrpoConfig, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    stages = cut["parallel_config.pipeline_stage"]
+    copies = cut["parallel_config.data_parallel"] * cut["parallel_config.context_parallel"]
+    rows_per_piece = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
+    shards = (False, True) if copies > 1 else (False,)
+    pieces = [stages * factor for factor in _PIECES_PER_STAGE] if stages > 1 else [1]
+    for shard, recompute, num_pieces in itertools.product(shards, (False, True), pieces):
+        yield cut | {
+            "parallel_config.enable_parallel_optimizer": shard,
+            "parallel_config.micro_batch_num": num_pieces,
+            "training.batch_size": num_pieces * rows_per_piece,
+            "model.recompute": recompute,
+        }

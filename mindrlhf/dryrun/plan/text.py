@@ -1,0 +1,268 @@
+"""The plan as text of at most 100 columns."""
+
+from collections.abc import Iterable, Sequence
+
+from mindrlhf.dryrun.plan.compiled import PlannedStage
+from mindrlhf.dryrun.plan.cost import NETWORK_BYTES_PER_S, NODE_BYTES_PER_S
+from mindrlhf.dryrun.plan.groups import describe_groups
+from mindrlhf.dryrun.plan.memory import PhaseMemory
+from mindrlhf.dryrun.plan.parameters import StageState
+from mindrlhf.dryrun.plan.plan import Plan
+from mindrlhf.dryrun.plan.search import Candidate, SearchResult
+from mindrlhf.dryrun.plan.verdict import Verdict
+from mindrlhf.layout.batch import batch_lines
+from mindrlhf.system.sizes import format_size
+
+WIDTH = 100
+
+
+def render_text(plan: Plan, verdict: Verdict) -> str:
+    """Return the whole plan."""
+    parts = [
+        _heading(plan),
+        section("Batch", _columns(batch_lines(plan.config, plan.batch, plan.layout.data_parallel), "<><")),
+        section("Groups", _group_lines(plan)),
+        section("Pipeline stages", _stage_lines(plan)),
+        section("Memory of a rank", _memory_lines(plan)),
+        section("Parameters", _parameter_lines(plan)),
+        section("Rollout servers", _rollout_lines(plan)),
+        section("Weight transfer", _transfer_lines(plan)),
+        section("Verdict", verdict_lines(verdict)),
+    ]
+    return "\n\n".join(parts)
+
+
+def section(title: str, lines: Iterable[str]) -> str:
+    """Return a titled block."""
+    return "\n".join([title, "-" * len(title), *lines])
+
+
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """Return the verdict in words."""
+    lines = wrap(("FITS: " if verdict.fits else "DOES NOT FIT: ") + verdict.reason)
+    if verdict.changes:
+        lines += ["Any one of these makes it fit:", *(f"  {change}" for change in verdict.changes)]
+    elif not verdict.fits:
+        lines.append("No single change makes it fit: --search looks through all layouts, or use more devices.")
+    for note in verdict.notes:
+        lines += wrap(f"Note: {note}")
+    return lines
+
+
+def search_lines(result: SearchResult, plan: Plan) -> list[str]:
+    """Return the best layouts and how they were ranked."""
+    lines = [
+        f"{result.num_tried:,} layouts tried, {result.num_feasible:,} possible for this model, "
+        f"{result.num_fitting:,} fit."
+    ]
+    if not result.best:
+        return [*lines, "None fits: use more devices, shorter rows, or a smaller share for the generator."]
+    header = ("", "dp", "mp", "pp", "cp", "ep", "opt", "recompute", "micro", "peak", "free", "s/update")
+    rows = [header, *(_candidate_row(index, one) for index, one in enumerate(result.best, 1))]
+    lines += _columns(rows, ">" * len(header))
+    lines += ["", "Seconds of an update by cause (a model for ranking, not a prediction):"]
+    causes = ("compute", "imbalance", "bubble", "tensor", "expert", "data")
+    rows = [("", *causes)]
+    for index, one in enumerate(result.best, 1):
+        rows.append((str(index), *(f"{getattr(one.cost, cause):.1f}" for cause in causes)))
+    lines += _columns(rows, ">" * 7)
+    lines += wrap(
+        f"Rates: {NODE_BYTES_PER_S / 1e9:.0f} GB/s per device inside a node of {plan.machine.node_size}, "
+        f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between nodes; layouts with less than 10 % free memory rank lower. "
+        "docs/plan.md has the formulas."
+    )
+    lines += ["", "The best, as overrides:"]
+    words = [f"{key}={str(value).lower()}" for key, value in result.best[0].keys.items()]
+    return lines + [f"  {word}" for word in words]
+
+
+def planned_lines(planned: Sequence[PlannedStage]) -> list[str]:
+    """Return the compiled steps' memory beside the estimate of the same."""
+    rows = [("stage", "planned", "estimated", "layers", "compiled in", "by a process of")]
+    for one in planned:
+        sizes = (format_size(one.planned_bytes), format_size(one.estimated_bytes))
+        rows.append(
+            (str(one.stage), *sizes, str(one.num_layers), f"{one.seconds:.0f} s", format_size(one.peak_rss_bytes))
+        )
+    note = "The planner does not know workspaces of CANN's kernels and buffers of HCCL: a lower bound."
+    return [*_columns(rows, ">" * 6), *wrap(note)]
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    """Break ``text`` into lines of at most ``WIDTH`` columns."""
+    lines, line = [], indent
+    for word in text.split():
+        if len(line) + len(word) + 1 > WIDTH and line.strip():
+            lines.append(line.rstrip())
+            line = indent
+        line += word + " "
+    return [*lines, line.rstrip()]
+
+
+def _candidate_row(index: int, one: Candidate) -> tuple[str, ...]:
+    keys = {key.rpartition(".")[2]: value for key, value in one.keys.items()}
+    axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+    return (
+        str(index),
+        *(str(keys[axis]) for axis in axes),
+        "yes" if keys["enable_parallel_optimizer"] else "no",
+        "yes" if keys["recompute"] else "no",
+        str(keys["micro_batch_num"]),
+        format_size(one.peak_bytes),
+        f"{100 * one.cost.slack:.0f}%",
+        f"{one.cost.seconds:.1f}",
+    )
+
+
+def _heading(plan: Plan) -> str:
+    machine, layout = plan.machine, plan.layout
+    num_nodes = -(-machine.world_size // machine.node_size)
+    nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+    return "\n".join(
+        [
+            f"{plan.model.name}: {plan.num_parameters:,} parameters ({plan.num_parameters / 1e9:.2f}B) on "
+            f"{machine.world_size} devices of {format_size(machine.device_bytes)}, {nodes}",
+            f"layout: data {layout.data_parallel} x model {layout.model_parallel} x pipeline {layout.pipeline_stage}"
+            f" x context {layout.context_parallel}, expert {layout.expert_parallel}"
+            f"{', sequence parallel' if layout.use_seq_parallel else ''}"
+            f"{', parallel optimizer' if layout.optimizer_shard != 1 else ''}",
+            "exact: parameters, moments, gradients (sums over the layouts, to the byte); ~ marks an estimate",
+        ]
+    )
+
+
+def _group_lines(plan: Plan) -> list[str]:
+    if not plan.groups:
+        return ["one rank: no groups"]
+    lines = []
+    for kind in plan.groups:
+        place = "inside a node" if kind.max_nodes == 1 else f"over {kind.max_nodes} nodes"
+        lines.append(f"{kind.name}: {len(kind.groups)} of {kind.size} ranks, {place}; {kind.purpose}")
+        lines += wrap(describe_groups(kind), "  ")
+    return lines
+
+
+def _stage_lines(plan: Plan) -> list[str]:
+    rows = [("stage", "ranks", "layers", "parameters/rank", "parameters", "moments", "gradients")]
+    size = plan.layout.stage_size
+    for stage, state in enumerate(plan.states):
+        layers = [layer for layer, place in enumerate(plan.layer_stages) if place == stage]
+        extra = ["embedding"] * (stage == 0) + ["head"] * (stage == plan.layout.pipeline_stage - 1)
+        rows.append(
+            (
+                str(stage),
+                f"{stage * size}-{(stage + 1) * size - 1}" if size > 1 else str(stage),
+                f"{layers[0]}-{layers[-1]}" + "".join(f" + {word}" for word in extra),
+                f"{state.num_elements:,}",
+                *(format_size(value) for value in _exact_sizes(state)),
+            )
+        )
+    return _columns(rows, "><<>>>>")
+
+
+def _exact_sizes(state: StageState) -> tuple[int, int, int]:
+    return state.parameters, state.moments, state.gradient_sums + state.accumulators
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    """All phases of the stage with the fullest moment, and the totals of the other stages."""
+    shown = [phase for phase in plan.memory if phase.stage == plan.peak.stage]
+    names = list(dict.fromkeys(item.name for phase in shown for item in phase.items))
+    exact = {item.name for phase in shown for item in phase.items if item.exact}
+    rows = [(f"stage {plan.peak.stage}", *(phase.phase for phase in shown))]
+    for name in names:
+        sizes = [next((item.size_bytes for item in phase.items if item.name == name), 0) for phase in shown]
+        rows.append((("  " if name in exact else "~ ") + name, *(format_size(size) if size else "-" for size in sizes)))
+    rows.append(("total", *(format_size(phase.total) for phase in shown)))
+    lines = [*_columns(rows, "<" + ">" * len(shown)), "", *_columns(_calculations(shown, names), "<<")]
+    if plan.layout.pipeline_stage > 1:
+        lines += ["", *_columns(_stage_totals(plan.memory), "<" + ">" * len(shown))]
+    return lines
+
+
+def _calculations(shown: Sequence[PhaseMemory], names: Sequence[str]) -> list[tuple[str, str]]:
+    """How the size of each item was worked out; where phases differ, for each."""
+    rows = []
+    for name in names:
+        hows = {phase.phase: item.how for phase in shown for item in phase.items if item.name == name}
+        if len(set(hows.values())) == 1:
+            rows.append((f"  {name}", f"= {next(iter(hows.values()))}"))
+        else:
+            rows += [(f"  {name}, {phase}", f"= {how}") for phase, how in hows.items()]
+    return rows
+
+
+def _stage_totals(memory: Sequence[PhaseMemory]) -> list[tuple[str, ...]]:
+    phases = list(dict.fromkeys(one.phase for one in memory))
+    rows = [("total of", *phases)]
+    for stage in sorted({one.stage for one in memory}):
+        totals = {one.phase: one.total for one in memory if one.stage == stage}
+        rows.append((f"stage {stage}", *(format_size(totals[phase]) for phase in phases)))
+    return rows
+
+
+def _parameter_lines(plan: Plan) -> list[str]:
+    rows = [("name", "n", "global shape", "slice", "cut", "with moments")]
+    for row in plan.rows:
+        rows.append(
+            (
+                _short_name(row.name),
+                str(row.num_tensors),
+                "x".join(map(str, row.shape)),
+                "x".join(map(str, row.slice_shape)),
+                row.split,
+                format_size(row.state_bytes),
+            )
+        )
+    return _columns(rows, "<>>><>")
+
+
+def _short_name(name: str) -> str:
+    name = name.removeprefix("decoder.").removesuffix(".weight")
+    return name.replace("layers.*.self_", "*.").replace("layers.*.", "*.")
+
+
+def _rollout_lines(plan: Plan) -> list[str]:
+    rollout, config = plan.rollout, plan.config.rollout
+    return [
+        f"{config.num_replicas} servers of {config.tensor_parallel} devices; each device: share "
+        f"{format_size(rollout.share)} = {config.gpu_memory_utilization} of {format_size(plan.machine.device_bytes)}",
+        *wrap(
+            f"~ weights {format_size(rollout.weights)}, workspace {format_size(rollout.workspace)}, KV cache "
+            f"{format_size(max(0, rollout.kv_cache))} / {rollout.kv_token:,} B a token = "
+            f"{rollout.num_cached_tokens:,} tokens"
+        ),
+        *wrap(
+            f"~ {rollout.num_full_sequences:,} sequences of {plan.batch.row_length:,} tokens at once; max_num_seqs is "
+            f"{rollout.max_num_seqs:,}; {plan.batch.num_samples_per_replica:,} samples a step"
+        ),
+    ]
+
+
+def _transfer_lines(plan: Plan) -> list[str]:
+    transfer = plan.transfer
+    rows = [("leg", "moved", "lower bound", "ratio")]
+    for step in transfer.steps:
+        ratio = f"{step.moved / step.bound:.2f}" if step.bound else "-"
+        rows.append((step.name, format_size(step.moved), format_size(step.bound), ratio))
+    return [
+        *_columns(rows, "<>>>"),
+        f"host memory of the weight board: {format_size(transfer.board_bytes)} on each of {transfer.num_nodes} "
+        f"node{'s' if transfer.num_nodes > 1 else ''}",
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
+    """Return rows as lines of columns; the last left-aligned one wraps under itself."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths)]
+        line = "  ".join(cells).rstrip()
+        if len(line) > WIDTH and alignment[-1] == "<":
+            start = "  ".join([*cells[:-1], ""])
+            first, *rest = wrap(row[-1], " " * len(start))
+            lines += [start + first.strip(), *rest]
+        else:
+            lines.append(line)
+    return lines

@@ -1,0 +1,175 @@
+"""Whether a plan fits its devices, and if not, what to change: changes of the config, tried one by one."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.dryrun.plan.memory import PhaseMemory, plan_memory
+from mindrlhf.dryrun.plan.plan import Machine, Model, Plan, prepare
+from mindrlhf.errors import UserError
+from mindrlhf.system.sizes import format_size
+
+MAX_CHANGES = 3
+# Host memory that nodes of eight NPUs commonly have is 1 to 2 TB, of which other processes take a part.
+LARGE_BOARD_BYTES = 10**12
+_LEAST_UTILIZATION = 0.1
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys to set, and the peak memory of the run that has them."""
+
+    keys: Mapping[str, Any]
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        words = " ".join(f"{key}={str(value).lower()}" for key, value in self.keys.items())
+        return f"{words}  (peak {format_size(self.peak_bytes)})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The plan's answer.
+
+    Attributes:
+        fits: whether the run fits.
+        reason: one sentence with the numbers.
+        changes: what would make it fit, the mildest first; empty when it fits, or when no single change does.
+        notes: what devices do not show.
+    """
+
+    fits: bool
+    reason: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+
+def give_verdict(plan: Plan) -> Verdict:
+    """Compare a plan with its devices; if it does not fit, look for changes that do."""
+    reason = _reason(plan)
+    if plan.fits:
+        return Verdict(True, reason, (), _notes(plan))
+    changes = []
+    for keys in _candidates(plan):
+        memory = try_keys(plan.config, keys, plan.model, plan.machine)
+        if memory is not None:
+            changes.append(Change(keys, memory))
+        if len(changes) == MAX_CHANGES:
+            break
+    return Verdict(False, reason, tuple(changes), _notes(plan))
+
+
+def try_keys(config: GrpoConfig, keys: Mapping[str, Any], model: Model, machine: Machine) -> int | None:
+    """Return the peak memory of ``config`` with ``keys`` set, or None if it is impossible or does not fit."""
+    try:
+        inputs, _ = prepare(with_keys(config, keys), model, machine)
+    except UserError:
+        return None
+    peak = max(phase.total for phase in plan_memory(inputs))
+    return peak if peak <= machine.device_bytes and inputs.rollout.num_full_sequences >= 1 else None
+
+
+def with_keys(config: GrpoConfig, keys: Mapping[str, Any]) -> GrpoConfig:
+    """Return ``config`` with dotted ``keys`` set."""
+    for dotted, value in keys.items():
+        section, _, name = dotted.partition(".")
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
+    return config
+
+
+def _reason(plan: Plan) -> str:
+    device = plan.machine.device_bytes
+    if plan.peak.total > device:
+        return (
+            f"{_where(plan.peak, plan)} needs {format_size(plan.peak.total)} of {format_size(device)}; most of it is "
+            f"{_largest_parts(plan.peak)}"
+        )
+    if plan.rollout.num_full_sequences < 1:
+        return (
+            f"the KV cache of a rollout server has {format_size(plan.rollout.kv_cache)}, but one sequence of "
+            f"{plan.batch.row_length:,} tokens takes {format_size(plan.rollout.kv_token * plan.batch.row_length)}"
+        )
+    slack = 1 - plan.peak.total / device
+    return (
+        f"the fullest moment, {_where(plan.peak, plan)}, takes {format_size(plan.peak.total)} of "
+        f"{format_size(device)} ({100 * slack:.0f} % free)"
+    )
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    notes = []
+    if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
+        notes.append(
+            f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
+            "the nodes have it"
+        )
+    if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
+        notes.append(
+            f"the KV cache holds {plan.rollout.num_full_sequences:,} full sequences, fewer than rollout.max_num_seqs = "
+            f"{plan.rollout.max_num_seqs:,}: servers will queue or recompute when responses are long"
+        )
+    return tuple(notes)
+
+
+def _where(phase: PhaseMemory, plan: Plan) -> str:
+    stage = f" of pipeline stage {phase.stage}" if plan.layout.pipeline_stage > 1 else ""
+    return f"the {phase.phase}{stage}"
+
+
+def _largest_parts(phase: PhaseMemory) -> str:
+    largest = sorted(phase.items, key=lambda item: -item.size_bytes)[:3]
+    return ", ".join(f"{item.name} {format_size(item.size_bytes)}" for item in largest)
+
+
+def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield changes, from those that cost nothing to those that cost speed."""
+    config, layout = plan.config, plan.layout
+    parallel, training, rollout = config.parallel_config, config.training, config.rollout
+    if layout.model_parallel > 1 and not layout.use_seq_parallel:
+        yield {"parallel_config.use_seq_parallel": True}
+    if parallel.vocab_emb_dp and layout.model_parallel > 1:
+        yield {"parallel_config.vocab_emb_dp": False}
+    if not parallel.enable_parallel_optimizer and layout.data_parallel > 1:
+        yield {"parallel_config.enable_parallel_optimizer": True}
+    yield from _rollout_candidates(plan)
+    if not config.model.recompute:
+        yield {"model.recompute": True}
+    for factor in (2, 4, 8):
+        if training.batch_size % (factor * plan.batch.num_pieces) == 0:
+            yield {"training.batch_size": training.batch_size // factor}
+    for factor in (2, 4, 8):
+        if layout.data_parallel % factor == 0 and layout.model_parallel * factor <= plan.machine.node_size:
+            keys = {
+                "parallel_config.model_parallel": layout.model_parallel * factor,
+                "parallel_config.use_seq_parallel": True,
+                "parallel_config.data_parallel": layout.data_parallel // factor,
+            }
+            yield keys
+            yield {**keys, "model.recompute": True}
+    for factor in (2, 4, 8):
+        if layout.data_parallel % factor == 0:
+            stages = layout.pipeline_stage * factor
+            micro = max(parallel.micro_batch_num, stages)
+            yield {
+                "parallel_config.pipeline_stage": stages,
+                "parallel_config.data_parallel": layout.data_parallel // factor,
+                "parallel_config.micro_batch_num": micro,
+                "training.batch_size": micro * plan.batch.rows_per_piece,
+            }
+    if rollout.tensor_parallel < plan.machine.node_size and rollout.num_replicas % 2 == 0:
+        yield {
+            "rollout.tensor_parallel": rollout.tensor_parallel * 2,
+            "rollout.num_replicas": rollout.num_replicas // 2,
+        }
+
+
+def _rollout_candidates(plan: Plan) -> Iterator[dict[str, Any]]:
+    """The largest share for the generator that leaves the trainer its state, in steps of 5 %."""
+    resident = plan.peak.total - plan.rollout.share
+    share = int((1 - resident / plan.machine.device_bytes) * 20) / 20
+    if plan.peak.phase == "rollout" and _LEAST_UTILIZATION <= share < plan.config.rollout.gpu_memory_utilization:
+        yield {"rollout.gpu_memory_utilization": share}

@@ -1,0 +1,81 @@
+"""What the launcher says when a run has failed: which process, when, how, its last lines, and how to go on."""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mindrlhf.errors import UserError
+from mindrlhf.launch.logs import HARMLESS_LINES
+from mindrlhf.launch.processes import SCHEDULER, UNNAMED
+
+_NUM_LOG_LINES = 6
+_LOG_TAIL_BYTES = 16_384
+_LOG_NAMES = {SCHEDULER: "scheduler.log", UNNAMED: "worker_*.log"}
+
+
+def failure_report(
+    name: str,
+    what: str,
+    elapsed_s: float,
+    activities: Mapping[str, str],
+    log_path: Path,
+    advice: str,
+    *,
+    shows_log: bool,
+) -> str:
+    """Return the report of a failed run.
+
+    Args:
+        name: the process that failed first, such as "rank 1".
+        what: how, such as "was killed by SIGKILL".
+        activities: what each rank did last, by name.
+        shows_log: quote the end of the log, and for a hang say that the stacks are there.
+        advice: how to go on; may be empty.
+    """
+    lines = [f"{name} {what} at {time.strftime('%H:%M:%S')}, after {elapsed_s:.0f} s; its log: {log_path}"]
+    lines += [f"  {rank} was in: {activity}" for rank, activity in sorted(activities.items())]
+    if shows_log and (tail := _last_lines(log_path)):
+        lines += ["  the log ends:", *(f"    {line}" for line in tail)]
+    if advice:
+        lines.append(f"  {advice}")
+    return "\n".join(lines)
+
+
+def describe_end(returncode: int) -> str:
+    """Return how a process ended, in words."""
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    hint = " (kill -9, or the kernel when memory ran out)" if returncode == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-returncode).name}{hint}"
+
+
+def exit_code(returncode: int) -> int:
+    """Return the exit code of a shell for a process that ended so."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def is_worth_a_restart(code: int) -> bool:
+    """Whether a run that ended with this exit code may end better next time: not after a mistake or an interrupt."""
+    stopped = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    return code not in {0, UserError.exit_code, *stopped}
+
+
+def log_name(name: str) -> str:
+    """Return the log file of a process."""
+    return _LOG_NAMES.get(name) or f"{name.replace('rank ', 'worker_')}.log"
+
+
+def say(message: str) -> None:
+    """Write to standard error."""
+    print(f"mindrlhf: {message}", file=sys.stderr, flush=True)
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        text = path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not HARMLESS_LINES.search(line)]
+    return lines[-_NUM_LOG_LINES:]

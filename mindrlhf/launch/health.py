@@ -1,0 +1,120 @@
+"""Whether a run still moves, as the launcher sees it from outside.
+
+Three signs, all on this process's own clock, so that a clock that jumps deceives none of them, and in the time that
+this process itself has run, so that a machine on which nobody runs for a while does not either:
+
+- A rank that was stopped is in the kernel's state T.
+- Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other
+  (for longer while they join, which MindSpore does by asking and sleeping). A process that waits for a disk (state D)
+  and verifiers that wait for a service do not count: these have limits of their own.
+- Anywhere, rank 0, which drives the run, counts what it gets done. How long one piece of work may take only the user
+  knows.
+
+The beats themselves prove nothing: MindSpore holds the interpreter's lock while it compiles, or waits for other ranks
+to join, and no Python thread beats meanwhile.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.system import heartbeat, processes
+from mindrlhf.system.clock import WatchedTime
+from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
+
+STILLNESS_LIMIT_S = 8.0
+# MindSpore's processes look for each other every 3 s, sleep in between, and have several such talks one after another.
+JOINING_LIMIT_S = 60.0
+_CHECK_INTERVAL_S = 1.0
+_STOPPED, _WAITS_FOR_DISK = "T", "D"
+# Heartbeats, and the threads by which MindSpore's ranks stay in touch, use less than this share of a core each.
+_IDLE_SHARE_PER_PROCESS = 0.01
+_WAITS_FOR_VERIFIERS = (": rollout", ": evaluation")
+
+
+@dataclass
+class _Since:
+    """Since when something has had its value."""
+
+    value: Any
+    time_s: float
+
+
+class HealthMonitor:
+    """Reads the heartbeats of the ranks in ``directory``.
+
+    Args:
+        hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
+        computes_on_cpu: whether all work takes processor time.
+    """
+
+    def __init__(self, directory: Path, hang_timeout_s: float, *, computes_on_cpu: bool) -> None:
+        self._directory = directory
+        self._hang_timeout_s = hang_timeout_s
+        self._computes_on_cpu = computes_on_cpu
+        self._beats: dict[str, Beat] = {}
+        self._stopped: dict[int, float] = {}
+        self._progress = _Since(None, 0.0)
+        self._work = _Since(0.0, 0.0)
+        self._time = WatchedTime()
+        self._next_check_s = 0.0
+
+    def find_hang(self, ranks: Mapping[str, int], list_pids: Callable[[], Collection[int]]) -> tuple[str, str] | None:
+        """Return who hangs and how, None when nobody does.
+
+        Args:
+            ranks: pids of the running ranks by name.
+            list_pids: returns the pids of all running processes of the run.
+        """
+        now_s = self._time.now_s()
+        if now_s < self._next_check_s:
+            return None
+        self._next_check_s = now_s + _CHECK_INTERVAL_S
+        for name, pid in ranks.items():
+            self.listening_pid(name, ranks)
+            if processes.state(pid) != _STOPPED:
+                self._stopped.pop(pid, None)
+            elif now_s - self._stopped.setdefault(pid, now_s) >= STILLNESS_LIMIT_S:
+                return name, f"has been stopped for {now_s - self._stopped[pid]:.0f} s"
+        beat = self._beats.get("rank 0")
+        if beat is None:
+            return None
+        if self._progress.value != beat:
+            self._progress = _Since(beat, now_s)
+            self._work = _Since(-1.0, now_s)
+            return None
+        elapsed_s = now_s - self._progress.time_s
+        if 0 < self._hang_timeout_s < elapsed_s:
+            limit = f"run.hang_timeout_s is {self._hang_timeout_s:g}"
+            return "rank 0", f"has made no progress for {elapsed_s:.0f} s ({limit})"
+        if self._computes_on_cpu and self._is_still(beat, list_pids(), now_s):
+            idle_s = now_s - self._work.time_s
+            return "rank 0", f"waits in vain: no process of the run has done anything for {idle_s:.0f} s"
+        return None
+
+    def listening_pid(self, name: str, ranks: Mapping[str, int]) -> int | None:
+        """Return the pid of a running rank that has begun to beat, and so is prepared for our signals."""
+        beat = self._read(name)
+        # A file that an earlier process left does not count.
+        if beat is None or name not in ranks or beat.pid != ranks[name]:
+            return None
+        self._beats[name] = beat
+        return beat.pid
+
+    def activities(self) -> dict[str, str]:
+        """Return what each rank said last, by name."""
+        return {name: (self._read(name) or beat).activity for name, beat in self._beats.items()}
+
+    def _read(self, name: str) -> Beat | None:
+        return read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
+
+    def _is_still(self, beat: Beat, pids: Collection[int], now_s: float) -> bool:
+        used_s = sum(map(processes.cpu_time_s, pids))
+        idle_s = _IDLE_SHARE_PER_PROCESS * len(pids) * STILLNESS_LIMIT_S
+        is_waiting = beat.activity.endswith(_WAITS_FOR_VERIFIERS)
+        is_waiting = is_waiting or any(processes.state(pid) == _WAITS_FOR_DISK for pid in pids)
+        if is_waiting or abs(used_s - self._work.value) > idle_s:
+            self._work = _Since(used_s, now_s)
+        limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else STILLNESS_LIMIT_S
+        return now_s - self._work.time_s >= limit_s

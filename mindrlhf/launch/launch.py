@@ -1,0 +1,303 @@
+"""Starting the ranks of a run with ``msrun``, following them, and ending all of them whatever happens.
+
+Nothing here imports MindSpore: the launcher stays small beside the ranks. A single rank is started without
+``msrun``, which saves the start of a scheduler and of ``msrun`` itself (two more imports of MindSpore).
+"""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
+from mindrlhf.launch.health import HealthMonitor
+from mindrlhf.launch.logs import LogFollower
+from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
+from mindrlhf.system import heartbeat, processes
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_DUMP_TIME_S = 1.0
+_CLUSTER_VARIABLES = frozenset(
+    {"MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
+    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID"}
+)
+_CLUSTER_DEFAULTS = {
+    # Also the longest wait of a collective on CPU, so it must exceed the worst skew between ranks (one rank starts
+    # the rollout server, another may still compile). The launcher itself notices dead ranks, within a second.
+    "MS_NODE_TIMEOUT": "1800",
+    # Seconds between the messages by which ranks learn that the cluster stands (MindSpore's own default: 3 to 5).
+    "MS_RETRY_INTERVAL_LOWER": "1",
+    "MS_RETRY_INTERVAL_UPPER": "1",
+    # Ascend's default of 120 s is shorter than the start of a large model's rollout server.
+    "HCCL_CONNECT_TIMEOUT": "1800",
+}
+
+
+def launch(
+    command: Sequence[str],
+    num_workers: int,
+    log_dir: str | Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    master_port: int | None = None,
+    grace_s: float = 5.0,
+    out: TextIO | None = None,
+    hang_timeout_s: float = 0.0,
+    computes_on_cpu: bool = False,
+    lead_signals: Collection[int] = (),
+    advice: Callable[[], str] = lambda: "",
+) -> int:
+    """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
+
+    Rank ``i`` writes ``log_dir/worker_i.log``; rank 0's lines appear on ``out`` (default: standard output), other
+    ranks' warnings and errors after ``[rank i]``. When a rank fails or hangs (see :mod:`mindrlhf.launch.health`) or
+    this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGHUP and, after ``grace_s`` seconds, SIGKILL; so
+    does everything they have started. Children that other threads of this process start meanwhile count as the run's.
+
+    Args:
+        command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
+        num_workers: ranks on this machine; more than one goes through ``msrun``.
+        log_dir: made if missing; logs of an earlier launch in it are removed.
+        env: added to this process's environment for the ranks; wins over this launcher's defaults.
+        master_port: TCP port of the scheduler; a free one when None.
+        hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
+        computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
+        lead_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
+            instead of ending the run. SIGTERM is meant to have it end the run in its own time: the next signal is not
+            passed on.
+        advice: the last line of the report of a failure, asked for when there is one.
+
+    Returns:
+        0 when every rank ended with 0; the exit code of the first rank that failed (128 + signal number if a signal
+        killed it), 1 when one hung; 128 + signal number when interrupted. Cause and log are named on standard error.
+
+    Raises:
+        UserError: ``num_workers`` is below 1, or this interpreter has no ``msrun`` or no ``python`` beside it.
+        RunFailure: processes of the run could not be killed.
+    """
+    if num_workers < 1:
+        raise UserError(f"the number of workers is {num_workers}; give at least 1")
+    log_dir = Path(log_dir).absolute()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for stale in launch_files(log_dir):
+        stale.unlink()
+    environment = worker_environment(num_workers, env or {}) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
+    if num_workers == 1:
+        environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
+        argv, root_log = [sys.executable, *command], log_dir / "worker_0.log"
+    else:
+        argv = _msrun_argv(command, num_workers, log_dir, master_port or find_free_port())
+        root_log = log_dir / "msrun.log"
+    bystanders = {status.pid for status in processes.descendants(os.getpid())}
+    with processes.adopting_orphans(), _recorded_signals() as received:
+        with root_log.open("wb") as log_file:
+            root = _start(argv, environment, log_file)
+        run = _Watch(
+            RunProcesses(root, num_workers, log_dir, bystanders),
+            LogFollower({rank: log_dir / f"worker_{rank}.log" for rank in range(num_workers)}, out or sys.stdout),
+            HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu),
+            received,
+            lead_signals,
+            log_dir,
+            advice,
+        )
+        try:
+            return run.watch()
+        finally:
+            run.end(grace_s)
+
+
+def launch_files(log_dir: Path) -> list[Path]:
+    """Return what one launch leaves in ``log_dir``: the logs of its processes and their heartbeats."""
+    names = ("worker_*.log", "scheduler.log", "msrun.log", "heartbeat_*.json")
+    return [path for name in names for path in sorted(log_dir.glob(name))]
+
+
+def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the ranks: this process's, our defaults where nothing is set, and ``env`` over all."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _CLUSTER_VARIABLES}
+    num_cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, num_cores // num_workers)),
+        # Threads that spin while they wait take the cores that the other ranks and the rollout server need.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        **_CLUSTER_DEFAULTS,
+    }
+    environment = defaults | inherited | dict(env)
+    # msrun starts whatever `python` comes first on PATH.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    environment[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    return environment
+
+
+def find_free_port() -> int:
+    """Return a TCP port that is free now and that the kernel will not hand to another program's outgoing connection."""
+    first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
+    for port in random.SystemRandom().sample(candidates, k=len(candidates)):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise RunFailure(f"no free TCP port for the msrun scheduler among {len(candidates)} from 10000 on")
+
+
+def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int) -> list[str]:
+    bin_dir = Path(sys.executable).parent
+    for name in ("msrun", "python"):
+        if not (bin_dir / name).exists():
+            raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
+    return [
+        sys.executable,
+        str(bin_dir / "msrun"),
+        f"--worker_num={num_workers}",
+        f"--local_worker_num={num_workers}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={master_port}",
+        "--join=True",
+        f"--log_dir={log_dir}",
+        # Ranks from 0 on would be shown by processes of msrun's own; this one does not exist.
+        f"--tail_worker_log={num_workers}",
+        "python",
+        *command,
+    ]
+
+
+def _start(argv: list[str], environment: dict[str, str], log_file: BinaryIO) -> subprocess.Popen:
+    launcher_pid = os.getpid()
+    return subprocess.Popen(
+        argv,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log_file,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal reaches this process only, which then ends the ranks in order.
+        start_new_session=True,
+        preexec_fn=lambda: processes.die_with_parent(launcher_pid),
+    )
+
+
+@contextlib.contextmanager
+def _recorded_signals() -> Iterator[list[int]]:
+    """Yield a list that grows by the number of each of ``_SIGNALS`` this process receives meanwhile."""
+    received: list[int] = []
+    previous = {}
+    # Outside the main thread Python allows no handlers, and no signal is delivered there either.
+    with contextlib.suppress(ValueError):
+        for number in _SIGNALS:
+            previous[number] = signal.signal(number, lambda signal_number, _: received.append(signal_number))
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Watch:
+    """Follows the processes of one launch until they have ended, and says why when that was no good end."""
+
+    def __init__(
+        self,
+        run: RunProcesses,
+        follower: LogFollower,
+        health: HealthMonitor,
+        received_signals: list[int],
+        lead_signals: Collection[int],
+        log_dir: Path,
+        advice: Callable[[], str],
+    ) -> None:
+        self._run = run
+        self._follower = follower
+        self._health = health
+        self._received_signals = received_signals
+        self._lead_signals = lead_signals
+        self._log_dir = log_dir
+        self._advice = advice
+        self._num_handled_signals = 0
+        self._is_ending = False  # rank 0 was asked to end the run
+        self._start_s = time.monotonic()
+
+    def watch(self) -> int:
+        """Follow the run until every rank has ended well, one has failed or a signal came; return the exit code."""
+        while True:
+            self._run.update()
+            self._follower.poll()
+            for number in self._received_signals[self._num_handled_signals :]:
+                self._num_handled_signals += 1
+                if not self._handle(number):
+                    say(f"{signal.Signals(number).name} received: stopping all processes")
+                    return 128 + number
+            if (self._run.msrun_returncode or 0) < 0:
+                say(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
+                return exit_code(self._run.msrun_returncode)
+            if (culprit := self._run.find_culprit()) is not None:
+                return self._report_end(*culprit)
+            if self._run.is_complete:
+                return 0
+            if (returncode := self._run.msrun_returncode) is not None:
+                if returncode != 0:
+                    say(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
+                return exit_code(returncode)
+            if (hang := self._health.find_hang(self._run.rank_pids(), self._run.pids)) is not None:
+                return self._report_hang(*hang)
+            time.sleep(POLL_INTERVAL_S)
+
+    def end(self, grace_s: float) -> None:
+        """End every process of the run; a second signal cuts the grace short."""
+        patience = self._num_handled_signals + 1 if self._num_handled_signals else 2
+
+        def wait() -> bool:
+            self._follow_if_possible()
+            return len(self._received_signals) < patience
+
+        self._run.end(grace_s, wait)
+        self._follow_if_possible(final=True)
+
+    def _handle(self, number: int) -> bool:
+        """Return whether the run goes on after a signal."""
+        pid = self._health.listening_pid("rank 0", self._run.rank_pids())
+        if number in self._lead_signals and pid is not None and not self._is_ending:
+            self._is_ending = number == signal.SIGTERM
+            processes.signal_all([pid], number)
+            return True
+        return number == signal.SIGUSR1
+
+    def _follow_if_possible(self, *, final: bool = False) -> None:
+        # A closed terminal or pipe must not keep the processes alive.
+        with contextlib.suppress(OSError, ValueError):
+            self._follower.poll(final=final)
+
+    def _report_end(self, name: str, returncode: int) -> int:
+        if self._is_ending and returncode == 128 + signal.SIGTERM:
+            say("SIGTERM ended the run before it had anything to save")
+        else:
+            # The last lines of a failing rank may still be on their way to its log.
+            time.sleep(POLL_INTERVAL_S)
+            self._follower.poll()
+            self._report(name, describe_end(returncode), shows_log=returncode != UserError.exit_code)
+        return exit_code(returncode)
+
+    def _report_hang(self, name: str, how: str) -> int:
+        self._report(name, how, shows_log=False)
+        pids = self._run.rank_pids()
+        listening = [pid for rank in pids if (pid := self._health.listening_pid(rank, pids)) is not None]
+        processes.signal_all(listening, heartbeat.DUMP_SIGNAL)
+        # One that was stopped must go on to write its stacks.
+        processes.signal_all(listening, signal.SIGCONT)
+        time.sleep(_DUMP_TIME_S)
+        return RunFailure.exit_code
+
+    def _report(self, name: str, what: str, *, shows_log: bool) -> None:
+        elapsed_s = time.monotonic() - self._start_s
+        activities = self._health.activities()
+        log_path = self._log_dir / log_name(name)
+        say(failure_report(name, what, elapsed_s, activities, log_path, self._advice(), shows_log=shows_log))

@@ -1,0 +1,44 @@
+"""Starting a failed run again."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mindrlhf.launch.failure_report import is_worth_a_restart, say
+from mindrlhf.launch.launch import launch_files
+
+
+def run_with_restarts(
+    start: Callable[[bool], int], can_resume: Callable[[], bool], max_restarts: int, log_dir: Path, *, resume: bool
+) -> int:
+    """Start a run, and start it again when it fails, from its newest checkpoint or, without one, from the beginning.
+
+    Args:
+        start: starts the run, resuming if told so, and returns its exit code when it has ended.
+        can_resume: whether there is a checkpoint; asked before each restart.
+        max_restarts: how often to start again; mistakes of the user and interrupts are final.
+        log_dir: the logs of a failed attempt are kept in ``attempt_1`` and so on below it.
+        resume: whether the first start resumes.
+
+    Returns:
+        The exit code of the last attempt.
+    """
+    for restart in range(1, max_restarts + 1):
+        code = start(resume)
+        if not is_worth_a_restart(code):
+            return code
+        kept = _keep_logs(log_dir)
+        resume = can_resume()
+        where = "from the newest checkpoint" if resume else "from the beginning: there is no checkpoint yet"
+        say(f"restart {restart} of {max_restarts}, {where}; logs of the failed attempt: {kept}")
+    return start(resume)
+
+
+def _keep_logs(log_dir: Path) -> Path:
+    number = 1
+    while (log_dir / f"attempt_{number}").exists():
+        number += 1
+    kept = log_dir / f"attempt_{number}"
+    kept.mkdir(parents=True)
+    for path in launch_files(log_dir):
+        path.rename(kept / path.name)
+    return kept

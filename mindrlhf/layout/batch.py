@@ -1,0 +1,150 @@
+"""Batch arithmetic of a run: from prompts to optimiser updates, each line computed from the ones above it."""
+
+from dataclasses import dataclass
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
+from mindrlhf.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Counts of one step; those from ``num_rows_per_update`` on are upper bounds, reached when no two samples share
+    a row.
+
+    Attributes:
+        num_prompts: prompts drawn per step.
+        num_samples: responses sampled per step.
+        num_samples_per_replica: the share of one rollout server.
+        row_length: tokens of the longest row.
+        max_prompt_length: tokens that such a row leaves for the prompt.
+        num_samples_per_update: responses of one optimiser update.
+        num_rows_per_update: rows they are packed into, at most.
+        rows_per_micro_batch: rows of one micro-batch of one data-parallel rank.
+        num_micro_batches_per_rank: micro-batches that a data-parallel rank accumulates per update.
+        num_pieces: pieces that a micro-batch is cut into, which the pipeline works on at once.
+        rows_per_piece: rows of a piece.
+        num_updates: optimiser updates per step.
+        num_tokens_per_update: positions computed per update, over all ranks, padding rows included.
+        max_response_tokens: tokens sampled per step, at most.
+    """
+
+    num_prompts: int
+    num_samples: int
+    num_samples_per_replica: int
+    row_length: int
+    max_prompt_length: int
+    num_samples_per_update: int
+    num_rows_per_update: int
+    rows_per_micro_batch: int
+    num_micro_batches_per_rank: int
+    num_pieces: int
+    rows_per_piece: int
+    num_updates: int
+    num_tokens_per_update: int
+    max_response_tokens: int
+
+
+def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
+    """Count a step of ``config`` on ``data_parallel`` copies of the model.
+
+    Raises:
+        UserError: the row length is left to the data, or a micro-batch does not divide into pipeline pieces.
+    """
+    training, parallel = config.training, config.parallel_config
+    if not training.row_lengths:
+        raise UserError(
+            "'training.row_lengths' is empty, so the row length depends on the data, which a plan does not read: set "
+            f"it, for example training.row_lengths=[{2 * config.rollout.max_response_length}]"
+        )
+    num_pieces = parallel.micro_batch_num
+    if training.batch_size % num_pieces:
+        raise UserError(
+            f"'training.batch_size' is {training.batch_size}, which cannot be cut into "
+            f"parallel_config.micro_batch_num = {num_pieces} equal pieces: set it to "
+            f"{-(-training.batch_size // num_pieces) * num_pieces}"
+        )
+    row_length = max(training.row_lengths)
+    num_prompts = training.chunk_size * training.num_rollouts
+    num_samples = num_prompts * config.algorithm.num_generations
+    per_update = -(-num_samples // training.num_minibatches)
+    num_micro_batches = -(-per_update // (training.batch_size * data_parallel))
+    return BatchPlan(
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        num_samples_per_replica=-(-num_samples // config.rollout.num_replicas),
+        row_length=row_length,
+        max_prompt_length=row_length - config.rollout.max_response_length,
+        num_samples_per_update=per_update,
+        num_rows_per_update=per_update,
+        rows_per_micro_batch=training.batch_size,
+        num_micro_batches_per_rank=num_micro_batches,
+        num_pieces=num_pieces,
+        rows_per_piece=training.batch_size // num_pieces,
+        num_updates=training.num_minibatches * training.num_iterations,
+        num_tokens_per_update=num_micro_batches * data_parallel * training.batch_size * row_length,
+        max_response_tokens=num_samples * config.rollout.max_response_length,
+    )
+
+
+def check_pieces(layout: Layout, batch: BatchPlan) -> None:
+    """Check that there are pieces for every stage, and that rows divide over the ranks that share a sequence.
+
+    Raises:
+        UserError: they do not.
+    """
+    if batch.num_pieces < layout.pipeline_stage:
+        raise UserError(
+            f"'parallel_config.micro_batch_num' is {batch.num_pieces}, but a pipeline of {layout.pipeline_stage} "
+            f"stages needs at least {layout.pipeline_stage}: set it to that, and training.batch_size to a multiple"
+        )
+    parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
+    if batch.row_length % parts:
+        raise UserError(
+            f"'training.row_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share a "
+            f"sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
+            f"{-(-batch.row_length // parts) * parts}"
+        )
+
+
+def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> list[tuple[str, str, str]]:
+    """Return (what, value, how it was computed) for each count, in the order in which a step meets them."""
+    training, rollout = config.training, config.rollout
+    lines = [
+        ("prompts per step", f"{batch.num_prompts:,}", f"chunk_size {training.chunk_size} x num_rollouts "
+         f"{training.num_rollouts}"),
+        ("samples per step", f"{batch.num_samples:,}", f"{batch.num_prompts:,} prompts x num_generations "
+         f"{config.algorithm.num_generations}"),
+        ("samples per rollout server", f"{batch.num_samples_per_replica:,}", f"{batch.num_samples:,} / num_replicas "
+         f"{rollout.num_replicas}"),
+        ("response tokens per step, at most", f"{batch.max_response_tokens:,}", f"{batch.num_samples:,} x "
+         f"max_response_length {rollout.max_response_length:,}"),
+        ("prompt tokens, at most", f"{batch.max_prompt_length:,}", f"row length {batch.row_length:,} - "
+         f"max_response_length {rollout.max_response_length:,}"),
+        ("samples per update", f"{batch.num_samples_per_update:,}", f"{batch.num_samples:,} / num_minibatches "
+         f"{training.num_minibatches}"),
+        ("rows per update, at most", f"{batch.num_rows_per_update:,}", _row_words(config, batch)),
+        ("micro-batches per rank and update", f"{batch.num_micro_batches_per_rank:,}",
+         f"{batch.num_rows_per_update:,} rows / (batch_size {training.batch_size} x data_parallel {data_parallel}), "
+         "rounded up"),
+    ]  # fmt: skip
+    if batch.num_pieces > 1:
+        lines.append(
+            ("rows per piece", f"{batch.rows_per_piece:,}", f"batch_size {training.batch_size} / "
+             f"micro_batch_num {batch.num_pieces}")
+        )  # fmt: skip
+    lines += [
+        ("positions per update, at most", f"{batch.num_tokens_per_update:,}",
+         f"{batch.num_micro_batches_per_rank:,} x {data_parallel} ranks x {training.batch_size} rows x "
+         f"{batch.row_length:,} tokens"),
+        ("updates per step", f"{batch.num_updates:,}", f"num_minibatches {training.num_minibatches} x num_iterations "
+         f"{training.num_iterations}"),
+    ]  # fmt: skip
+    return lines
+
+
+def _row_words(config: GrpoConfig, batch: BatchPlan) -> str:
+    if not config.training.pack:
+        return "one sample per row (training.pack is false)"
+    half = -(-batch.num_samples_per_update // 2)
+    return f"one sample per row; about {half:,} if samples fill half a row"

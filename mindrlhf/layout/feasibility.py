@@ -1,0 +1,65 @@
+"""Whether a model can be cut by a config, checked before anything is compiled; each refusal names the fix."""
+
+from mindrlhf.algorithms import policy_losses
+from mindrlhf.config.presets import correction_weight
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.errors import UserError
+from mindrlhf.layout.batch import BatchPlan, check_pieces, plan_batch
+from mindrlhf.layout.layout import Layout, check_divisible
+from mindrlhf.specs import ModelDims
+
+
+def is_split(parallel: ParallelSection) -> bool:
+    """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on slices."""
+    sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
+    return max(sizes) > 1 or parallel.enable_parallel_optimizer
+
+
+def check_tokens_only(config: GrpoConfig, context_parallel: int) -> None:
+    """Check that nothing in the loss spans a response: under context parallelism a rank has parts of each.
+
+    The weights of `algorithm.aggregation` and the KL term are of tokens, whatever the mode.
+
+    Raises:
+        UserError: naming the key at fault and what to take instead.
+    """
+    loss, correction = config.algorithm.loss, config.correction
+    spanning = {
+        f"'algorithm.loss' is {loss}": (policy_losses.traits(loss).ratio == "sequence", "ppo_clip, say"),
+        "'correction.weight' is sequence": (correction_weight(config) == "sequence", "token or none"),
+        f"'correction.mask' is {correction.mask}": (correction.mask in ("sequence", "geometric"), "token or none"),
+        f"'correction.veto' is {correction.veto:g}": (correction.veto > 0, "0"),
+    }
+    for what, (is_spanning, instead) in spanning.items():
+        if is_spanning:
+            raise UserError(
+                f"'parallel_config.context_parallel' is {context_parallel}, which splits responses, but {what}, which "
+                f"needs whole ones: set context_parallel to 1, or the other to {instead}"
+            )
+
+
+def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> BatchPlan:
+    """Check that the training step of ``config`` can be compiled for ``layout``; return its batch arithmetic.
+
+    Raises:
+        UserError: heads, layers, vocabulary, rows or experts do not divide; or the loss cannot be split this way.
+    """
+    check_divisible(dims, layout)
+    batch = plan_batch(config, layout.data_parallel)
+    check_pieces(layout, batch)
+    if dims.tied and layout.pipeline_stage > 1:
+        raise UserError(
+            f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "
+            "embedding (tie_word_embeddings), which MindSpore's pipeline cannot share between stages here: set it to 1"
+        )
+    if layout.context_parallel > 1:
+        check_tokens_only(config, layout.context_parallel)
+    interleaves = config.parallel_config.micro_batch_interleave_num
+    if batch.rows_per_piece % interleaves:
+        raise UserError(
+            f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a piece has {batch.rows_per_piece} "
+            f"rows (training.batch_size / micro_batch_num): set training.batch_size to a multiple of "
+            f"{interleaves * batch.num_pieces}"
+        )
+    return batch

@@ -1,0 +1,136 @@
+"""A sharded directory written by the ranks that hold its slices: nothing is gathered.
+
+Every rank writes its own file, and one of them the rest; who calls them knows when all are done. It has checksums of
+slices only, since no array was ever whole; `mindrlhf weights reshard` and `merge` read it like any other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mindrlhf.layout.layout import Layout
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.shards.strategy_files import write_strategy_directory
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.convert import file_dtype, without_drafts
+from mindrlhf.weights.hf import SHARDED_NAME
+from mindrlhf.weights.shard_files import ShardWriter
+from mindrlhf.weights.sharded import (
+    GLOBAL_STEP_NAME,
+    RANK_MANIFEST_NAME,
+    STATE_PREFIXES,
+    STRATEGY_NAME,
+    ShardedArray,
+    ShardedManifest,
+    rank_file,
+    write_json,
+)
+
+_FILE_FORMAT = "safetensors"
+
+
+def plan_saving(
+    hf_config: dict, layouts: Sequence[ParameterLayout], layout: Layout, dtype: str, *, with_state: bool
+) -> ShardedManifest:
+    """Describe a directory that the ranks of a run are about to write.
+
+    Args:
+        hf_config: the model's config.json.
+        layouts: of its parameters.
+        layout: that they come from.
+        dtype: name of the parameters' dtype.
+        with_state: AdamW's moments and step count are among the arrays.
+    """
+    spec = find_spec(hf_config)
+    rules = {rule.mf_name: rule for rule in spec.rules(spec.dims(hf_config))}
+    arrays, tensors = {}, {}
+    for one in layouts:
+        rule = rules[one.name]
+        arrays[one.name] = ShardedArray(file_dtype(rule, dtype) or dtype, one)
+        tensors |= dict.fromkeys(rule.hf_names, (arrays[one.name].dtype, ""))
+    if with_state:
+        trained = {name: rule.trained for name, rule in rules.items()}
+        arrays |= {one.name: ShardedArray("float32", one) for one in state_layouts(layouts, trained)}
+        arrays[GLOBAL_STEP_NAME] = ShardedArray("int32", step_layout(layout))
+    manifest = ShardedManifest("", str(layout), _FILE_FORMAT, layout.world_size, arrays, tensors)
+    identity = json.dumps([manifest.to_json(), hf_config], sort_keys=True)
+    return replace(manifest, plan=hashlib.sha256(identity.encode()).hexdigest())
+
+
+def step_layout(layout: Layout) -> ParameterLayout:
+    """How AdamW's step count lies on the ranks: whole on each."""
+    return ParameterLayout(GLOBAL_STEP_NAME, (1,), tuple(range(layout.pipeline_stage)), layout.device_matrix, (-1,))
+
+
+def write_rank(
+    directory: Path, manifest: ShardedManifest, rank: int, slices: Iterable[tuple[str, np.ndarray]]
+) -> dict[str, str]:
+    """Write what a rank holds, one array at a time; its file appears whole or not at all.
+
+    Args:
+        directory: made when it is missing; other ranks may write to it at the same time.
+        manifest: of :func:`plan_saving`, the same on all ranks.
+        rank: the writer.
+        slices: (name, array) of every array of the manifest that the rank holds, in any order; bfloat16 as uint16.
+
+    Returns:
+        The checksum of its file, XXH3-64 in hex, by path below ``directory``; empty unless the slices came in the
+        order of ``manifest.infos_of_rank``.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    infos = manifest.infos_of_rank(rank)
+    path = rank_file(directory, rank, manifest.file_format)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(path, infos, manifest.file_format)
+    try:
+        entries = {}
+        for name, array in slices:
+            box = manifest.arrays[name].layout.slice_of(rank)
+            entries[name] = {
+                "offset": [part.start for part in box],
+                "shape": list(array.shape),
+                "checksum": writer.write(name, np.ascontiguousarray(array)),
+                "whole": "",
+            }
+        assert entries.keys() == infos.keys(), f"rank {rank} did not give {sorted(infos.keys() ^ entries.keys())[:3]}"
+        content = {"plan": manifest.plan, "rank": rank, "size_bytes": writer.size_bytes, "tensors": {}}
+        write_json(path.parent / RANK_MANIFEST_NAME, {**content, "arrays": entries})
+        checksum = writer.finish()
+    finally:
+        writer.discard()
+    return {path.relative_to(directory).as_posix(): checksum} if checksum else {}
+
+
+def finish_saving(
+    directory: Path,
+    manifest: ShardedManifest,
+    hf_config: dict,
+    layouts: Sequence[ParameterLayout],
+    layout: Layout,
+) -> None:
+    """Make a directory whole that all ranks have written to: config.json, strategy files, and last its manifest.
+
+    Raises:
+        UserError, OSError: the disk refuses.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "config.json", without_drafts(hf_config))
+    dims = find_spec(hf_config).dims(hf_config)
+    write_strategy_directory(directory / STRATEGY_NAME, dims, layout, layouts)
+    write_json(directory / SHARDED_NAME, manifest.to_json())
+
+
+def held_slices(layouts: Iterable[ParameterLayout], rank: int) -> list[ParameterLayout]:
+    """The layouts of what ``rank`` holds."""
+    return [one for one in layouts if rank // one.stage_size in one.stages]
+
+
+def state_layouts(layouts: Iterable[ParameterLayout], trained: Mapping[str, bool]) -> list[ParameterLayout]:
+    """How AdamW's moments lie on the ranks: like the trained parameters that they belong to."""
+    return [replace(one, name=prefix + one.name) for one in layouts if trained[one.name] for prefix in STATE_PREFIXES]

@@ -1,0 +1,233 @@
+"""Whole arrays, parameters and optimiser state, to be cut: from a Hugging Face directory or from slices."""
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindrlhf.errors import UserError
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.fuse import fuse_blocks
+from mindrlhf.weights.array_file import load_arrays
+from mindrlhf.weights.convert import (
+    check_checkpoint,
+    common_dtype,
+    file_dtype,
+    random_hf_weights,
+    with_dtype,
+    without_drafts,
+)
+from mindrlhf.weights.hf import (
+    SHARDED_NAME,
+    STORAGE_DTYPES,
+    SafetensorsDirectory,
+    convert_dtype,
+    read_hf_config,
+    read_json_object,
+)
+from mindrlhf.weights.shard_files import checksum
+from mindrlhf.weights.sharded import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory
+
+
+class ArraySource(Protocol):
+    """Where whole arrays come from.
+
+    Attributes:
+        directory: config.json and tokenizer files are copied from here.
+        spec, dims: the model.
+        hf_config: its config.json, as the sharded directory will have it.
+        dtypes: dtype name of every array, parameters first.
+        tensors: dtype name of every Hugging Face tensor.
+    """
+
+    directory: Path
+    spec: ModelSpec
+    dims: ModelDims
+    hf_config: dict
+    dtypes: dict[str, str]
+    tensors: dict[str, str]
+
+    def identity(self) -> Any:
+        """JSON-able; changes when the source does."""
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        """A whole array in MindFormers' layout, and the checksums of the Hugging Face tensors it was made of."""
+
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        """What ``rank`` holds of the array ``layout.name`` under that layout, in the dtype of the source."""
+
+    def release(self, name: str) -> None:
+        """Give back the memory that maps what an array was read from."""
+
+
+def open_source(directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
+    """Open a Hugging Face directory, or one of slices, whose optimiser state is in it.
+
+    Raises:
+        UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.weights.sharded.ShardedDirectory`.
+    """
+    if (Path(directory) / SHARDED_NAME).is_file():
+        return ShardedSource(directory)
+    return HuggingFaceSource(directory, optimizer_file=optimizer_file)
+
+
+class HuggingFaceSource:
+    """The parameters of a Hugging Face directory, fused as MindFormers wants them, and optimiser state.
+
+    Args:
+        hf_dir: model directory.
+        dtype: converts the parameters; None keeps each as it is.
+        optimizer_file: the optimizer.safetensors of a run's checkpoint.
+
+    Raises:
+        UserError: the directory does not fit its config.json, or the optimiser state does not fit the model.
+    """
+
+    def __init__(self, hf_dir: str | os.PathLike, dtype: str | None = None, optimizer_file: str | os.PathLike = ""):
+        self.directory = Path(hf_dir)
+        hf_config = read_hf_config(hf_dir)
+        self.spec = find_spec(hf_config)
+        self.dims = self.spec.dims(hf_config)
+        self.hf_config = with_dtype(hf_config, dtype) if dtype else without_drafts(hf_config)
+        self._files = SafetensorsDirectory(hf_dir)
+        check_checkpoint(self._files, self.spec, self.dims)
+        self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
+        self.tensors = {
+            name: file_dtype(rule, dtype) or self._files.info(name)[0]
+            for rule in self._rules.values()
+            for name in rule.hf_names
+        }
+        self.dtypes = {
+            name: file_dtype(rule, dtype) or common_dtype(self._files, rule.hf_names)
+            for name, rule in self._rules.items()
+        }
+        self._state = load_arrays(Path(optimizer_file)) if optimizer_file else {}
+        self._state_path = Path(optimizer_file)
+        if optimizer_file:
+            self._check_state()
+
+    def _check_state(self) -> None:
+        names = [prefix + name for name, rule in self._rules.items() if rule.trained for prefix in STATE_PREFIXES]
+        unknown = sorted(self._state.keys() - {*names, GLOBAL_STEP_NAME})
+        if unknown or not self._state:
+            raise UserError(
+                f"{self._state_path} has {unknown[0] if unknown else 'nothing'}, which is no optimiser state of this "
+                "model: give the optimizer.safetensors of the model's own checkpoint"
+            )
+        for name in (*names, GLOBAL_STEP_NAME):
+            if name not in self._state:
+                raise UserError(f"{self._state_path} lacks {name}: it is of another model, or damaged")
+            expected = (1,) if name == GLOBAL_STEP_NAME else self._rules[name.partition(".")[2]].mf_shape(self.dims)
+            if self._state.shape(name) != expected:
+                raise UserError(
+                    f"{self._state_path} has {name} of {list(self._state.shape(name))}, not {list(expected)}: it is of "
+                    "another model"
+                )
+            self.dtypes[name] = "int32" if name == GLOBAL_STEP_NAME else "float32"
+
+    def identity(self) -> Any:
+        paths = sorted(self.directory.glob("*.safetensors"))
+        paths += [self._state_path] if self._state else []
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        if name in self._state:
+            return self._state[name], {}
+        rule = self._rules[name]
+        checksums: dict[str, str] = {}
+
+        def read_tensor(hf_name: str) -> np.ndarray:
+            stored = self.tensors[hf_name]
+            original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name)[0], stored)
+            checksums[hf_name] = checksum(original)
+            return convert_dtype(original, stored, self.dtypes[name])
+
+        blocks = fuse_blocks(rule, self.dims, read_tensor)
+        if rule.num_experts == 1:
+            return np.ascontiguousarray(next(blocks)), checksums
+        whole = np.empty(rule.mf_shape(self.dims), STORAGE_DTYPES[self.dtypes[name]])
+        for place, block in zip(np.split(whole, rule.num_experts), blocks):
+            place[...] = block
+        return whole, checksums
+
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        whole, _ = self.read(layout.name)
+        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+
+    def release(self, name: str) -> None:
+        for hf_name in self._rules[name].hf_names if name in self._rules else ():
+            self._files.release(hf_name)
+
+
+class RandomSource:
+    """Random parameters of a model of which only config.json is needed; see `ArraySource`. Small models only.
+
+    Args:
+        directory: of config.json.
+        seed: see :func:`mindrlhf.weights.convert.random_hf_weights`.
+    """
+
+    def __init__(self, directory: str | os.PathLike, seed: int):
+        self.directory = Path(directory)
+        self.hf_config = read_hf_config(directory)
+        self.spec = find_spec(self.hf_config)
+        self.dims = self.spec.dims(self.hf_config)
+        self._seed = seed
+        self._tensors = dict(random_hf_weights(self.hf_config, seed))
+        self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
+        self.tensors = dict.fromkeys(self._tensors, "float32")
+        self.dtypes = dict.fromkeys(self._rules, "float32")
+
+    def identity(self) -> Any:
+        return [self._seed, self.hf_config]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        rule = self._rules[name]
+        whole = np.concatenate(list(fuse_blocks(rule, self.dims, self._tensors.__getitem__)))
+        return whole, {hf_name: checksum(self._tensors[hf_name]) for hf_name in rule.hf_names}
+
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        whole, _ = self.read(layout.name)
+        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+
+    def release(self, name: str) -> None:
+        """Nothing: the arrays are in memory."""
+
+
+def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
+    """The optimiser state of a sharded directory, whole, by name."""
+    return {
+        name: source.read(name)[0] for name in source.dtypes if name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))
+    }
+
+
+class ShardedSource:
+    """The arrays of a sharded directory, put together from its slices; see `ArraySource`."""
+
+    def __init__(self, directory: str | os.PathLike):
+        self._shards = ShardedDirectory(directory)
+        self.directory = Path(directory)
+        self.spec, self.dims, self.hf_config = self._shards.spec, self._shards.dims, self._shards.hf_config
+        self.dtypes = {name: array.dtype for name, array in self._shards.manifest.arrays.items()}
+        self.tensors = {name: dtype for name, (dtype, _) in self._shards.manifest.tensors.items()}
+        self._rules = {rule.mf_name: rule for rule in self._shards.rules()}
+
+    def identity(self) -> Any:
+        return [self._shards.manifest.plan, read_json_object(self.directory / SHARDED_NAME)["arrays"]]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        whole = self._shards.read_array(name)
+        rule = self._rules.get(name)
+        names = rule.hf_names if rule else ()
+        return whole, {hf_name: self._shards.manifest.tensors[hf_name][1] for hf_name in names}
+
+    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        if self._shards.manifest.arrays[layout.name].layout == layout:
+            return self._shards.read_slice(rank, layout.name)
+        whole, _ = self.read(layout.name)
+        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+
+    def release(self, name: str) -> None:
+        """Nothing: the slices were released when the array was put together."""

@@ -1,0 +1,85 @@
+"""How the tensors of a `ParameterRule` are fused into one MindFormers parameter and split again (NumPy only).
+
+The experts of a large model are gigabytes per layer, so both directions also exist as streams.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mindrlhf.specs import ModelDims, ParameterRule
+
+
+def fuse(rule: ParameterRule, dims: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Hugging Face tensors, in the order of `rule.hf_names`, as one MindFormers array (a view when nothing moves)."""
+    by_name = dict(zip(rule.hf_names, parts, strict=True))
+    blocks = list(fuse_blocks(rule, dims, by_name.__getitem__))
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+
+def fuse_blocks(rule: ParameterRule, dims: ModelDims, read: Callable[[str], np.ndarray]) -> Iterator[np.ndarray]:
+    """The MindFormers array in pieces to be stacked along the first axis: one per expert, or the whole.
+
+    Args:
+        read: returns the Hugging Face tensor of a name; called once for each, when its piece is due.
+    """
+    per_block = len(rule.hf_names) // rule.num_experts
+    for start in range(0, len(rule.hf_names), per_block):
+        yield _FUSE[rule.transform](dims, [read(name) for name in rule.hf_names[start : start + per_block]])
+
+
+def split(rule: ParameterRule, dims: ModelDims, fused: np.ndarray) -> list[np.ndarray]:
+    """The inverse of `fuse`; every array is contiguous, and a view of `fused` when nothing moves."""
+    return list(split_parts(rule, dims, fused))
+
+
+def split_parts(rule: ParameterRule, dims: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
+    """`split`, one array after the other."""
+    for block in np.split(fused, rule.num_experts):
+        yield from _SPLIT[rule.transform](dims, block)
+
+
+def _fuse_qkv(dims: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
+    grouped = [part.reshape(dims.num_kv_heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _split_qkv(dims: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
+    grouped = fused.reshape(dims.num_kv_heads, -1, *fused.shape[1:])
+    num_queries = dims.heads_per_group * dims.head_dim
+    bounds = ((0, num_queries), (num_queries, num_queries + dims.head_dim), (num_queries + dims.head_dim, None))
+    for bound in bounds:
+        yield np.ascontiguousarray(grouped[:, slice(*bound)]).reshape(-1, *fused.shape[1:])
+
+
+def _fuse_gate_up(_: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _split_gate_up(_: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
+    for offset in (0, 1):
+        yield np.ascontiguousarray(fused[offset::2])
+
+
+def _fuse_transposed(_: ModelDims, parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([part.T for part in parts], axis=1)
+
+
+def _split_transposed(num_parts: int) -> Callable[[ModelDims, np.ndarray], Iterator[np.ndarray]]:
+    return lambda _, fused: (np.ascontiguousarray(part.T) for part in np.split(fused, num_parts, axis=1))
+
+
+_FUSE = {
+    "copy": lambda _, parts: parts[0],
+    "qkv": _fuse_qkv,
+    "gate_up": _fuse_gate_up,
+    "expert_gate_up": _fuse_transposed,
+    "expert_down": _fuse_transposed,
+}
+_SPLIT = {
+    "copy": lambda _, fused: [fused],
+    "qkv": _split_qkv,
+    "gate_up": _split_gate_up,
+    "expert_gate_up": _split_transposed(2),
+    "expert_down": _split_transposed(1),
+}

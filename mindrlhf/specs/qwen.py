@@ -1,0 +1,126 @@
+"""Qwen2.5, Qwen3 and Qwen3 with experts."""
+
+from mindrlhf.errors import UserError
+from mindrlhf.specs.dims import ExpertDims, ModelDims, positive_int
+from mindrlhf.specs.model import ModelSpec
+from mindrlhf.specs.rules import (
+    BLOCK,
+    EMBEDDING,
+    EXPERTS,
+    FINAL_NORM,
+    INPUT_NORM,
+    LAYER,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROUTER,
+    ParameterRule,
+    norm,
+)
+
+
+def _query(dims: ModelDims) -> int:
+    return dims.num_heads * dims.head_dim
+
+
+def _key(dims: ModelDims) -> int:
+    return dims.num_kv_heads * dims.head_dim
+
+
+def _qwen3_experts(hf_config: dict) -> dict:
+    num_layers = positive_int(hf_config, "num_hidden_layers")
+    # transformers 5 writes the second name.
+    count_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    num_experts, num_active = (positive_int(hf_config, key) for key in (count_key, "num_experts_per_tok"))
+    if num_active > num_experts:
+        raise UserError(
+            f"config.json has num_experts_per_tok={num_active} and num_experts={num_experts}: "
+            "the first must not be larger"
+        )
+    step = hf_config.get("decoder_sparse_step", 1)
+    dense_layers = hf_config.get("mlp_only_layers") or ()
+    experts = ExpertDims(
+        num_experts=num_experts,
+        num_active=num_active,
+        intermediate_size=positive_int(hf_config, "moe_intermediate_size"),
+        shared_size=0,
+        layers=tuple((layer + 1) % step == 0 and layer not in dense_layers for layer in range(num_layers)),
+        score_function="softmax",
+        normalized=bool(hf_config.get("norm_topk_prob", False)),
+    )
+    return {"experts": experts}
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_QKV_WEIGHT = ParameterRule(
+    tuple(f"{LAYER}self_attn.{part}.weight" for part in _QKV),
+    f"{BLOCK}self_attention.linear_qkv.weight",
+    "qkv",
+    lambda dims: ((_query(dims), dims.hidden_size), (_key(dims), dims.hidden_size), (_key(dims), dims.hidden_size)),
+    shard_axis=0,
+)
+_QKV_BIAS = ParameterRule(
+    tuple(f"{LAYER}self_attn.{part}.bias" for part in _QKV),
+    f"{BLOCK}self_attention.linear_qkv.bias",
+    "qkv",
+    lambda dims: ((_query(dims),), (_key(dims),), (_key(dims),)),
+    shard_axis=0,
+)
+_QK_NORMS = tuple(
+    norm(
+        f"{LAYER}self_attn.{part}_norm.weight",
+        f"{BLOCK}self_attention.{part}_layernorm.weight",
+        lambda dims: dims.head_dim,
+    )
+    for part in ("q", "k")
+)
+_ATTENTION_OUTPUT = ParameterRule(
+    (f"{LAYER}self_attn.o_proj.weight",),
+    f"{BLOCK}self_attention.linear_proj.weight",
+    "copy",
+    lambda dims: ((dims.hidden_size, _query(dims)),),
+    shard_axis=1,
+)
+_QUANTIZED = {"quantization_config": "only checkpoints in float32, float16 or bfloat16 are read; dequantise it first"}
+_SLIDING_WINDOW = {"use_sliding_window": "sliding-window attention is not supported; use full attention"}
+_ATTENTION_BIAS = {"attention_bias": "Qwen3 with attention biases is not supported"}
+
+QWEN2 = ModelSpec(
+    name="qwen2",
+    hf_architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    mcore_options={"add_qkv_bias": True, "qk_layernorm": False},
+    parameter_rules=(
+        EMBEDDING,
+        INPUT_NORM,
+        _QKV_WEIGHT,
+        _QKV_BIAS,
+        _ATTENTION_OUTPUT,
+        MLP_NORM,
+        *MLP,
+        FINAL_NORM,
+        OUTPUT,
+    ),
+    unsupported={**_SLIDING_WINDOW, **_QUANTIZED},
+)
+
+_QWEN3_ATTENTION = (EMBEDDING, INPUT_NORM, _QKV_WEIGHT, *_QK_NORMS, _ATTENTION_OUTPUT, MLP_NORM)
+
+QWEN3 = ModelSpec(
+    name="qwen3",
+    hf_architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
+    parameter_rules=(*_QWEN3_ATTENTION, *MLP, FINAL_NORM, OUTPUT),
+    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
+)
+
+QWEN3_MOE = ModelSpec(
+    name="qwen3_moe",
+    hf_architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
+    parameter_rules=(*_QWEN3_ATTENTION, *MLP, ROUTER, *EXPERTS, FINAL_NORM, OUTPUT),
+    unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
+    read_dims=_qwen3_experts,
+)

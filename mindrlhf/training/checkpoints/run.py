@@ -1,0 +1,257 @@
+"""When a run's state is saved, and how a run picks it up again; the lead rank's part."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.checkpoint.background import BackgroundWriter
+from mindrlhf.checkpoint.carried import CarriedSample, carried_records, load_carried, save_carried
+from mindrlhf.checkpoint.resume import check_resumable
+from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, StateWriter, read_state, write_state
+from mindrlhf.checkpoint.store import CheckpointStore
+from mindrlhf.config.critic_checks import needs_critic
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.training.checkpoints.requests import SaveRequests
+from mindrlhf.training.checkpoints.slices import SliceCheckpoints
+from mindrlhf.training.preflight import FINAL_NAME, check_free
+from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.team import Team
+
+AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run is: all that a checkpoint needs beside weights and optimiser."""
+
+    step: int = 0  # steps done
+    weights_version: int = 0  # versions published to the generator
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+    # JSON values that the algorithm keeps from step to step, such as the weight of the KL term.
+    algorithm_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Samples drawn but not yet trained on; a step replaces the list and does not change what is in it.
+    carried: list[CarriedSample] = dataclasses.field(default_factory=list)
+
+
+def save_dir(config: AnyConfig) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return Path(config.checkpoint.save_dir or Path(config.run.output_dir) / "checkpoints")
+
+
+def check_output(config: AnyConfig, *, resume: bool) -> None:
+    """Refuse to write over an earlier run, before the time is spent; remove an export that a killed run left half done.
+
+    Raises:
+        UserError: the run's directories hold a trained model, checkpoints that ``resume`` does not continue, or none
+            that it could continue.
+    """
+    output_dir = Path(config.run.output_dir)
+    check_free(output_dir / FINAL_NAME)
+    has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
+    if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
+        check_free(output_dir / CRITIC_NAME)
+    for name in (FINAL_NAME, CRITIC_NAME):
+        for unfinished in output_dir.glob(f".{name}.partial-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
+    if store.steps() and not resume:
+        raise UserError(
+            f"{store.path(store.steps()[-1])} is a checkpoint of an earlier run: continue it with --resume, or set "
+            "another run.output_dir or checkpoint.save_dir"
+        )
+    if resume and not store.steps():
+        raise _nothing_to_resume(store)
+
+
+def newest_checkpoint(config: AnyConfig) -> Path | None:
+    """Return the newest checkpoint of a run, not verified, None when there is none."""
+    store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
+    steps = store.steps()
+    return store.path(steps[-1]) if steps else None
+
+
+class RunCheckpoints:
+    """The checkpoints of one run: written when they are due, in the background, and read when it resumes.
+
+    Args:
+        stream: the order of the data.
+        requests: what signals ask for.
+    """
+
+    def __init__(self, config: AnyConfig, team: Team, stream: PromptStream | EpochSteps, requests: SaveRequests):
+        self._section = config.checkpoint
+        self._config = json.loads(json.dumps(dataclasses.asdict(config)))
+        self._seed = config.run.seed
+        self._team = team
+        self._stream = stream
+        self._requests = requests
+        self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
+        self._writer = BackgroundWriter()
+        # Where every rank holds a part of the model.
+        self._slices = SliceCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
+        self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
+        self._begun: tuple[RunState, list[CarriedSample]] | None = None
+        self._saved_step: int | None = None
+
+    def begin_step(self, progress: Progress) -> None:
+        """Remember where the run is, for a step that is broken off.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
+        if self._slices:
+            self._slices.settle(wait=False)
+        self._writer.check()
+        self._begun = self._state(progress), list(progress.carried)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run was asked to end."""
+        return self._requests.stop
+
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that a request to end breaks off; see :meth:`SaveRequests.interruptible`."""
+        return self._requests.interruptible()
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether a checkpoint is to be saved after the step just done: by plan, for its accuracy, or on request."""
+        every_steps = self._section.every_steps
+        is_planned = every_steps > 0 and progress.step % every_steps == 0
+        is_best = self._section.keep_best and _best_step(progress.evaluations) == progress.step
+        return is_planned or is_best or self._requests.save or self._requests.stop
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint of the whole run; it appears whole or not at all.
+
+        With ``checkpoint.asynchronous`` this returns when the state is copied, and an earlier write has ended.
+
+        Raises:
+            UserError: the disk has too little room, or an earlier checkpoint could not be written.
+        """
+        self._write(self._state(progress), list(progress.carried), _best_step(progress.evaluations))
+        if self._requests.save:
+            self._requests.save = False
+            print(f"mindrlhf: SIGUSR1: saving step {progress.step} in {self._store.path(progress.step)}", flush=True)
+        if self._requests.stop:
+            self._say_goodbye(progress.step)
+
+    def save_broken_off(self, progress: Progress) -> None:
+        """Write a checkpoint as of the beginning of a step that was broken off before it changed the weights."""
+        assert self._begun is not None and self._begun[0].step == progress.step, "no step was begun"
+        state, carried = self._begun
+        if self._saved_step != state.step:
+            self._write(state, carried, _best_step(progress.evaluations))
+        self._say_goodbye(state.step)
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
+        if self._slices:
+            self._slices.settle(wait=True)
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait as well, while a run ends that may have failed for another reason: an error becomes a warning."""
+        try:
+            self.wait()
+        except (UserError, RunFailure) as error:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+
+    def resume(self) -> Progress:
+        """Load the newest whole checkpoint into every rank.
+
+        Raises:
+            UserError: there is none, or its config differs in what matters.
+        """
+        directory = self._store.latest()
+        if directory is None:
+            raise _nothing_to_resume(self._store)
+        state = read_state(directory)
+        check_resumable(state.config, self._config)
+        carried = load_carried(directory, state.carried)
+        self._team.call("restore", directory=str(directory))
+        self._stream.restore(state.prompt_stream)
+        self._saved_step = state.step
+        return Progress(
+            step=state.step,
+            # The loop publishes first, under the next number: that of the checkpoint.
+            weights_version=max(0, state.weights_version - 1),
+            evaluations=[Evaluation.from_json(values) for values in state.evaluations],
+            algorithm_state=state.algorithm_state,
+            carried=carried,
+        )
+
+    def _state(self, progress: Progress) -> RunState:
+        new = progress.evaluations[len(self._evaluations) :]
+        self._evaluations = self._evaluations + [evaluation.to_json() for evaluation in new]
+        return RunState(
+            step=progress.step,
+            weights_version=progress.weights_version,
+            seed=self._seed,
+            prompt_stream=self._stream.state(),
+            config=self._config,
+            evaluations=self._evaluations,
+            algorithm_state=copy.deepcopy(progress.algorithm_state),
+            carried=carried_records(progress.carried),
+        )
+
+    def _write(self, state: RunState, carried: list[CarriedSample], best_step: int | None) -> None:
+        size_bytes = self._team.lead.state_size_bytes()
+        size_bytes += sum(array.nbytes for sample in carried for array in sample.arrays.values())
+        self._store.check_space(size_bytes)
+        best_step = best_step if self._section.keep_best else None
+
+        checksums: dict[str, str] = {}
+        writing = self._store.writing(state.step, size_bytes, best_step, checksums)
+
+        def write_rest(directory: Path) -> None:
+            save_carried(directory, carried)
+            write_state(directory, state)
+
+        def write(write_model: StateWriter) -> None:
+            with writing as directory:
+                checksums.update(write_model(directory))
+                write_rest(directory)
+
+        self.wait()  # the copy that is still read is about to be overwritten
+        self._saved_step = state.step
+        if self._slices:
+            self._slices.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
+            if not self._section.asynchronous:
+                self.wait()
+        elif self._section.asynchronous:
+            write_copy = self._team.lead.capture()
+            self._writer.start(lambda: write(write_copy))
+        else:
+            write(self._team.lead.save)
+
+    def _say_goodbye(self, step: int) -> None:
+        self.wait()
+        where = self._store.path(step)
+        print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)
+
+
+def _best_step(evaluations: list[Evaluation]) -> int | None:
+    """Return the step of the best held-out accuracy after training began, the earliest of equals.
+
+    Only those on the prompts of the last evaluation count.
+    """
+    trained = [one for one in evaluations if one.step > 0 and one.is_comparable(evaluations[-1])]
+    scores = {evaluation.step: float(evaluation.scores.mean()) for evaluation in trained}
+    return max(scores, key=scores.__getitem__) if scores else None
+
+
+def _nothing_to_resume(store: CheckpointStore) -> UserError:
+    return UserError(f"there is no whole checkpoint to resume from in {store.save_dir}: leave out --resume")

@@ -1,0 +1,136 @@
+"""Checkpoints that all ranks write, each the slices it holds, while the next steps go on.
+
+The lead opens the checkpoint's temporary directory and asks every rank to begin; each copies its slices and writes the
+copy in a thread. At the following steps the lead asks who is done; when all are, it adds what is small, and a thread
+of its own puts the directory in place. Nothing but these calls passes between the ranks.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
+from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.errors import UserError
+from mindrlhf.training.replica_team import ReplicaTeam
+
+
+class SavesSlices:
+    """The part of a rank; its public methods are called through the team. A mixin that needs ``state_writer``."""
+
+    def __init__(self) -> None:
+        self._copies = CopyBuffers()
+        self._slice_writer = BackgroundWriter()
+        self._checksums: dict[str, str] = {}
+
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """Return the function that writes this rank's state; ``hold`` takes a name and its arrays first."""
+        raise NotImplementedError
+
+    def begin_saving(self, directory: str, copies: bool) -> None:
+        """Begin to write this rank's part of a checkpoint.
+
+        Args:
+            directory: of the checkpoint, the same on all ranks.
+            copies: write a copy, in a thread, so that the weights may change meanwhile; without, all is written when
+                this returns.
+
+        Raises:
+            UserError: the disk refused, now or when the part before was written.
+        """
+        if copies:
+            write = self.state_writer(self._copies.copy)
+            self._slice_writer.start(lambda: self._write_slices(write, Path(directory)))
+        else:
+            self._write_slices(self.state_writer(lambda _, arrays: arrays), Path(directory))
+
+    def is_saving(self) -> dict[str, Any]:
+        """Return whether this rank is still writing."""
+        return {"is_saving": self._slice_writer.is_running}
+
+    def end_saving(self) -> dict[str, Any]:
+        """Return the checksums of what was written, when it is; see :data:`StateWriter`.
+
+        Raises:
+            UserError: the disk refused.
+        """
+        self._slice_writer.wait()
+        return {"checksums": self._checksums}
+
+    def _write_slices(self, write: StateWriter, directory: Path) -> None:
+        try:
+            self._checksums = write(directory)
+        except OSError as error:
+            raise UserError(
+                f"slices cannot be written to {directory} ({error.strerror or error}): make room, or set "
+                "checkpoint.save_dir to another disk"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that ranks are writing."""
+
+    directory: Path
+    writing: contextlib.ExitStack  # whose end puts it in place, or removes it after an error
+    checksums: dict[str, str]
+    write_rest: Callable[[Path], None]
+
+
+class SliceCheckpoints:
+    """The part of the lead: at most one checkpoint is being written.
+
+    Args:
+        team: all ranks; their workers have :class:`SavesSlices`.
+        writer: runs what the lead need not wait for.
+    """
+
+    def __init__(self, team: ReplicaTeam, writer: BackgroundWriter):
+        self._team = team
+        self._writer = writer
+        self._pending: _Pending | None = None
+
+    def begin(
+        self,
+        writing: contextlib.AbstractContextManager[Path],
+        checksums: dict[str, str],
+        write_rest: Callable[[Path], None],
+        *,
+        copies: bool,
+    ) -> None:
+        """Have all ranks begin; returns when they have copied, or written, their slices.
+
+        Args:
+            writing: of :meth:`CheckpointStore.writing`, not entered, with these ``checksums``.
+            checksums: gets those of the slices.
+            write_rest: writes what the lead adds.
+            copies: see :meth:`SavesSlices.begin_saving`.
+
+        Raises:
+            UserError, RunFailure: the disk refuses, or a rank died.
+        """
+        assert self._pending is None, "a checkpoint is being written"
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(writing)
+            self._team.call("begin_saving", directory=str(directory), copies=copies)
+            self._pending = _Pending(directory, stack.pop_all(), checksums, write_rest)
+
+    def settle(self, *, wait: bool) -> None:
+        """Put the checkpoint in place, in the background, if all ranks have written their part, or ``wait`` for them.
+
+        Raises:
+            UserError, RunFailure: a rank could not write, or died; nothing of the checkpoint is left.
+        """
+        if self._pending is None:
+            return
+        if not wait and any(result["is_saving"] for result in self._team.call("is_saving")):
+            return
+        pending, self._pending = self._pending, None
+        with pending.writing as stack:
+            for result in self._team.call("end_saving"):
+                pending.checksums.update(result["checksums"])
+            pending.write_rest(pending.directory)
+            in_place = stack.pop_all()
+        self._writer.start(in_place.close)

@@ -1,0 +1,94 @@
+"""The key data of chosen steps, as the lead rank has them: samples, log-probabilities, advantages, loss."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.debugging.dump_files import StageDump
+from mindrlhf.debugging.dump_paths import CELL_LEVEL, KEY_DATA_LEVEL, rank_dir
+
+if TYPE_CHECKING:
+    from mindrlhf.rollout.samples import Sample
+    from mindrlhf.training.loop.guards import StepRecord
+    from mindrlhf.training.team import Team
+
+# What the ranks were given, by the stage that computed it; the rest was made for the update.
+_STAGE_OF = {"old_logprobs": "old_log_prob", "reference_logprobs": "reference"}
+
+
+class KeyData:
+    """Writes the key data of each step in the range, and has the ranks write their cells.
+
+    Args:
+        section: what to dump; ``enabled`` is true.
+        dump_dir: of the run.
+        team: the ranks, which keep the batches of a step until the next one.
+    """
+
+    def __init__(self, section: MsprobeSection, dump_dir: Path, team: "Team"):
+        self._section = section
+        self._dump_dir = dump_dir
+        self._team = team
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step, from 1, is dumped."""
+        return self._section.first_step <= step <= self._section.last_step
+
+    def begin(self, step: int) -> None:
+        """Have the ranks write the cells that the step runs; call it before they compute anything of it."""
+        if self._section.level == CELL_LEVEL:
+            self._team.call("begin_dump", step=step)
+
+    def finish(self, record: "StepRecord") -> None:
+        """Write the key data of a step, before its batches are gone.
+
+        Raises:
+            RunFailure: the disk refuses.
+        """
+        if self._section.level == CELL_LEVEL:
+            self._team.call("end_dump")
+        entries: dict[str, list[tuple[str, Any]]] = {stage: [] for stage in ("rollout", *_STAGE_OF.values(), "update")}
+        entries["rollout"] = _rollout(record.samples)
+        for name, responses in self._token_arrays(record).items():
+            entries[_STAGE_OF.get(name, "update")].append((name, responses))
+        for number, ranks in enumerate(record.results):
+            batch = record.batches[number % len(record.batches)]
+            loss = sum(float(share["statistics"][0]) for share in ranks)
+            entries["update"] += [
+                ("logprobs", batch.collect(ranks, "logprobs")),
+                ("loss", np.array(loss)),
+                ("grad_norm", np.array(float(ranks[0]["grad_norm"]))),
+            ]
+        for stage, values in entries.items():
+            if values and stage in self._section.stages:
+                dump = StageDump(rank_dir(self._dump_dir, stage, record.step, 0), KEY_DATA_LEVEL, self._section.task)
+                for name, value in values:
+                    dump.add_key_data(name, value)
+                dump.write()
+
+    def _token_arrays(self, record: "StepRecord") -> dict[str, list[np.ndarray]]:
+        """Return what the ranks were given for each generated token: name -> an array for each sample."""
+        found: dict[str, list[np.ndarray]] = {}
+        for position, batch in enumerate(record.batches):
+            shares = self._team.call("batch_arrays", batch=position)
+            prefix = "0.tokens."
+            for key in shares[0]:
+                if key.startswith(prefix):
+                    name = key.removeprefix(prefix)
+                    found.setdefault(name, []).extend(batch.collect(shares, f"tokens.{name}"))
+        return found
+
+
+def _rollout(samples: Sequence["Sample"]) -> list[tuple[str, Any]]:
+    return [
+        ("prompts", [sample.prompt for sample in samples]),
+        ("prompt_ids", [sample.prompt_ids for sample in samples]),
+        ("responses", [sample.completion for sample in samples]),
+        ("response_ids", [sample.response_ids for sample in samples]),
+        ("rollout_logprobs", [sample.rollout_logprobs for sample in samples]),
+        ("rewards", [dict(sample.rewards) for sample in samples]),
+        ("reward", np.array([sample.reward for sample in samples])),
+    ]

@@ -1,0 +1,123 @@
+"""What the config's algorithm makes of scored samples, on the lead rank: rewards, advantages, weights. NumPy."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindrlhf.algorithms import advantages
+from mindrlhf.algorithms.advantages import RewardBatch
+from mindrlhf.algorithms.aggregation import token_weights
+from mindrlhf.algorithms.kl_control import KlController, kl_estimate
+from mindrlhf.algorithms.overlong import complete, soft_punishment
+from mindrlhf.config.presets import is_corrected, is_on_policy
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.rollout.samples import Sample
+
+
+class Objective:
+    """The host's part of the algorithm; the graph's is built by :mod:`mindrlhf.training.worker.policy_loss`.
+
+    Attributes:
+        kl: controller of the KL coefficient; its state belongs in a checkpoint.
+    """
+
+    def __init__(self, config: GrpoConfig):
+        self._algorithm = config.algorithm
+        self._max_length = config.rollout.max_response_length
+        self._bypass = config.correction.bypass
+        self.is_corrected = is_corrected(config)
+        self._estimator = advantages.find(config.algorithm.advantage)
+        self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target, config.algorithm.kl_gain)
+        # A single update computes the log-probabilities before it changes the weights: they are the old ones.
+        self.needs_old_logprobs = not self._bypass and (not is_on_policy(config) or self.kl_in_reward)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities under the reference model are needed."""
+        return self._algorithm.beta > 0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the rewards of greedy responses are needed."""
+        return "baselines" in self._estimator.NEEDS
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the values of a critic are needed."""
+        return "values" in self._estimator.NEEDS
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL term is a part of the reward."""
+        return self.needs_reference and self._algorithm.kl_in == "reward"
+
+    def rewards(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Return the rewards that advantages are computed from, float64 [samples]."""
+        rewards = np.array([sample.reward for sample in samples], np.float64)
+        if self._algorithm.overlong_buffer:
+            buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
+            lengths = np.array([len(sample.response_ids) for sample in samples])
+            rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
+        return rewards
+
+    def sequences(self, samples: Sequence[Sample]) -> list[TokenSequence]:
+        """Return the token sequences of one optimiser update, with all values that no rank has to compute."""
+        lengths = np.array([sample.num_generated for sample in samples])
+        kept = np.ones(len(samples), bool)
+        if self._algorithm.overlong_filter:
+            kept = complete([sample.finish_reason for sample in samples])
+        weights = token_weights(lengths, kept, self._algorithm.aggregation, self._max_length)
+        sequences = []
+        for sample, weight in zip(samples, weights):
+            values = {"weights": np.full(sample.num_generated, weight, np.float32)}
+            if self.is_corrected:
+                values["rollout_logprobs"] = sample.rollout_logprobs
+            if self._bypass:
+                values["old_logprobs"] = sample.rollout_logprobs
+            sequences.append(TokenSequence(sample.prompt_ids, sample.response_ids, values, sample.is_generated))
+        return sequences
+
+    def penalties(
+        self, old_logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], float]:
+        """Return what the KL takes off the reward of each token, float64 [response] each, and the mean KL per token."""
+        estimator = self._algorithm.kl_estimator
+        estimates = [kl_estimate(*pair, estimator) for pair in zip(old_logprobs, reference_logprobs)]
+        return [self.kl.coefficient * part for part in estimates], float(np.concatenate(estimates).mean())
+
+    def advantages(
+        self,
+        samples: Sequence[Sample],
+        *,
+        penalties: Sequence[np.ndarray] | None = None,
+        baselines: np.ndarray | None = None,
+        values: Sequence[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
+        """Return the advantages of a whole step, float64 [generated tokens] for each sample.
+
+        Args:
+            samples: of all groups.
+            penalties: float64 [generated tokens] each, with KL in the reward.
+            baselines: float64 [samples], rewards of the greedy responses.
+            values: float64 [response] each, the critic's value before each token.
+        """
+        options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
+        return self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
+
+    def returns(
+        self, samples: Sequence[Sample], values: Sequence[np.ndarray], penalties: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Return what the critic learns of a whole step, float64 [response] for each sample; see ``advantages``."""
+        batch = self._batch(samples, penalties, None, values)
+        return self._estimator.targets(batch, gamma=self._algorithm.gamma, gae_lambda=self._algorithm.gae_lambda)
+
+    def _batch(self, samples, penalties, baselines, values) -> RewardBatch:
+        return RewardBatch(
+            rewards=self.rewards(samples),
+            group_ids=np.array([sample.group for sample in samples]),
+            lengths=np.array([sample.num_generated for sample in samples]),
+            penalties=penalties,
+            baselines=baselines,
+            values=values,
+        )

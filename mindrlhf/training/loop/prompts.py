@@ -1,0 +1,100 @@
+"""The lead rank's prompts and samples of a step."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.mindrecord import PromptFile, PromptRecord
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.observe.timing import StageTimer
+from mindrlhf.rollout.samples import Sample, Sampler
+from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.training.loop.dynamic_sampling import GroupSampling, StepSamples
+
+MAX_RECORDS_IN_MEMORY = 10_000
+
+
+class Drawing:
+    """Reads prompts in the stream's order and has their samples drawn and scored.
+
+    Args:
+        config: of the run.
+        prompts, stream: the prompts and their order.
+        sampler: draws and scores.
+        stop_token_ids: tokens that end a response.
+        timer: times ``data`` and ``rollout``.
+        interruptible: context in which a request to end breaks off a draw.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        prompts: PromptFile,
+        stream: PromptStream,
+        sampler: Sampler,
+        stop_token_ids: tuple[int, ...],
+        timer: StageTimer,
+        interruptible: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
+        self._config = config
+        self._prompts = prompts
+        self._stream = stream
+        self._sampler = sampler
+        self._timer = timer
+        self._interruptible = interruptible
+        self._groups = GroupSampling(config)
+        self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
+        self._sampling = SamplingParams(
+            max_tokens=config.rollout.max_response_length,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop_token_ids=stop_token_ids,
+        )
+
+    def read_small_file(self) -> None:
+        """Read the prompts into memory, unless they are many."""
+        if len(self._prompts) <= MAX_RECORDS_IN_MEMORY:
+            self._records = self._prompts.read(range(len(self._prompts)))
+
+    def draw(self, index: int, carried: Sequence[Sample], *, needs_greedy: bool) -> tuple[StepSamples, list[Sample]]:
+        """Return the samples of step ``index`` (from 0), and the likeliest response to each prompt if it is needed.
+
+        Args:
+            index: the step.
+            carried: samples that the step before left.
+            needs_greedy: whether to draw the likeliest responses.
+        """
+        records: list[PromptRecord] = []
+
+        def draw_round(num_prompts: int, first_group: int) -> list[Sample]:
+            with self._timer.stage("data"):
+                new = self._next_records(num_prompts)
+            records.extend(new)
+            return self._sample(new, index, self._config.algorithm.num_generations, self._sampling, first_group)
+
+        step = self._groups.collect(draw_round, carried)
+        if not needs_greedy:
+            return step, []
+        greedy = dataclasses.replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return step, self._sample(records, index, 1, greedy, 0)
+
+    def _next_records(self, num_prompts: int) -> list[PromptRecord]:
+        indices = self._stream.next(num_prompts)
+        if self._records:
+            return [self._records[index] for index in indices]
+        return self._prompts.read(indices)
+
+    def _sample(
+        self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
+    ) -> list[Sample]:
+        with self._timer.stage("rollout"), self._interruptible():
+            return self._sampler.draw(
+                records,
+                num_samples,
+                sampling,
+                (self._config.run.seed, index),
+                chunk_size=self._config.training.chunk_size,
+                first_group=first_group,
+            )

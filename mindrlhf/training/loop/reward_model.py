@@ -1,0 +1,81 @@
+"""A reward model as a part of the reward: the lead rank's view of the scorers that the ranks hold."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mindrlhf.config.sections import RewardSection
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.rewards.types import REWARD_MODEL_NAME
+from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.team import Team
+
+
+class RewardModel:
+    """Scores responses on all ranks: the reward is the score of the text that ends with the last response token.
+
+    Args:
+        team: the ranks, whose workers have a reward model; see
+            :meth:`mindrlhf.training.worker.actor.Actor.score_responses`.
+        rows: how responses become micro-batches.
+        reward: the section of the config.
+        uninterruptible: context in which nothing breaks off a call to the ranks.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        rows: RowOptions,
+        reward: RewardSection,
+        uninterruptible: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
+        self._team = team
+        self._rows = rows
+        self._weight = reward.model_weight
+        self._failure_value = reward.failure_value
+        self._uninterruptible = uninterruptible
+
+    def warm_up(self) -> None:
+        """Compile the scorer for every row length."""
+        for length in self._rows.row_lengths:
+            ids = np.zeros(1, np.int32)
+            rows = dataclasses.replace(self._rows, row_lengths=(length,))
+            self._score([TokenSequence(ids, ids, {})], rows)
+
+    def add_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with the part "reward_model", and its weighted value in the reward.
+
+        A score that is not finite is replaced by ``reward.failure_value`` and noted in ``failures``. Equal responses to
+        one prompt get the same score, to the last bit, though they may stand in rows that round differently.
+        """
+        texts = [(sample.prompt_ids.tobytes(), sample.response_ids.tobytes()) for sample in samples]
+        distinct = dict(zip(texts, samples))
+        sequences = [
+            TokenSequence(sample.prompt_ids, sample.response_ids, {}, sample.is_generated)
+            for sample in distinct.values()
+        ]
+        with self._uninterruptible():
+            scores = dict(zip(distinct, self._score(sequences, self._rows), strict=True))
+        return [self._rewarded(sample, scores[text]) for sample, text in zip(samples, texts)]
+
+    def _score(self, sequences: Sequence[TokenSequence], rows: RowOptions) -> list[float]:
+        batch = make_batch(sequences, rows)
+        shares = [batch.share(rank, self._team.world_size) for rank in range(self._team.world_size)]
+        results = self._team.call("score_responses", per_rank=shares)
+        return [float(response[-1]) for response in batch.collect(results, "scores")]
+
+    def _rewarded(self, sample: Sample, score: float) -> Sample:
+        failures = sample.failures
+        if not math.isfinite(score):
+            failures = {**failures, REWARD_MODEL_NAME: f"returned {score}, not a finite number"}
+            score = self._failure_value
+        return dataclasses.replace(
+            sample,
+            rewards={**sample.rewards, REWARD_MODEL_NAME: score},
+            reward=sample.reward + self._weight * score,
+            failures=failures,
+        )

@@ -1,0 +1,147 @@
+"""The batch of an update that was skipped, on disk: what ``mindrlhf replay`` works on.
+
+batch.safetensors   the rows of each micro-batch as every rank had them, and the log-probabilities it computed
+batch.json          everything else; see SkippedBatch
+"""
+
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.errors import UserError
+from mindrlhf.system.files import sync
+from mindrlhf.training.batch import unpack_share
+from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
+
+ARRAYS_NAME, INFO_NAME = "batch.safetensors", "batch.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SkippedBatch:
+    """One optimiser update that was not made."""
+
+    step: int
+    update: int  # number within the step, from 1
+    num_micro_batches: int
+    num_tokens: int  # what the loss divides by
+    kl_coefficient: float
+    loss: str  # text, since JSON has no name for what is not finite
+    grad_norm: str
+    weights: str  # digest of the weights it met (digest_weights), "" when unknown
+    placed: list[list[int]]  # per sample: micro-batch, row, first position, last + 1
+    samples: list[dict[str, Any]]  # "prompt", "completion" and "reward", in the order of ``placed``
+    config: dict[str, Any]  # the run's config
+
+
+def merge_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the arrays of all micro-batches under their number in the batch, from what each rank has of its own.
+
+    Args:
+        shares: by rank, "<index>.<name>" -> array; rank r's micro-batch i is number r + i * ranks of the batch.
+    """
+    merged = {}
+    for rank, share in enumerate(shares):
+        for place, array in share.items():
+            index, separator, name = place.partition(".")
+            if separator and index.isdigit():
+                merged[f"{rank + int(index) * len(shares)}.{name}"] = array
+    return merged
+
+
+def save_skipped(directory: Path, batch: SkippedBatch, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a batch; it appears whole or not at all, and replaces one that a resumed run left.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
+    temporary.mkdir(parents=True)
+    try:
+        infos = {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()}
+        save_arrays(temporary / ARRAYS_NAME, arrays.items(), infos)
+        with open(temporary / INFO_NAME, "w", encoding="utf-8") as file:
+            json.dump({"format_version": FORMAT_VERSION, **dataclasses.asdict(batch)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(temporary)
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.rename(temporary, directory)
+        sync(directory.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_skipped(directory: Path) -> tuple[SkippedBatch, list[PackedRows], list[np.ndarray]]:
+    """Read a batch: what is known of it, its micro-batches, and the log-probabilities [rows, length] of each.
+
+    Raises:
+        UserError: the directory holds no batch, or a damaged one.
+    """
+    try:
+        values = read_json_object(directory / INFO_NAME)
+    except DamagedDirectory as error:
+        raise UserError(f"{directory} holds no batch to replay ({error}): name a directory below skipped") from None
+    version = values.pop("format_version", None)
+    fields = {item.name for item in dataclasses.fields(SkippedBatch)}
+    if version != FORMAT_VERSION or values.keys() != fields:
+        raise UserError(f"{directory / INFO_NAME} is damaged or of another release (format version {version!r})")
+    batch, arrays = SkippedBatch(**values), load_arrays(directory / ARRAYS_NAME)
+    try:
+        header = {"num_micro_batches": batch.num_micro_batches, "num_tokens": batch.num_tokens}
+        micro_batches, _ = unpack_share({**header, **arrays})
+        logprobs = [arrays[f"{index}.logprobs"] for index in range(batch.num_micro_batches)]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{directory / ARRAYS_NAME} does not fit {INFO_NAME}: {error} is missing or wrong") from None
+    if wrong := _first_misfit(batch, micro_batches, logprobs):
+        raise UserError(f"{directory} is damaged: {wrong} is missing or wrong")
+    return batch, micro_batches, logprobs
+
+
+def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndarray]) -> str:
+    """Return what of a batch cannot be replayed, "" when all of it can."""
+    numbers = (batch.step, batch.update, batch.num_tokens)
+    if not (micro_batches and all(type(number) is int and number >= 0 for number in numbers)):
+        return "a number of steps, updates, micro-batches or tokens"
+    if not isinstance(batch.kl_coefficient, (int, float)) or not all(
+        isinstance(text, str) for text in (batch.loss, batch.grad_norm, batch.weights)
+    ):
+        return "kl_coefficient, loss, grad_norm or weights"
+    for rows, computed in zip(micro_batches, logprobs, strict=True):
+        arrays = [rows.input_ids, rows.segment_ids, rows.labels, rows.mask, computed, *rows.tokens.values()]
+        if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
+            return "a row"
+        if "advantages" not in rows.tokens:
+            return "an advantage"
+    if not (isinstance(batch.samples, list) and isinstance(batch.placed, list)):
+        return "the list of samples"
+    if len(batch.samples) != len(batch.placed) or not all(_is_sample(sample) for sample in batch.samples):
+        return "a sample"
+    return "" if all(_is_place(place, logprobs) for place in batch.placed) else "the place of a sample"
+
+
+def _is_sample(sample: Any) -> bool:
+    names = {"prompt": str, "completion": str, "reward": (int, float)}
+    return isinstance(sample, dict) and all(isinstance(sample.get(name), kind) for name, kind in names.items())
+
+
+def _is_place(place: Any, logprobs: Sequence[np.ndarray]) -> bool:
+    """Whether it is micro-batch, row, first position and last + 1 of a sequence that is not empty."""
+    if not (isinstance(place, list) and len(place) == 4 and all(type(number) is int for number in place)):
+        return False
+    number, row, first, last = place
+    if not 0 <= number < len(logprobs):
+        return False
+    num_rows, length = logprobs[number].shape
+    return 0 <= row < num_rows and 0 <= first < last <= length

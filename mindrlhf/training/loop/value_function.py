@@ -1,0 +1,109 @@
+"""The lead rank's part of a critic: values before the advantages, its updates after them, and its metrics."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.errors import RunFailure
+from mindrlhf.observe.timing import StageTimer
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.schedule import learning_rate
+from mindrlhf.training.team import Team
+
+# Returns that vary less than this are all equal: what is left is rounding.
+EQUAL_RETURNS_STD = 1e-8
+
+
+def critic_optimizer(config: GrpoConfig) -> OptimizerSection:
+    """Return the critic's optimiser options: those of the actor but for the learning rate."""
+    critic = config.critic
+    end_lr = critic.start_lr if critic.end_lr is None else critic.end_lr
+    return dataclasses.replace(config.optimizer, start_lr=critic.start_lr, end_lr=end_lr)
+
+
+class ValueFunction:
+    """The critic as the loop sees it; the ranks' part is :mod:`mindrlhf.training.worker.critic`.
+
+    Args:
+        config: of the run.
+        team: the ranks, whose worker is :class:`mindrlhf.training.worker.critic.ActorCritic`.
+        timer: times ``values`` and ``update_critic``.
+        num_steps: of the whole run.
+    """
+
+    def __init__(self, config: GrpoConfig, team: Team, timer: StageTimer, num_steps: int):
+        self._team = team
+        self._timer = timer
+        self._optimizer = critic_optimizer(config)
+        self._num_iterations = config.training.num_iterations
+        self._updates_per_step = config.training.num_minibatches * config.training.num_iterations
+        self._num_updates = num_steps * self._updates_per_step
+
+    def values(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """Return the value before each token, float64 [response] for each sample of all batches."""
+        values = []
+        with self._timer.stage("values"):
+            self._team.call("take_turn", model="critic")
+            for position, batch in enumerate(batches):
+                values += batch.collect(self._team.call("compute_values", batch=position), "values")
+        return [part.astype(np.float64) for part in values]
+
+    def update(self, batches: Sequence[Batch], index: int) -> dict[str, float]:
+        """Make the critic's updates of step ``index`` (from 0), for which the ranks have values and returns.
+
+        Returns:
+            The metrics: means over the updates.
+
+        Raises:
+            RunFailure: an update's loss or gradients are not finite.
+        """
+        losses, clip_fractions, norms = [], [], []
+        update = index * self._updates_per_step
+        with self._timer.stage("update_critic"):
+            for _ in range(self._num_iterations):
+                for position, batch in enumerate(batches):
+                    lr = learning_rate(self._optimizer, update, self._num_updates)
+                    results = self._team.call("update_critic", batch=position, lr=lr)
+                    loss, num_clipped = np.sum([result["statistics"] for result in results], axis=0)
+                    losses.append(loss)
+                    clip_fractions.append(num_clipped / batch.num_tokens)
+                    norms.append(self._check(results, index))
+                    update += 1
+            self._team.call("take_turn", model="actor")
+        return {
+            "value/loss": float(np.mean(losses)),
+            "value/clip_fraction": float(np.mean(clip_fractions)),
+            "value/grad_norm": float(np.mean(norms)),
+            "value/lr": lr,
+        }
+
+    def _check(self, results: Sequence[dict[str, Any]], index: int) -> float:
+        norm = results[0]["grad_norm"]
+        if not math.isfinite(norm):
+            raise RunFailure(
+                f"step {index + 1}: the gradient norm of the critic is {norm}, not finite, and it was not updated: "
+                "lower critic.start_lr, and look at value/loss in metrics.jsonl for the step where it began"
+            )
+        return norm
+
+
+def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return what the values that the advantages were computed with say of the critic.
+
+    Args:
+        values, returns: float64 [response] for each sample.
+
+    Returns:
+        "value/mean", and "value/explained_variance", 1 - Var(R - V) / Var(R) over all tokens: 1 is a critic that
+        foresees every return, 0 one that says the same of every state. It is left out where all returns are equal.
+    """
+    values, returns = np.concatenate(values), np.concatenate(returns)
+    metrics = {"value/mean": float(values.mean())}
+    if returns.std() > EQUAL_RETURNS_STD:
+        metrics["value/explained_variance"] = float(1.0 - (returns - values).var() / returns.var())
+    return metrics

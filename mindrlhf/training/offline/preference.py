@@ -1,0 +1,239 @@
+"""Learning from pairs of responses: direct preference optimisation, and reward models.
+
+Each update makes two passes: the first measures every response, from which the host computes the loss of the pairs
+and its derivatives; the second carries these back through the model.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import CoefficientLoss
+from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.config.schema import DpoConfig, RewardModelConfig
+from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.observe.trajectory import digest_arrays
+from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
+from mindrlhf.training.offline.run import run_rank
+from mindrlhf.training.preflight import RunInputs, check_preference_inputs
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.schedule import learning_rate
+from mindrlhf.training.team import Team
+from mindrlhf.training.worker.cells import check_finite
+from mindrlhf.training.worker.learner import Learner, load_model
+from mindrlhf.training.worker.scorer import load_scorer
+
+Config = DpoConfig | RewardModelConfig
+Objective = DpoObjective | RewardModelObjective
+BLOCK_PAIRS = 256  # pairs measured at a time outside of training
+
+
+class PreferenceLearner(Learner):
+    """The model of a preference run on one rank; its public methods are called through the team.
+
+    Args:
+        loss: :class:`mindrlhf.algorithms.losses.CoefficientLoss`.
+        reference: log-probabilities under the reference model, None when the run has no such model in memory.
+    """
+
+    def __init__(self, network: Any, loss: Any, config: Config, rank: Rank, reference: PolicyLogProbs | None):
+        super().__init__(network, loss, config.optimizer, rank, config.run.device)
+        self._reference = reference
+
+    def measure(self, name: str, **share: Any) -> dict[str, np.ndarray]:
+        """Return "<index>.outputs", float32 [rows, length], of each micro-batch under "policy" or "reference"."""
+        policy = self.policy if name == "policy" else self._reference
+        micro_batches, _ = unpack_share(share)
+        return {f"{index}.outputs": self.logprobs(policy, rows) for index, rows in enumerate(micro_batches)}
+
+    def update(self, lr: float, **share: Any) -> dict[str, Any]:
+        """Make one optimiser update from the "coefficients" of the tokens."""
+        micro_batches, _ = unpack_share(share)
+        for rows in micro_batches:
+            self.accumulate(rows, (rows.tokens["coefficients"],), 1)
+        return {"grad_norm": check_finite(self.apply(lr)), **self.process_statistics()}
+
+    def drop_reference(self) -> None:
+        """Free the reference model."""
+        self._reference = None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs as sequences, chosen 0, rejected 0, chosen 1, ..., and what the objective keeps of the reference."""
+
+    sequences: list[TokenSequence]
+    reference: np.ndarray | None = None  # float64 [responses]
+
+    def __len__(self) -> int:
+        return len(self.sequences) // 2
+
+    def take(self, indices: Sequence[int]) -> "Pairs":
+        """Return some of the pairs."""
+        responses = [2 * int(index) + side for index in indices for side in (0, 1)]
+        reference = None if self.reference is None else self.reference[responses]
+        return Pairs([self.sequences[response] for response in responses], reference)
+
+
+def run_preference_rank(config: Config, *, resume: bool = False) -> None:
+    """Do this rank's part of a preference run: the lead drives the loop, the others serve it.
+
+    Raises:
+        UserError, RunFailure: as the rooms raise them.
+    """
+    inputs = check_preference_inputs(config)
+    run_rank(
+        config,
+        lambda rank: _build_learner(config, inputs.row_lengths[-1], rank),
+        lambda team: PreferenceTrainer(config, inputs, team),
+        resume=resume,
+    )
+
+
+def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
+    model, run = config.model, config.run
+    if isinstance(config, RewardModelConfig):
+        network = load_scorer(model, model.path, run, length)
+        return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
+    network = load_model(model, model.path, run, length)
+    reference = None
+    if model.reference_path or config.dpo.reference == "live":
+        reference_network = load_model(model, model.reference_path or model.path, run, length)
+        reference = PolicyLogProbs(reference_network, 1.0, run.device)
+    loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
+    return PreferenceLearner(network, loss, config, rank, reference)
+
+
+class PreferenceTrainer:
+    """The steps of a run that trains on every pair ``preference.epochs`` times, or for ``run.max_steps`` steps.
+
+    See :class:`mindrlhf.training.offline.run.Trainer`; the items of a step are pairs.
+    """
+
+    def __init__(self, config: Config, inputs: RunInputs, team: Team):
+        self._config = config
+        self._team = team
+        preference = config.preference
+        self._rows = RowOptions(inputs.row_lengths, preference.batch_size, team.world_size, preference.pack)
+        is_dpo = isinstance(config, DpoConfig)
+        self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
+        self._reference_name = "reference" if is_dpo and config.model.reference_path else "policy"
+        self._reference_is_live = is_dpo and config.dpo.reference == "live"
+        self._pairs = self._with_reference(Pairs(read_pairs(inputs.prompts)))
+        self._held_out = self._with_reference(Pairs(read_pairs(inputs.held_out))) if inputs.held_out else None
+        held_out = self._held_out.sequences if self._held_out else []
+        self._held_out_digest = digest_arrays(ids for one in held_out for ids in (one.prompt_ids, one.response_ids))
+        if is_dpo and not self._reference_is_live:
+            team.call("drop_reference")
+        self.order = EpochSteps(len(self._pairs), preference.pairs_per_step, config.run.seed, config.data.shuffle)
+        self.num_steps = self.order.num_steps(preference.epochs, config.run.max_steps)
+
+    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+        """Make one optimiser update and return its metrics, measured before it."""
+        start_s = time.perf_counter()
+        metrics = self.update(self._pairs.take(items), learning_rate(self._config.optimizer, index, self.num_steps))
+        if self._config.observe.performance_stats:
+            metrics["timing/all"] = time.perf_counter() - start_s
+        return metrics
+
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        """Return the metrics of the held-out pairs before the first step, after the last, and when one is due."""
+        every = self._config.preference.eval_every_steps
+        is_due = progress.step in (0, self.num_steps) or (every and progress.step % every == 0)
+        if not self._held_out or not is_due:
+            return {}
+        metrics, accuracy = self._evaluate_held_out()
+        measured = {"pairs": self._held_out_digest, "step": progress.step, "accuracy": list(accuracy)}
+        state = progress.algorithm_state
+        # A resumed run may have been given other pairs.
+        if state.get("first_evaluation", {}).get("pairs") != self._held_out_digest:
+            state["first_evaluation"] = measured
+        state["last_evaluation"] = measured
+        return metrics
+
+    def summary(self, progress: Progress) -> str:
+        """Return the accuracy on held-out pairs before and after."""
+        if not self._held_out:
+            return ""
+        first, last = (progress.algorithm_state[f"{name}_evaluation"] for name in ("first", "last"))
+        accuracies = f"{_percentages(Interval(*last['accuracy']))} after"
+        if first["step"] != last["step"]:
+            when = f"at step {first['step']}" if first["step"] else "before"
+            accuracies = f"{_percentages(Interval(*first['accuracy']))} {when}, {accuracies}"
+        return f"preference accuracy on {len(self._held_out)} held-out pairs: {accuracies}"
+
+    def update(self, pairs: Pairs, lr: float) -> dict[str, float]:
+        """Make one optimiser update and return its metrics, measured before it."""
+        result = self._evaluate(pairs)
+        sequences = [
+            TokenSequence(sequence.prompt_ids, sequence.response_ids, {"coefficients": values.astype(np.float32)})
+            for sequence, values in zip(pairs.sequences, result.coefficients, strict=True)
+        ]
+        results = self._call("update", sequences, lr=lr)[1]
+        return {
+            **result.metrics(),
+            "grad_norm": results[0]["grad_norm"],
+            "lr": lr,
+            "recompiles": max(result["recompiles"] for result in results),
+            "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in results),
+        }
+
+    def _evaluate_held_out(self) -> tuple[dict[str, float], Interval]:
+        """Return the metrics of the held-out pairs, and their accuracy with its interval."""
+        parts = [self._evaluate(self._held_out.take(block)) for block in _blocks(len(self._held_out))]
+        fields = ("losses", "chosen_rewards", "rejected_rewards")
+        columns = [np.concatenate([getattr(part, field) for part in parts]) for field in fields]
+        result = PairResult(*columns, [])
+        return {f"eval/{name}": value for name, value in result.metrics().items()}, bootstrap_interval(result.is_right)
+
+    def _evaluate(self, pairs: Pairs) -> PairResult:
+        reference = pairs.reference
+        if self._reference_is_live:
+            reference = self._objective.summarise(self._measure("reference", pairs.sequences))
+        return self._objective.evaluate(self._measure("policy", pairs.sequences), reference)
+
+    def _with_reference(self, pairs: Pairs) -> Pairs:
+        """Measure all pairs under the reference model, which the policy still is when there is no other."""
+        if not self._objective.needs_reference or self._reference_is_live:
+            return pairs
+        parts = [
+            self._objective.summarise(self._measure(self._reference_name, pairs.take(block).sequences))
+            for block in _blocks(len(pairs))
+        ]
+        return Pairs(pairs.sequences, np.concatenate(parts))
+
+    def _measure(self, name: str, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        batch, results = self._call("measure", sequences, name=name)
+        return batch.collect(results, "outputs")
+
+    def _call(self, method: str, sequences: Sequence[TokenSequence], **arguments: Any):
+        batch = make_batch(sequences, self._rows)
+        shares = [batch.share(rank, self._team.world_size) for rank in range(self._team.world_size)]
+        return batch, self._team.call(method, per_rank=shares, **arguments)
+
+
+def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:
+    """Read a prompt file built with ``--task preference``: chosen 0, rejected 0, chosen 1, ..."""
+    sequences = []
+    for start in range(0, len(file), block):
+        for record in file.read(range(start, min(start + block, len(file)))):
+            for response_ids in (record.response_ids, record.rejected_ids):
+                sequences.append(TokenSequence(record.prompt_ids, response_ids, {}))
+    return sequences
+
+
+def _blocks(count: int) -> Iterator[range]:
+    return (range(start, min(start + BLOCK_PAIRS, count)) for start in range(0, count, BLOCK_PAIRS))
+
+
+def _percentages(interval: Interval) -> str:
+    return f"{interval.mean:.1%} ({interval.low:.1%} to {interval.high:.1%})"

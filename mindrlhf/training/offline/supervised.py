@@ -1,0 +1,137 @@
+"""Supervised fine-tuning on the cells of reinforcement learning; also the warm-up before it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import SupervisedLoss
+from mindrlhf.config.schema import SftConfig
+from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.packing import TokenSequence, plan_rows
+from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, unpack_share
+from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.offline.run import run_rank
+from mindrlhf.training.preflight import RunInputs, check_sft_inputs
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.schedule import learning_rate
+from mindrlhf.training.team import Team
+from mindrlhf.training.worker.cells import check_finite
+from mindrlhf.training.worker.learner import Learner, load_model
+
+
+class SupervisedLearner(Learner):
+    """The model of a supervised run on one rank; its public methods are called through the team."""
+
+    def __init__(self, network: Any, loss: SupervisedLoss, config: SftConfig, rank: Rank):
+        super().__init__(network, loss, config.optimizer, rank, config.run.device)
+
+    def update(self, lr: float, **share: Any) -> dict[str, Any]:
+        """Make one optimiser update; "statistics" [2] are this rank's part of the loss and its entropy sum."""
+        micro_batches, num_tokens = unpack_share(share)
+        statistics = [self.accumulate(rows, (), num_tokens)[0] for rows in micro_batches]
+        norm = check_finite(self.apply(lr))
+        return {"statistics": np.sum(statistics, axis=0), "grad_norm": norm, **self.process_statistics()}
+
+    def evaluate(self, **share: Any) -> dict[str, Any]:
+        """Return "logprob_sum", the summed log-probability of this rank's response tokens."""
+        micro_batches, _ = unpack_share(share)
+        return {"logprob_sum": sum(float(self.logprobs(self.policy, rows).sum()) for rows in micro_batches)}
+
+
+def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
+    """Do this rank's part of a supervised run: the lead drives the loop, the others serve it.
+
+    Raises:
+        UserError, RunFailure: as the rooms raise them.
+    """
+    inputs = check_sft_inputs(config)
+    run_rank(
+        config,
+        lambda rank: _build_learner(config, inputs.row_lengths[-1], rank),
+        lambda team: SupervisedTrainer(config, inputs, team),
+        resume=resume,
+    )
+
+
+def _build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
+    network = load_model(config.model, config.model.path, config.run, length)
+    loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device))
+    return SupervisedLearner(network, loss, config, rank)
+
+
+class SupervisedTrainer:
+    """The steps of a run that trains on every record ``supervised.epochs`` times, or for ``run.max_steps`` steps.
+
+    See :class:`mindrlhf.training.offline.run.Trainer`; the items of a step are rows.
+    """
+
+    def __init__(self, config: SftConfig, inputs: RunInputs, team: Team):
+        section = config.supervised
+        self._config = config
+        self._team = team
+        self._options = RowOptions(inputs.row_lengths, section.batch_size, team.world_size, section.pack)
+        self._sequences = read_sequences(inputs.prompts)
+        lengths = [sequence.num_tokens for sequence in self._sequences]
+        self._rows = plan_rows(lengths, self._options.row_lengths, pack=section.pack)
+        self._held_out = self._held_out_batch(inputs.held_out) if inputs.held_out else None
+        self.order = EpochSteps(len(self._rows), section.rows_per_step, config.run.seed, config.data.shuffle)
+        self.num_steps = self.order.num_steps(section.epochs, config.run.max_steps)
+
+    def step(self, index: int, items: np.ndarray) -> dict[str, float]:
+        """Make one optimiser update and return its metrics."""
+        start_s = time.perf_counter()
+        batch = batch_of_rows(self._sequences, [self._rows[item] for item in items], self._options)
+        lr = learning_rate(self._config.optimizer, index, self.num_steps)
+        metrics = _metrics(self._call("update", batch, lr=lr), batch, lr)
+        if self._config.observe.performance_stats:
+            metrics |= _performance(batch, time.perf_counter() - start_s, self._team.world_size)
+        return metrics
+
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        """Return the loss on held-out records after the last step."""
+        if not self._held_out or progress.step < self.num_steps:
+            return {}
+        results = self._call("evaluate", self._held_out)
+        return {"eval/loss": -sum(result["logprob_sum"] for result in results) / self._held_out.num_tokens}
+
+    def summary(self, progress: Progress) -> str:
+        """Nothing beyond the metrics."""
+        return ""
+
+    def _held_out_batch(self, file: Any) -> Batch:
+        sequences = read_sequences(file)
+        lengths = [sequence.num_tokens for sequence in sequences]
+        return batch_of_rows(sequences, plan_rows(lengths, self._options.row_lengths), self._options)
+
+    def _call(self, method: str, batch: Batch, **arguments: Any) -> list[dict[str, Any]]:
+        shares = [batch.share(rank, self._team.world_size) for rank in range(self._team.world_size)]
+        return self._team.call(method, per_rank=shares, **arguments)
+
+
+def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:
+    """Read every record of a prompt file built with ``--task sft``."""
+    sequences = []
+    for start in range(0, len(file), block):
+        for record in file.read(range(start, min(start + block, len(file)))):
+            sequences.append(TokenSequence(record.prompt_ids, record.response_ids, {}))
+    return sequences
+
+
+def _metrics(results: Sequence[dict[str, Any]], batch: Batch, lr: float) -> dict[str, float]:
+    loss, entropy = np.sum([result["statistics"] for result in results], axis=0)
+    return {
+        "loss": float(loss),
+        "entropy": float(entropy) / batch.num_tokens,
+        "grad_norm": results[0]["grad_norm"],
+        "lr": lr,
+        "recompiles": max(result["recompiles"] for result in results),
+        "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in results),
+    }
+
+
+def _performance(batch: Batch, elapsed_s: float, world_size: int) -> dict[str, float]:
+    num_tokens = sum(int((rows.segment_ids > 0).sum()) for rows in batch.micro_batches)
+    return {"timing/all": elapsed_s, "e2e_tps": num_tokens / world_size / elapsed_s}

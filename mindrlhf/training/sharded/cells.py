@@ -1,0 +1,198 @@
+"""The update of a model as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its outputs without them.
+
+MindSpore slices what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
+collectives. Micro-batches are cut into pieces inside the graph, as its pipeline scheduler demands.
+"""
+
+from collections.abc import Mapping
+
+import mindspore as ms
+from mindspore import lazy_inline, nn, ops
+from mindspore.nn.wrap.cell_wrapper import _MicroBatch, _VirtualDatasetCell
+from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.training.sharded.losses import ShardedLoss
+from mindrlhf.training.sharded.optimizer import WithholdableAdamW
+
+# Parameters of the update that are neither weights nor optimiser state.
+IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"
+
+
+class ParallelUpdate(nn.Cell):
+    """Gradients of a micro-batch of all ranks, and with the last one of an update, the update itself.
+
+    An update has as many calls as its rows need. What they find is added up in ``totals``, slices like AdamW's
+    moments; the call before which ``is_last`` was set to 1 measures the norm, clips, updates and clears. An update
+    whose norm or loss is not finite is withheld on every rank: weights, moments and step count stay as they are.
+
+    Args:
+        loss: the sharded loss.
+        optimizer: over the trained parameters.
+        max_grad_norm: 0 leaves the gradients as they are.
+        parallel: the layout, with `data_parallel` filled in.
+        num_replicas: how many ranks hold each slice of a parameter, by its name.
+        world_size: number of ranks.
+
+    Attributes:
+        is_last: 1 or 0, a parameter so that the host can set it between calls, as it sets the learning rate.
+        totals: gradients summed so far, float32.
+    """
+
+    def __init__(
+        self,
+        loss: ShardedLoss,
+        optimizer: WithholdableAdamW,
+        max_grad_norm: float,
+        parallel: ParallelSection,
+        num_replicas: Mapping[str, int],
+        world_size: int,
+    ):
+        super().__init__(auto_prefix=False)
+        self.network = _VirtualDatasetCell(split_into_micro_batches(loss, parallel))
+        self.network.set_train(True)
+        self.network.set_grad()
+        self.optimizer = optimizer
+        self.weights = optimizer.parameters
+        self.spans = optimizer.spans
+        self.max_grad_norm = max_grad_norm
+        self.accumulates = parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1
+        self.keeps_shards = parallel.enable_parallel_optimizer
+        # The compiler recognises accumulators by this prefix. It sums them over the ranks in each call, so they cannot
+        # be carried from one to the next.
+        self.accumulators = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+        self.totals = optimizer.clone_state(prefix="grad", init="zeros")
+        self.is_last = ms.Parameter(ms.Tensor([1.0], ms.float32), name=IS_LAST_NAME, requires_grad=False)
+        # 0, or not a number once a loss was not finite.
+        self.defect = ms.Parameter(ms.Tensor([0.0], ms.float32), name=DEFECT_NAME, requires_grad=False)
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.sens = ms.Tensor([1.0] * loss.num_statistics, ms.float32)
+        self.hyper_map = ops.HyperMap()
+        # The optimiser's part of the graph is not sliced by the compiler: gradients are the slices of this rank there.
+        self.shares = tuple(1.0 / num_replicas[weight.name] for weight in self.weights)
+        self.all_reduce = ops.AllReduce() if world_size > 1 else None
+
+    def construct(self, *inputs):
+        """Return the statistics, summed over pieces (zeros before the last stage), and the gradient norm so far [1]."""
+        statistics = self.network(*inputs)
+        gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
+        accumulated = gradients
+        if self.accumulates and not self.keeps_shards:
+            accumulated = ops.depend(self.accumulators, gradients)
+        totals = self._add(accumulated)
+        defect = self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+        norm = self._norm(totals, defect)
+        applies = self.is_last * ops.cast(ops.isfinite(norm), ms.float32)
+        scale = applies
+        if self.max_grad_norm > 0:
+            scale = ops.minimum(self.max_grad_norm / (norm + 1e-6), ops.ones_like(norm)) * applies
+        scale = ops.select(applies > 0.5, scale, ops.zeros_like(scale))
+        updated = self.optimizer(totals, scale, applies)
+        kept = self._multiply(self.totals, 1.0 - self.is_last, updated)
+        defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
+        statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
+        if self.accumulates:
+            statistics = ops.depend(statistics, self._multiply(self.accumulators, self.is_last * 0.0, statistics))
+        return statistics, norm
+
+    # What follows is outside of the network, where the graph is not sliced and the front end believes that gradients
+    # are whole: no shape may be written down, nor a constant in the shape of a gradient. Such as zeros_like gives would
+    # also be as large in the graph and on the device as the gradients: the compiler turns it into data.
+    #
+    # All goes from span to span of the parameters, as in WithholdableAdamW.
+
+    def _add(self, gradients):
+        """Add to the totals, in place, and return them."""
+        totals, done = (), ()
+        # Last parameters first, as the backward pass finds their gradients.
+        for start, stop in self.spans[::-1]:
+            done = self.hyper_map(_accumulate, self.totals[start:stop], ops.depend(gradients[start:stop], done))
+            totals = done + totals
+        return totals
+
+    def _norm(self, totals, defect):
+        squares = defect
+        for start, stop in self.spans:
+            parts = ops.depend(totals[start:stop], squares)
+            # A pipeline stage may have no parameter of a span, and a sum must have terms.
+            squares = ops.addn((squares,) + self.hyper_map(_square_share, self.shares[start:stop], parts))
+        return ops.sqrt(squares if self.all_reduce is None else self.all_reduce(squares))
+
+    def _multiply(self, targets, factor, done):
+        """Multiply by 0 or 1, in place, and make 0 what is not finite."""
+        for start, stop in self.spans:
+            multiply = ops.partial(_scale, ops.depend(factor, done))
+            done = self.hyper_map(multiply, targets[start:stop])
+        return done
+
+
+def _accumulate(total, gradient):
+    return ops.depend(total, ops.assign(total, total + ops.cast(gradient, ms.float32)))
+
+
+def _square_share(share, gradient):
+    """This rank's share [1] in the square of a gradient, slices of which several ranks hold."""
+    # Collectives take no scalars.
+    return ops.ExpandDims()(ops.ReduceSum()(ops.square(gradient), ()) * share, 0)
+
+
+def _scale(factor, target):
+    return ops.assign(target, ops.nan_to_num(ops.depend(target, factor), 0.0, 0.0, 0.0) * factor)
+
+
+class ParallelLogProbs(nn.Cell):
+    """Log-probabilities, or values, of the rows of all data-parallel ranks, as one semi-auto-parallel graph without
+    gradients.
+
+    Args:
+        policy: log-probabilities, or a critic; its operators sharded.
+        num_pieces: pieces that every rank's rows are cut into, which the stages of a pipeline work on in turn.
+    """
+
+    def __init__(self, policy: PolicyLogProbs | TokenScores, num_pieces: int):
+        super().__init__(auto_prefix=False)
+        self.network = _VirtualDatasetCell(_PieceByPiece(_FirstOutput(policy), num_pieces))
+        self.set_train(False)
+
+    def construct(self, input_ids, segment_ids, labels, mask):
+        """Return float32 [rows / pieces, length] for each piece, rank after rank; whole on ranks of the last stage."""
+        return self.network(input_ids, segment_ids, labels, mask)
+
+
+class _PieceByPiece(nn.Cell):
+    def __init__(self, network: nn.Cell, num_pieces: int):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.pieces = nn.CellList([_MicroBatch(num_pieces) for _ in range(num_pieces)])
+        self.num_pieces = num_pieces
+
+    def construct(self, input_ids, segment_ids, labels, mask):
+        if self.num_pieces == 1:
+            return (self.network(input_ids, segment_ids, labels, mask),)
+        outputs = ()
+        for index in range(self.num_pieces):
+            piece = self.pieces[index](index, input_ids, segment_ids, labels, mask)
+            outputs = (*outputs, self.network(*piece))
+        return outputs
+
+
+class _FirstOutput(nn.Cell):
+    # Without it the pipeline could not tell the pieces apart.
+    @lazy_inline
+    def __init__(self, policy: PolicyLogProbs | TokenScores):
+        super().__init__(auto_prefix=False)
+        self.policy = policy
+
+    def construct(self, input_ids, segment_ids, labels, mask):
+        return self.policy(input_ids, segment_ids, labels, mask)[0]
+
+
+def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
+    """Wrap ``network``, whose outputs are added up, so that its inputs are cut along their rows."""
+    if parallel.micro_batch_interleave_num > 1:
+        network = MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
+    if parallel.pipeline_stage > 1:
+        return Pipeline(network, parallel.micro_batch_num)
+    return GradAccumulation(network, parallel.micro_batch_num) if parallel.micro_batch_num > 1 else network

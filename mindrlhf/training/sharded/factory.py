@@ -1,0 +1,142 @@
+"""The semi-auto-parallel cells of a run: the one factory behind training, strategy files, plans and their tests."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from mindspore import nn
+from mindspore.nn.utils import no_init_parameters
+from mindspore.ops.operations import Morph
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.layout.layout import Layout, parameter_layouts
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.layout.rows import num_logprob_pieces
+from mindrlhf.models.causal_lm import CausalLM, build_model
+from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
+from mindrlhf.training.sharded.losses import ShardedLoss, ShardedPolicyLoss, ShardedValueLoss
+from mindrlhf.training.sharded.optimizer import WithholdableAdamW
+from mindrlhf.training.worker.cells import make_optimizer
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def layout_of(parallel: ParallelSection) -> Layout:
+    """Return the layout of a `parallel_config` whose `data_parallel` is filled in."""
+    sizes = (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel)
+    return Layout.from_config(parallel, math.prod(sizes))
+
+
+def build_policy(
+    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int, temperature: float
+) -> PolicyLogProbs:
+    """Return the log-probabilities of a model without data: its parameters get slices once a graph is compiled.
+
+    Args:
+        hf_config: its config.json.
+        model: dtypes and recomputation.
+        parallel: the layout, with `data_parallel` filled in.
+        row_length: longest row.
+        temperature: of sampling.
+
+    Raises:
+        UserError: the model is unknown, or cannot be cut this way.
+    """
+    with no_init_parameters():  # they would take the memory of the whole model
+        policy = PolicyLogProbs(_build_network(hf_config, model, parallel, row_length), temperature, "ascend")
+    _place_in_last_stage(policy, policy.token_logprobs, parallel)
+    return policy
+
+
+def build_value_model(
+    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int
+) -> TokenScores:
+    """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
+    with no_init_parameters():
+        critic = TokenScores(_build_network(hf_config, model, parallel, row_length), after_token=False)
+    _place_in_last_stage(critic, critic.projection, parallel)
+    return critic
+
+
+def _build_network(hf_config: dict, model: ModelSection, parallel: ParallelSection, row_length: int) -> CausalLM:
+    return build_model(
+        hf_config,
+        seq_length=row_length,
+        compute_dtype=model.compute_dtype,
+        param_dtype=model.param_dtype,
+        device="ascend",
+        parallel_config=dataclasses.asdict(parallel),
+        recompute=model.recompute,
+    )
+
+
+def _place_in_last_stage(model: nn.Cell, output: nn.Cell, parallel: ParallelSection) -> None:
+    if parallel.pipeline_stage > 1:
+        output.pipeline_stage = parallel.pipeline_stage - 1
+        _forget_side_effects(model)
+
+
+def build_logprobs(policy: PolicyLogProbs | TokenScores, parallel: ParallelSection) -> ParallelLogProbs:
+    """Return the cell that computes the log-probabilities of ``policy``, or a critic's values, without gradients."""
+    return ParallelLogProbs(policy, num_logprob_pieces(parallel))
+
+
+def _forget_side_effects(model: nn.Cell) -> None:
+    """Tell the compiler that the functions of local slices (Morphs) do no input or output, as it must assume.
+
+    It keeps such calls in order, over all stages; and the last stage of a pipeline without gradients, from which the
+    calls of the other stages are cut away, would not compile (MindSpore 2.9.0).
+    """
+    for _, cell in model.cells_and_names():
+        for value in vars(cell).values():
+            if isinstance(value, Morph):
+                value.del_prim_attr("side_effect_io")
+
+
+def build_update(
+    policy: PolicyLogProbs,
+    make_loss: Callable[[nn.Cell], nn.Cell],
+    options: OptimizerSection,
+    parallel: ParallelSection,
+) -> ParallelUpdate:
+    """Return the cell of an update of ``policy``.
+
+    Args:
+        policy: of :func:`build_policy`.
+        make_loss: builds a :class:`mindrlhf.algorithms.losses.PolicyLoss` over a policy.
+        options: of AdamW.
+        parallel: as for the policy.
+    """
+    shares = (parallel.data_parallel, parallel.context_parallel)
+    with no_init_parameters():
+        return _build_update(ShardedPolicyLoss(policy, make_loss, shares), options, parallel)
+
+
+def build_value_update(
+    critic: TokenScores, clip_range: float, options: OptimizerSection, parallel: ParallelSection
+) -> ParallelUpdate:
+    """Return the cell of an update of a critic.
+
+    Args:
+        critic: of :func:`build_value_model`.
+        clip_range: of :class:`mindrlhf.algorithms.value_loss.ValueLoss`.
+        options, parallel: of :func:`build_update`.
+    """
+    shares = (parallel.data_parallel, parallel.context_parallel)
+    with no_init_parameters():
+        return _build_update(ShardedValueLoss(critic, clip_range, shares), options, parallel)
+
+
+def _build_update(loss: ShardedLoss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:
+    network, layout = loss.policy.model, layout_of(parallel)
+    optimizer = make_optimizer(network.trainable_params(), options, WithholdableAdamW)
+    num_replicas = {one.name: one.num_replicas for one in network_layouts(network, layout)}
+    return ParallelUpdate(loss, optimizer, options.max_grad_norm, parallel, num_replicas, layout.world_size)
+
+
+def network_layouts(network: CausalLM, layout: Layout) -> list[ParameterLayout]:
+    """Return how the parameters of a model lie on the ranks; see :func:`mindrlhf.layout.layout.parameter_layouts`."""
+    element_bytes = _ELEMENT_BYTES[str(network.head_weight.dtype).lower()]
+    return parameter_layouts(network.spec, network.dims, layout, element_bytes)

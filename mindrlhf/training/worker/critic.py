@@ -1,0 +1,166 @@
+"""The critic of PPO on a rank, beside the actor: values of states, its own updates, its part of checkpoints."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.algorithms.value_loss import VALUE_INPUTS, ValueLoss
+from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateWriter
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.packing import PackedRows, padding_rows
+from mindrlhf.training.loop.value_function import critic_optimizer
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.worker.actor import Actor
+from mindrlhf.training.worker.learner import Learner
+from mindrlhf.training.worker.scorer import load_scorer
+
+
+class Critic(Learner):
+    """A scoring model that learns the value of the text before each response token."""
+
+    model_name, optimizer_name = CRITIC_NAME, CRITIC_OPTIMIZER_NAME
+
+    def values(self, rows: PackedRows) -> np.ndarray:
+        """Return the values of one micro-batch, float32 [rows, length], 0 outside the responses."""
+        self.count_compile("values", rows)
+        return self.logprobs(self.policy, rows)
+
+    def update(self, micro_batches: Sequence[PackedRows], num_tokens: int, lr: float) -> dict[str, Any]:
+        """Make one optimiser update.
+
+        Args:
+            micro_batches: with the tokens "values" and "returns".
+            num_tokens: response tokens of the whole update, over all ranks.
+            lr: learning rate.
+
+        Returns:
+            "statistics" float64 [2], sums over this rank's tokens (``VALUE_STATISTICS``), and "grad_norm", which is
+            not finite when there was no update; see :meth:`Learner.apply`.
+        """
+        total = np.zeros(2)
+        for rows in micro_batches:
+            total += self.accumulate(rows, [rows.tokens[name] for name in VALUE_INPUTS], num_tokens)[0]
+        return {"statistics": total, "grad_norm": self.apply(lr, loss=float(total[0]))}
+
+    def warm_up(self, rows: PackedRows) -> None:
+        """Compile the graphs for rows of weight 0."""
+        self.values(rows)
+        self.accumulate(rows, [rows.mask] * len(VALUE_INPUTS), 1)
+
+
+class Turns:
+    """Lets the models of a device take turns on it: the state of those not in use lies in the host's memory.
+
+    On a CPU, where both memories are one, nothing moves.
+
+    Args:
+        device: "cpu" or "ascend".
+        models: name -> the parameters of a model and of its training; all are on the device.
+    """
+
+    def __init__(self, device: str, models: Mapping[str, Sequence[ms.Parameter]]):
+        self._models = models if device != "cpu" else dict.fromkeys(models, ())
+        self._loaded = set(models)
+
+    def take(self, name: str) -> None:
+        """Make room for one model and bring it to the device."""
+        assert name in self._models, f"there is no model {name!r}"
+        for other in sorted(self._loaded - {name}):
+            for parameter in self._models[other]:
+                parameter._offload()  # MindSpore has no public form of it
+        if name not in self._loaded:
+            for parameter in self._models[name]:
+                parameter._load()
+        self._loaded = {name}
+
+
+class ActorCritic(Actor):
+    """Actor and critic on one rank; public methods are called through the team.
+
+    Args:
+        critic: the critic.
+        device, others: of :class:`mindrlhf.training.worker.actor.Actor`.
+    """
+
+    def __init__(self, critic: Critic, *, device: str, **others: Any):
+        super().__init__(device=device, **others)
+        self.critic = critic
+        reference = self._reference.model.get_parameters() if self._reference is not None else ()
+        self._turns = Turns(
+            device,
+            {"actor": [*self.state_parameters(), *reference], "critic": critic.state_parameters()},
+        )
+
+    def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
+        """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
+        self._turns.take("critic")
+        for length in row_lengths:
+            self.critic.warm_up(padding_rows((rows_per_micro_batch, length)))
+        self._turns.take("actor")
+        super().warm_up(row_lengths, rows_per_micro_batch, graphs)
+
+    def take_turn(self, model: str) -> None:
+        """Give the device to "actor" or "critic"."""
+        self._turns.take(model)
+
+    def compute_values(self, batch: int) -> dict[str, np.ndarray]:
+        """Fill in "values" for received batch number ``batch``.
+
+        Returns:
+            "<index>.values" float32 [rows, length] for each micro-batch.
+        """
+        results = {}
+        for index, rows in enumerate(self._batches[batch][0]):
+            results[f"{index}.values"] = rows.tokens["values"] = self.critic.values(rows)
+        return results
+
+    def update_critic(self, batch: int, lr: float) -> dict[str, Any]:
+        """Make one update of the critic from received batch number ``batch``; see :meth:`Critic.update`."""
+        return self.critic.update(*self._batches[batch], lr)
+
+    def process_statistics(self) -> dict[str, float]:
+        """Return the compilations of both models and the peak memory of this rank."""
+        own = super().process_statistics()
+        return {**own, "recompiles": own["recompiles"] + self.critic.process_statistics()["recompiles"]}
+
+    def export(self, directory: Path, tokenizer_dir: Any) -> None:
+        """Write the actor as a Hugging Face directory, and before it the critic beside it.
+
+        The actor comes last, since its directory marks a run as complete. A critic that is there already is one that a
+        run left when it was killed in between.
+        """
+        critic_directory = directory.parent / CRITIC_NAME
+        shutil.rmtree(critic_directory, ignore_errors=True)
+        self.critic.export(critic_directory, tokenizer_dir)
+        super().export(directory, tokenizer_dir)
+
+    def state_size_bytes(self) -> int:
+        """Return the size of a checkpoint of both models, in bytes."""
+        return super().state_size_bytes() + self.critic.state_size_bytes()
+
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """See :meth:`Learner.state_writer`; of both models."""
+        writers = (super().state_writer(hold), self.critic.state_writer(hold))
+
+        return lambda directory: writers[0](directory) | writers[1](directory)
+
+    def restore(self, directory: str) -> None:
+        """Load what ``save`` wrote."""
+        super().restore(directory)
+        self.critic.restore(directory)
+
+
+def build_critic(config: GrpoConfig, row_length: int, rank: Rank) -> Critic:
+    """Return the critic of a run.
+
+    Raises:
+        UserError: the model in ``critic.path`` does not fit.
+    """
+    network = load_scorer(config.model, config.critic.path, config.run, row_length)
+    loss = ValueLoss(TokenScores(network, after_token=False), config.critic.clip_range)
+    return Critic(network, loss, critic_optimizer(config), rank, config.run.device)

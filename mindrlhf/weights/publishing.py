@@ -1,0 +1,96 @@
+"""Which rank writes which part of which logical tensor to the weight board.
+
+A slice of a fused MindFormers parameter is a handful of boxes in Hugging Face tensors, so every rank writes what it
+holds where it belongs, without a gather: between them the ranks move each byte exactly once, the least that
+any transfer can do. Of several ranks that hold the same slice, the one with the least to write so far does it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.specs import ModelDims, ParameterRule
+from mindrlhf.specs.fuse import fuse
+from mindrlhf.weights.board import WeightBoard
+
+
+@dataclass(frozen=True)
+class PublishedSlice:
+    """A part of a rank's slice and its place.
+
+    Attributes:
+        hf_name: the logical tensor.
+        rows: what to take of the rank's slice along its first axis.
+        region: where it lies in the logical tensor.
+    """
+
+    hf_name: str
+    rows: slice | np.ndarray
+    region: tuple[slice, ...]
+
+
+def plan_publication(
+    layouts: Sequence[ParameterLayout], rules: Mapping[str, ParameterRule], dims: ModelDims, rank: int
+) -> dict[str, list[PublishedSlice]]:
+    """What ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once."""
+    writers = choose_writers(layouts)
+    return {
+        layout.name: published_slices(rules[layout.name], dims, layout.slice_of(rank))
+        for layout in layouts
+        if rank in writers[layout.name]
+    }
+
+
+def choose_writers(layouts: Sequence[ParameterLayout]) -> dict[str, tuple[int, ...]]:
+    """The ranks that write each parameter, one per distinct slice; largest parameters first, to even out the load."""
+    loads: dict[int, int] = {}
+    writers = {}
+    for layout in sorted(layouts, key=lambda layout: -np.prod(layout.slice_shape)):
+        chosen = []
+        for ranks in layout.replicas().values():
+            writer = min(ranks, key=lambda rank: (loads.get(rank, 0), rank))
+            loads[writer] = loads.get(writer, 0) + int(np.prod(layout.slice_shape))
+            chosen.append(writer)
+        writers[layout.name] = tuple(chosen)
+    return writers
+
+
+def published_slices(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ...]) -> list[PublishedSlice]:
+    """The parts of the logical tensors that lie in the slice ``held`` of a fused parameter.
+
+    Fusing permutes whole rows, so row numbers sent through it tell where each row came from.
+    """
+    num_rows = [shape[0] for shape in rule.shape(dims)]
+    sources = fuse(rule, dims, [np.full(count, part) for part, count in enumerate(num_rows)])[held[0]]
+    origins = fuse(rule, dims, [np.arange(count) for count in num_rows])[held[0]]
+    slices = []
+    for part, hf_name in enumerate(rule.hf_names):
+        (rows,) = np.nonzero(sources == part)
+        if len(rows):
+            first, last = int(origins[rows[0]]), int(origins[rows[-1]])
+            assert last - first == len(rows) - 1, f"{rule.mf_name}: its rows come from scattered rows of {hf_name}"
+            slices.append(PublishedSlice(hf_name, _as_slice(rows), (slice(first, last + 1), *held[1:])))
+    return slices
+
+
+def write_slices(
+    board: WeightBoard, publication: Mapping[str, Sequence[PublishedSlice]], arrays: Mapping[str, np.ndarray]
+) -> int:
+    """Write the planned parts of a rank's slices, ``arrays`` by MindFormers name, to the board; return the bytes."""
+    written_bytes = 0
+    for name, parts in publication.items():
+        for part in parts:
+            array = arrays[name][part.rows]
+            board.write(part.hf_name, array, part.region)
+            written_bytes += array.nbytes
+    return written_bytes
+
+
+def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
+    """Evenly spaced rows as a slice, which copies nothing."""
+    steps = np.unique(np.diff(rows))
+    if len(steps) > 1:
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1, int(steps[0]) if len(steps) else 1)

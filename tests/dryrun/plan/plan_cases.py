@@ -1,0 +1,23 @@
+"""Configs and plans that the tests of the plan share."""
+
+from functools import cache
+from pathlib import Path
+
+from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.dryrun.plan.plan import Machine, Plan, make_plan, read_model
+
+ROOT = Path(__file__).parents[3]
+DEVICE_BYTES = 64 * 10**9
+EXAMPLES = {"qwen2_5_7b_8npu": 8, "qwen2_5_32b_16npu": 16, "qwen3_30b_a3b_32npu": 32, "deepseek_v3_512npu": 512}
+
+
+def example(name: str) -> Path:
+    return ROOT / "examples" / "grpo" / f"{name}.yaml"
+
+
+@cache
+def plan_of(name: str, *overrides: str, world_size: int | None = None, device_bytes: int = DEVICE_BYTES) -> Plan:
+    """Plan an example with some keys changed."""
+    world_size = world_size or EXAMPLES[name]
+    config = load_grpo_config(example(name), overrides, world_size=world_size)
+    return make_plan(config, read_model(str(ROOT / config.model.path)), Machine(world_size, device_bytes, 8))

@@ -1,0 +1,175 @@
+"""Batch arithmetic, estimates and transfer volumes, each against numbers worked out in another way."""
+
+import json
+import math
+
+import pytest
+from plan_cases import DEVICE_BYTES, ROOT, example, plan_of
+
+from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logit_bytes
+from mindrlhf.dryrun.plan.compiled import step_estimate
+from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
+from mindrlhf.errors import UserError
+from mindrlhf.system.sizes import format_size, parse_size
+
+TOKENS = 4096
+
+
+def test_batch_arithmetic_by_hand():
+    batch = plan_of("qwen2_5_32b_16npu", "training.num_minibatches=2", "training.num_iterations=3").batch
+    assert (batch.num_prompts, batch.num_samples, batch.num_samples_per_replica) == (128, 1024, 512)
+    assert (batch.num_samples_per_update, batch.num_updates) == (512, 6)
+    # 512 rows in micro-batches of 8, each in 8 pieces of 1 row, on the only copy of the model.
+    assert (batch.num_micro_batches_per_rank, batch.num_pieces, batch.rows_per_piece) == (64, 8, 1)
+    assert batch.num_tokens_per_update == 512 * TOKENS
+    assert (batch.max_prompt_length, batch.max_response_tokens) == (1024, 1024 * 3072)
+
+
+def test_micro_batches_are_rounded_up():
+    batch = plan_of("qwen2_5_7b_8npu", "training.batch_size=3").batch
+    assert batch.num_micro_batches_per_rank == 171  # 1024 rows over 2 ranks of 3 rows: 170.7
+    assert batch.num_tokens_per_update == 171 * 2 * 3 * TOKENS
+
+
+def test_row_length_must_be_known():
+    with pytest.raises(UserError, match="training.row_lengths"):
+        plan_of("qwen2_5_7b_8npu", "training.row_lengths=[]")
+
+
+def test_activations_of_a_dense_layer_term_by_term():
+    plan = plan_of("qwen2_5_7b_8npu", "parallel_config.use_seq_parallel=false")
+    widths, layout = plan.model.widths[0], plan.layout
+    h, queries, keys, mlp, t = 3584, 28 * 128, 4 * 128, 18_944, 4
+    by_hand = (
+        2 * 4 * h  # inputs of both norms, float32
+        + 2 * 2 * h  # their outputs
+        + 2 * 2 * h  # results of attention and MLP
+        + (2 * queries * 2 + 2 * keys * 2) / t  # queries and keys before and after rotation
+        + (2 * keys + 2 * queries) / t  # values, attention output
+        + 28 * 2 * 8 * 4 / t  # softmax statistics
+        + 4 * 2 * mlp / t  # gate, up, activated gate, product
+    )
+    assert layer_bytes(widths, layout, TOKENS, 2) == by_hand * TOKENS
+    # With sequence parallelism all but the gathered outputs of the norms are cut.
+    parallel = plan_of("qwen2_5_7b_8npu").layout
+    saved = (2 * 4 * h + 2 * 2 * h) * (1 - 1 / t)
+    assert layer_bytes(widths, parallel, TOKENS, 2) == (by_hand - saved) * TOKENS
+    assert checkpoint_bytes(widths, parallel, TOKENS, 2) == TOKENS * h * 2 / t
+
+
+def test_activations_of_experts_and_latents():
+    widths = plan_of("deepseek_v3_512npu").model.widths
+    dense, routed = widths[0], widths[-1]
+    assert [one.num_experts for one in widths] == [0] * 3 + [256] * 58
+    assert (dense.mlp, routed.mlp, routed.shared, routed.expert) == (18_432, 0, 2048, 2048)
+    assert (routed.query, routed.key, routed.value) == (128 * 192, 128 * 192, 128 * 128)
+    assert routed.latents == 1536 + 512 + 64
+    layout = plan_of("deepseek_v3_512npu").layout
+    # Imbalance 1.5: eight copies of the token (7168 in and out, 4 x 2048 inside) at 2 bytes.
+    experts = 1.5 * 8 * (2 * 7168 + 4 * 2048) * 2 + 4 * 2048 * 2 + 2 * 256 * 4
+    without = layer_bytes(dense, layout, TOKENS, 2) - TOKENS * 4 * 18_432 * 2 / 8
+    assert layer_bytes(routed, layout, TOKENS, 2) == pytest.approx(without + TOKENS * experts / 8, rel=1e-6)
+
+
+def test_pipeline_stages_keep_as_many_pieces_as_follow():
+    plan = plan_of("deepseek_v3_512npu")
+    kept = {phase.stage: item.size_bytes for phase in plan.memory for item in phase.items if "recomputed" in item.name}
+    layers = [plan.layer_stages.count(stage) for stage in range(16)]
+    one_layer = 4096 * 7168 * 2 // 8
+    assert [kept[stage] for stage in range(16)] == [
+        min(32, 16 - stage) * layers[stage] * one_layer for stage in range(16)
+    ]
+
+
+def test_logits_are_in_the_last_stage_only():
+    plan = plan_of("qwen2_5_32b_16npu")
+    stages = {phase.stage for phase in plan.memory for item in phase.items if item.name == "logits"}
+    assert stages == {1}
+    assert logit_bytes(plan.model.dims, plan.layout, 4096, 2) == 4096 * (152_064 // 8) * (2 + 4 * 4)
+
+
+def test_rollout_share_by_hand():
+    rollout = plan_of("qwen2_5_7b_8npu").rollout
+    # A token: 2 (key, value) x 2 heads (4 over 2 devices) x 128 channels x 28 layers x 2 bytes.
+    assert rollout.kv_token == 2 * 2 * 128 * 28 * 2
+    cut, whole = 7_615_616_512, 28 * 2 * 3584 + 3584
+    assert rollout.weights == 2 * ((cut - whole) // 2 + whole)
+    assert rollout.kv_cache == rollout.share - rollout.weights - rollout.workspace
+    assert rollout.num_full_sequences == rollout.kv_cache // rollout.kv_token // TOKENS
+    latent = plan_of("deepseek_v3_512npu").rollout
+    assert latent.kv_token == (512 + 64) * 61 * 2
+
+
+def test_beta_adds_the_reference_model_and_its_forward_pass():
+    cut = "parallel_config.enable_parallel_optimizer=false", "parallel_config.model_parallel=1"
+    whole = *cut, "parallel_config.use_seq_parallel=false", "parallel_config.data_parallel=8"
+    without, with_kl = plan_of("qwen2_5_7b_8npu", *whole), plan_of("qwen2_5_7b_8npu", *whole, "algorithm.beta=0.04")
+    assert {phase.phase for phase in with_kl.memory} - {phase.phase for phase in without.memory} == {"old log-probs"}
+    # A model that is cut has the pass anyway; the parallel optimizer cuts the reference model too.
+    assert "old log-probs" in {phase.phase for phase in plan_of("qwen2_5_7b_8npu").memory}
+    sizes = {item.name: item.size_bytes for item in plan_of("qwen2_5_7b_8npu", "algorithm.beta=0.04").peak.items}
+    assert sizes["reference model"] == sizes["parameters"] == 952_146_944 * 4
+
+
+# Planned by MindSpore 2.9.0 in simulation (level 1), with recomputation, sequence parallelism and bfloat16: bytes of a
+# rank of the stage. Two layers of Qwen2.5-7B with rows of 2,048 tokens, two a piece; four of 32B with rows of 4,096.
+SHORT = ("training.row_lengths=[2048]", "rollout.max_response_length=1024")
+PIECES = ("parallel_config.micro_batch_num=2", "training.batch_size=2")
+WHOLE = ("parallel_config.data_parallel=1", "parallel_config.enable_parallel_optimizer=false")
+PLANNED = [
+    ("qwen2_5_7b", 2, 4, 0, (*SHORT, *WHOLE, "rollout.num_replicas=2"), 9_610_000_000),
+    ("qwen2_5_7b", 2, 8, 0, (*SHORT, PIECES[0], "training.batch_size=4"), 8_290_000_000),
+    ("qwen2_5_32b", 4, 16, 0, PIECES, 6_380_000_000),
+    ("qwen2_5_32b", 4, 16, 1, PIECES, 6_360_000_000),
+]
+
+
+@pytest.mark.parametrize("name, num_layers, world_size, stage, overrides, planned_bytes", PLANNED)
+def test_update_is_near_what_mindspore_plans(name, num_layers, world_size, stage, overrides, planned_bytes, tmp_path):
+    hf_config = json.loads((ROOT / f"model_configs/qwen2_5/{name}/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"num_hidden_layers": num_layers}))
+    run_file = example("qwen2_5_7b_8npu" if name == "qwen2_5_7b" else "qwen2_5_32b_16npu")
+    config = load_grpo_config(run_file, overrides, world_size=world_size)
+    plan = make_plan(config, read_model(str(tmp_path)), Machine(world_size, DEVICE_BYTES, 8))
+    assert step_estimate(plan, stage) == pytest.approx(planned_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_7b_8npu", "qwen2_5_32b_16npu", "qwen3_30b_a3b_32npu"])
+def test_transfer_volume_by_brute_force(name):
+    """Elements that some rank of a node holds, counted through one mask per tensor axis."""
+    plan = plan_of(name)
+    num_nodes = plan.machine.world_size // 8
+    held = 0
+    for one in plan.layouts:
+        for node in range(num_nodes):
+            boxes = set()
+            for rank in range(8 * node, 8 * node + 8):
+                if rank in one.ranks:
+                    boxes.add(tuple((part.start, part.stop) for part in one.slice_of(rank)))
+            held += sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    to_boards, between, to_devices = plan.transfer.steps
+    assert to_boards.moved == 4 * held
+    assert between.moved == 4 * (num_nodes * plan.num_parameters - held)
+    assert to_boards.bound == 2 * plan.num_parameters
+    assert to_devices.moved == to_devices.bound == plan.rollout.weights * plan.machine.world_size
+    assert plan.transfer.board_bytes == 4 * plan.num_parameters
+    assert all(step.moved >= step.bound for step in plan.transfer.steps)
+
+
+@pytest.mark.parametrize(
+    "text, size_bytes",
+    [("64GB", 64 * 10**9), ("61.5 GiB", int(61.5 * 2**30)), ("64e9", 64 * 10**9), ("1tb", 10**12), ("512MiB", 2**29)],
+)
+def test_sizes_are_read(text, size_bytes):
+    assert parse_size(text, "--device-memory") == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "64XB", "-1GB", "0", "1e999", "64 G B", "nan", "9" * 400])
+def test_unreadable_sizes_name_the_option_and_an_example(text):
+    with pytest.raises(UserError, match=r"--device-memory .* such as 64GB"):
+        parse_size(text, "--device-memory")
+
+
+def test_sizes_are_written():
+    assert [format_size(size) for size in (12, 1500, 64 * 10**9, 2.68e12)] == ["12 B", "1.50 kB", "64.00 GB", "2.68 TB"]

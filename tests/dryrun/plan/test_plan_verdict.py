@@ -1,0 +1,147 @@
+"""Verdict and search: what they propose is planned again and must fit; what they rank must be ranked by its cost."""
+
+import dataclasses
+
+import pytest
+from plan_cases import DEVICE_BYTES, plan_of
+
+from mindrlhf.dryrun.plan.cost import divisors, estimate_cost
+from mindrlhf.dryrun.plan.plan import Machine, make_plan
+from mindrlhf.dryrun.plan.search import search
+from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
+
+
+@pytest.mark.parametrize(
+    "name, overrides, device_bytes, change",
+    [
+        ("qwen2_5_7b_8npu", ("rollout.gpu_memory_utilization=0.8",), DEVICE_BYTES, "rollout.gpu_memory_utilization"),
+        (
+            "qwen2_5_7b_8npu",
+            ("parallel_config.enable_parallel_optimizer=false", "rollout.gpu_memory_utilization=0.5"),
+            DEVICE_BYTES,
+            "parallel_config.enable_parallel_optimizer",
+        ),
+        (
+            "qwen2_5_7b_8npu",
+            ("model.recompute=false", "training.batch_size=4", "rollout.gpu_memory_utilization=0.3"),
+            DEVICE_BYTES,
+            "model.recompute",
+        ),
+        (
+            "qwen2_5_32b_16npu",
+            ("rollout.tensor_parallel=4", "rollout.num_replicas=4"),
+            DEVICE_BYTES,
+            "rollout.tensor_parallel",
+        ),
+    ],
+)
+def test_what_does_not_fit_comes_with_changes_that_do(name, overrides, device_bytes, change):
+    plan = plan_of(name, *overrides, device_bytes=device_bytes)
+    verdict = give_verdict(plan)
+    assert not verdict.fits
+    assert change in {key for one in verdict.changes for key in one.keys}
+    for one in verdict.changes:
+        again = make_plan(with_keys(plan.config, one.keys), plan.model, plan.machine)
+        assert again.fits, one
+        assert again.peak.total == one.peak_bytes
+
+
+def test_the_reason_names_phase_and_sizes():
+    plan = plan_of("qwen2_5_7b_8npu", "rollout.gpu_memory_utilization=0.6", device_bytes=40 * 10**9)
+    verdict = give_verdict(plan)
+    assert verdict.reason.startswith("the rollout needs ") and " of 40.00 GB" in verdict.reason
+
+
+def test_a_hopeless_case_has_no_changes():
+    verdict = give_verdict(plan_of("qwen2_5_32b_16npu", device_bytes=16 * 10**9))
+    assert (verdict.fits, verdict.changes) == (False, ())
+
+
+def test_no_room_for_one_sequence_is_no_fit():
+    plan = plan_of("qwen2_5_32b_16npu", "rollout.gpu_memory_utilization=0.15")
+    assert plan.peak.total < DEVICE_BYTES
+    assert not plan.fits
+    assert "KV cache" in give_verdict(plan).reason
+
+
+def test_large_boards_are_noted():
+    assert any("2.68 TB" in note for note in give_verdict(plan_of("deepseek_v3_512npu")).notes)
+    assert give_verdict(plan_of("qwen2_5_7b_8npu")).notes == ()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_7b_8npu", "qwen2_5_32b_16npu"])
+def test_search_results_fit_and_are_ranked(name):
+    plan = plan_of(name)
+    result = search(plan.config, plan.model, plan.machine)
+    assert result.num_tried >= result.num_feasible >= result.num_fitting >= len(result.best) > 1
+    scores = [one.cost.score for one in result.best]
+    assert scores == sorted(scores)
+    for one in result.best:
+        again = make_plan(with_keys(plan.config, one.keys), plan.model, plan.machine)
+        assert again.fits
+        assert again.layout.world_size == plan.machine.world_size
+        assert again.layout.model_parallel <= plan.machine.node_size
+        assert again.peak.total == one.peak_bytes
+    assert len({tuple(sorted(one.keys.items())) for one in result.best}) == len(result.best)
+
+
+def test_search_tries_every_cut_of_a_dense_model():
+    plan = plan_of("qwen2_5_7b_8npu")
+    result = search(plan.config, plan.model, plan.machine)
+    # model 1, 2, 4 (28 heads, so not 8) x stages that divide the rest; x recompute 2; optimiser shard only with
+    # copies; pipelines with 1, 2 or 4 pieces per stage.
+    expected = 0
+    for model in (1, 2, 4):
+        for stages in (size for size in (1, 2, 4, 8) if (8 // model) % size == 0):
+            copies = 8 // model // stages
+            expected += 2 * (2 if copies > 1 else 1) * (3 if stages > 1 else 1)
+    assert result.num_tried == expected
+
+
+def test_nothing_fits_tiny_devices():
+    plan = plan_of("qwen2_5_7b_8npu")
+    result = search(plan.config, plan.model, Machine(8, 10**9, 8))
+    assert (result.best, result.num_fitting) == ((), 0)
+
+
+def _cost(*overrides, world_size=16, slack=0.5):
+    from mindrlhf.dryrun.plan.plan import prepare
+
+    plan = plan_of("qwen2_5_7b_8npu", "rollout.num_replicas=8", *overrides, world_size=world_size)
+    inputs, _ = prepare(plan.config, plan.model, plan.machine)
+    return estimate_cost(inputs, 7_615_616_512, slack, 8)
+
+
+def test_costs_move_as_they_should():
+    base = _cost("parallel_config.data_parallel=4")
+    assert base.bubble == base.imbalance == base.expert == 0
+    keys = ("parallel_config.data_parallel=2", "parallel_config.pipeline_stage=2")
+    few = _cost(*keys, "parallel_config.micro_batch_num=2", "training.batch_size=2")
+    many = _cost(*keys, "parallel_config.micro_batch_num=8", "training.batch_size=8")
+    busy = few.compute + few.imbalance + few.tensor
+    # Of a pipeline's time, (p - 1) / (m + p - 1) is idle: 1/3 with 2 pieces, 1/9 with 8.
+    assert few.bubble / (busy + few.bubble) == pytest.approx(1 / 3)
+    assert many.bubble / (many.compute + many.imbalance + many.tensor + many.bubble) == pytest.approx(1 / 9)
+    # The head is work of the last stage: h * V against 14 layers.
+    assert few.imbalance > 0
+    without = _cost("parallel_config.data_parallel=4", "model.recompute=false")
+    assert base.compute == pytest.approx(without.compute * 4 / 3)
+
+
+def test_compute_is_six_operations_per_parameter_and_token():
+    cost = _cost("parallel_config.data_parallel=4", "model.recompute=false")
+    per_token = 6 * (7_615_616_512 - 152_064 * 3584) + 6 * 28 * 3584 * 4096
+    assert cost.compute == pytest.approx(per_token * 1024 * 4096 / 16 / (300e12 * 0.45))
+
+
+def test_little_slack_costs_score():
+    full, free = _cost("parallel_config.data_parallel=4", slack=0.0), _cost("parallel_config.data_parallel=4")
+    assert full.seconds == free.seconds
+    assert full.score == pytest.approx(1.1 * free.score)
+    assert dataclasses.asdict(full).keys() == dataclasses.asdict(free).keys()
+
+
+def test_divisors():
+    assert divisors(1) == [1]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(16) == [1, 2, 4, 8, 16]

@@ -1,0 +1,170 @@
+"""A tiny policy and a tiny critic, six batches and layouts of each, for parallel graphs executed on CPU ranks."""
+
+import numpy as np
+from slow_tests import RUNS_SLOW_TESTS
+
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.fuse import fuse
+from mindrlhf.weights.convert import hf_shapes
+
+NUM_ROWS, ROW_LENGTH, VOCABULARY = 4, 32, 128
+LEARNING_RATE = 1e-2
+# As large as a gradient here. With a tiny one the first steps of AdamW are the signs of the gradients, and those of
+# gradients near zero depend on the order of sums.
+EPSILON = 1e-3
+# Large enough that the optimiser shard takes hold: MindSpore leaves slices below 64 KiB whole.
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+CRITIC = {**MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+# By number of ranks, name -> parallel_config.
+_ALL_LAYOUTS = {
+    2: {
+        "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
+        "tp2_sequence_parallel": {
+            "data_parallel": 1,
+            "model_parallel": 2,
+            "use_seq_parallel": True,
+            "vocab_emb_dp": True,
+        },
+        "dp2": {"data_parallel": 2},
+        "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
+        "dp2_optimizer_parallel_pieces": {"data_parallel": 2, "enable_parallel_optimizer": True, "micro_batch_num": 2},
+        "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
+    },
+    4: {
+        "tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True},
+        "dp2_pp2": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "enable_parallel_optimizer": True},
+        "tp2_pp2": {
+            "data_parallel": 1,
+            "model_parallel": 2,
+            "pipeline_stage": 2,
+            "micro_batch_num": 2,
+            "vocab_emb_dp": False,
+        },
+    },
+}
+# The same of a critic.
+_ALL_CRITIC_LAYOUTS = {
+    2: {
+        "critic_tp2": {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True},
+        "critic_pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
+    },
+    4: {
+        "critic_tp2_dp2": {
+            "data_parallel": 2,
+            "model_parallel": 2,
+            "use_seq_parallel": True,
+            "vocab_emb_dp": True,
+            "enable_parallel_optimizer": True,
+        }
+    },
+}
+# Combinations of the others: nightly.
+_SLOW = ("dp2_optimizer_parallel_pieces", "dp2_pp2", "tp2_pp2", "critic_pp2", "critic_tp2_dp2")
+
+
+def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, dict]]:
+    chosen = {
+        size: {name: parallel for name, parallel in layouts.items() if name not in _SLOW or RUNS_SLOW_TESTS}
+        for size, layouts in all_layouts.items()
+    }
+    return {size: layouts for size, layouts in chosen.items() if layouts}
+
+
+LAYOUTS = _of_today(_ALL_LAYOUTS)
+CRITIC_LAYOUTS = _of_today(_ALL_CRITIC_LAYOUTS)
+# Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
+WITH_LOGPROBS = [
+    name
+    for layouts in LAYOUTS.values()
+    for name in layouts
+    if name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2")
+]
+
+
+def hf_weights(model: dict = MODEL) -> dict[str, np.ndarray]:
+    """Random float32 tensors by Hugging Face name; norms and biases are not trivial either."""
+    spec = find_spec(model)
+    random = np.random.default_rng(0)
+    return {
+        name: ((1.0 if "norm" in name else 0.0) + 0.05 * random.standard_normal(shape)).astype(np.float32)
+        for name, shape in hf_shapes(spec, spec.dims(model)).items()
+    }
+
+
+def mf_weights(model: dict = MODEL) -> dict[str, np.ndarray]:
+    """The same by MindFormers name."""
+    spec = find_spec(model)
+    dims, tensors = spec.dims(model), hf_weights(model)
+    return {rule.mf_name: fuse(rule, dims, [tensors[name] for name in rule.hf_names]) for rule in spec.rules(dims)}
+
+
+# Six calls make three updates. The first call of the second update has a loss that is not finite, so that what it adds
+# up must not reach the third.
+IS_LAST = (False, True, False, True, False, True)
+NOT_FINITE = 2
+KL_COEFFICIENT = 0.04
+
+
+def batches() -> list[list[np.ndarray]]:
+    """For each call the inputs of a policy's update: two sequences to a row, padding, positions without weight."""
+    result = []
+    for call in range(len(IS_LAST)):
+        random, (*rows, mask) = _rows(call)
+        advantages = random.standard_normal(mask.shape).astype(np.float32) * mask
+        logprobs = (-4.85 + 0.2 * random.standard_normal((3, *mask.shape))).astype(np.float32) * mask
+        result.append([*rows, mask, advantages, mask.copy(), *logprobs])
+    _spoil(result[NOT_FINITE], 4)
+    return _with_scalars(result)
+
+
+def critic_batches() -> list[list[np.ndarray]]:
+    """The same for a critic's update; the old values, input 4, are zeros."""
+    result = []
+    for call in range(len(IS_LAST)):
+        random, (*rows, mask) = _rows(call)
+        returns = random.standard_normal(mask.shape).astype(np.float32) * mask
+        result.append([*rows, mask, mask * 0.0, returns])
+    _spoil(result[NOT_FINITE], 5)
+    return _with_scalars(result)
+
+
+def _rows(call: int) -> tuple[np.random.Generator, list[np.ndarray]]:
+    random = np.random.default_rng(call)
+    shape = (NUM_ROWS, ROW_LENGTH)
+    input_ids, labels = random.integers(1, VOCABULARY, (2, *shape)).astype(np.int32)
+    segment_ids = np.ones(shape, np.int32)
+    segment_ids[:, 20:] = 2
+    segment_ids[1, 28:] = 0
+    mask = ((random.random(shape) > 0.3) & (segment_ids > 0)).astype(np.float32)
+    return random, [input_ids, segment_ids, labels, mask]
+
+
+def _spoil(inputs: list[np.ndarray], index: int) -> None:
+    inputs[index][2] = np.where(inputs[3][2] > 0, np.nan, 0.0)
+
+
+def _with_scalars(calls: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    first = 0
+    for call, is_last in enumerate(IS_LAST):
+        if is_last:
+            num_tokens = sum(inputs[3].sum() for inputs in calls[first : call + 1])
+            scalars = np.tile(np.array([[KL_COEFFICIENT, num_tokens]], np.float32), (NUM_ROWS, 1))
+            for inputs in calls[first : call + 1]:
+                inputs.append(scalars)
+            first = call + 1
+    return calls

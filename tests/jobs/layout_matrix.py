@@ -1,0 +1,92 @@
+"""The layouts that compile tests go through, and the small models they cut."""
+
+import dataclasses
+
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.dryrun.compile.request import UPDATE, VALUE_UPDATE, CompileRequest
+
+SEQ_LENGTH, HIDDEN, VOCABULARY = 64, 128, 1024
+
+
+def hf_config(architecture: str, num_layers: int, **changes) -> dict:
+    """A model whose logits and weights are larger than its hidden states, so that gathering them shows."""
+    return {
+        "architectures": [architecture],
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": 256,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+QWEN2, QWEN3, CRITIC = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2ForSequenceClassification"
+SP = {"use_seq_parallel": True}
+ZERO = {"enable_parallel_optimizer": True}
+WHOLE = {"vocab_emb_dp": True}
+
+
+def _zero(size: int) -> dict:
+    return {**ZERO, "optimizer_weight_shard_size": size}
+
+
+# (architecture, data, model, pipeline, context, further keys of parallel_config, changes of the model)
+LAYOUTS = {
+    "qwen2-mp2": (QWEN2, 1, 2, 1, 1, {}, {}),
+    "qwen2-dp2": (QWEN2, 2, 1, 1, 1, {}, {}),
+    "qwen2-dp2-zero": (QWEN2, 2, 1, 1, 1, ZERO, {}),
+    "qwen2-mp2-sp": (QWEN2, 1, 2, 1, 1, SP, {}),
+    "qwen2-pp2": (QWEN2, 1, 1, 2, 1, {}, {}),
+    "qwen2-cp2": (QWEN2, 1, 1, 1, 2, {}, {}),
+    "qwen2-mp4-pp2": (QWEN2, 1, 4, 2, 1, {}, {"num_key_value_heads": 4}),
+    "qwen2-dp2-mp4-whole": (QWEN2, 2, 4, 1, 1, WHOLE, {}),
+    "qwen2-dp2-mp2-sp-whole-zero": (QWEN2, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
+    "qwen2-dp4-mp2-zero2": (QWEN2, 4, 2, 1, 1, _zero(2), {}),
+    "qwen2-dp2-mp2-pp2-zero": (QWEN2, 2, 2, 2, 1, ZERO, {}),
+    "qwen2-dp2-mp4-pp2-cp2-sp-zero": (QWEN2, 2, 4, 2, 2, SP | ZERO, {}),
+    "qwen2-dp4-mp4-pp4-sp-zero": (QWEN2, 4, 4, 4, 1, SP | ZERO, {}),
+    "qwen2-tied-dp2-mp2": (QWEN2, 2, 2, 1, 1, WHOLE, {"tie_word_embeddings": True}),
+    "qwen2-tied-mp4-sp": (QWEN2, 1, 4, 1, 1, SP, {"tie_word_embeddings": True}),
+    "qwen2-dp2-mp2-interleave2": (QWEN2, 2, 2, 1, 1, {"micro_batch_interleave_num": 2}, {}),
+    "qwen3-mp4": (QWEN3, 1, 4, 1, 1, {}, {"num_key_value_heads": 4}),
+    "qwen3-mp8-sp": (QWEN3, 1, 8, 1, 1, SP, {}),
+    "qwen3-dp8-zero": (QWEN3, 8, 1, 1, 1, ZERO, {}),
+    "qwen3-dp8-zero4": (QWEN3, 8, 1, 1, 1, _zero(4), {}),
+    "qwen3-dp2-mp2-cp2": (QWEN3, 2, 2, 1, 2, {}, {}),
+    "qwen3-dp2-mp2-cp2-zero-whole": (QWEN3, 2, 2, 1, 2, ZERO | WHOLE, {}),
+    "qwen3-dp2-micro2": (QWEN3, 2, 1, 1, 1, {"micro_batch_num": 2}, {}),
+    "qwen3-mp2-pp4-sp": (QWEN3, 1, 2, 4, 1, SP, {}),
+    "qwen3-dp2-mp8-pp4-sp-zero": (QWEN3, 2, 8, 4, 1, SP | ZERO, {}),
+    "qwen3-dp8-mp8": (QWEN3, 8, 8, 1, 1, {}, {}),
+    "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
+    "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
+}
+
+
+def request(name: str) -> CompileRequest:
+    """The last stage of a layout, which has decoder layers, the head and the loss; one layer per stage."""
+    architecture, data, model, pipeline, context, keys, changes = LAYOUTS[name]
+    parallel = ParallelSection(
+        **{
+            "data_parallel": data,
+            "model_parallel": model,
+            "pipeline_stage": pipeline,
+            "context_parallel": context,
+            "micro_batch_num": pipeline,
+            "vocab_emb_dp": False,
+            **keys,
+        }
+    )
+    stage_size = data * model * context
+    return CompileRequest(
+        hf_config=hf_config(architecture, pipeline, **changes),
+        parallel=dataclasses.asdict(parallel),
+        # Not the first rank of its stage: what only rank 0 gets right would go unnoticed.
+        rank=stage_size * pipeline - 1,
+        seq_length=SEQ_LENGTH,
+        cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
+    )

@@ -1,0 +1,201 @@
+"""The launcher over real msrun jobs: workers of the test's own, most of them without MindSpore, to stay quick."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.system.processes import read_environment, read_status
+
+pytestmark = pytest.mark.timeout(300)
+
+LAUNCHER = """
+import sys
+from mindrlhf.launch.launch import launch
+sys.exit(launch(sys.argv[3:], int(sys.argv[2]), sys.argv[1], grace_s=3.0))
+"""
+# Rank 0 starts a child in its own session that ignores SIGTERM; every process writes its pid; the scheduler waits.
+PATIENT_WORKER = """
+import os, pathlib, subprocess, sys, time
+here = pathlib.Path(__file__).parent
+if os.environ["MS_ROLE"] == "MS_SCHED":
+    time.sleep(600)
+from mindrlhf.system.processes import die_with_launcher
+die_with_launcher()
+rank = os.environ["RANK_ID"]
+if rank == "0":
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=environment)
+print("rank", rank, "works", flush=True)
+(here / f"pid_{rank}.new").write_text(str(os.getpid()))
+os.replace(here / f"pid_{rank}.new", here / f"pid_{rank}")
+time.sleep(600)
+"""
+
+
+class Job:
+    """A launcher in a process of its own, all of whose descendants can be told by a mark in their environment."""
+
+    def __init__(self, tmp_path: Path, worker: str, num_workers: int) -> None:
+        self.dir = tmp_path
+        self.mark = uuid.uuid4().hex
+        (tmp_path / "worker.py").write_text(textwrap.dedent(worker))
+        argv = [sys.executable, "-c", LAUNCHER, str(tmp_path / "logs"), str(num_workers), str(tmp_path / "worker.py")]
+        self.launcher = subprocess.Popen(
+            argv,
+            env=os.environ | {"MINDRLHF_TEST_MARK": self.mark},
+            stdout=(tmp_path / "out").open("w"),
+            stderr=(tmp_path / "err").open("w"),
+        )
+
+    def wait(self, timeout_s: float) -> int:
+        return self.launcher.wait(timeout=timeout_s)
+
+    def wait_for_rank(self, rank: int) -> int:
+        deadline = time.monotonic() + 120
+        while not (self.dir / f"pid_{rank}").exists():
+            assert self.launcher.poll() is None and time.monotonic() < deadline, self.errors()
+            time.sleep(0.05)
+        return int((self.dir / f"pid_{rank}").read_text())
+
+    def running(self) -> list[int]:
+        """Return the pids of the launcher and everything it started that still run."""
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        marked = [pid for pid in pids if read_environment(pid).get("MINDRLHF_TEST_MARK") == self.mark]
+        return [pid for pid in marked if (status := read_status(pid)) is not None and status.returncode is None]
+
+    def output(self) -> str:
+        return (self.dir / "out").read_text()
+
+    def errors(self) -> str:
+        return (self.dir / "err").read_text()
+
+    def clean_up(self) -> None:
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[object]:
+    jobs = []
+
+    def start_job(worker: str, num_workers: int = 2) -> Job:
+        jobs.append(Job(tmp_path, worker, num_workers))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.clean_up()
+
+
+def test_two_ranks_of_mindspore_meet_and_end_well(start):
+    job = start(
+        """
+        import os
+        import mindspore as ms
+        import numpy as np
+        from mindspore.communication import get_group_size, get_rank, init
+
+        class Sum(ms.nn.Cell):
+            def __init__(self):
+                super().__init__()
+                self.all_reduce = ms.ops.AllReduce()
+
+            def construct(self, x):
+                return self.all_reduce(x)
+
+        ms.set_context(mode=ms.GRAPH_MODE)
+        ms.set_device("CPU")
+        init()
+        total = Sum()(ms.Tensor(np.array([10.0 ** get_rank()], np.float32)))
+        print("rank", get_rank(), "of", get_group_size(), "sum", total.asnumpy().tolist(),
+              "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+        """
+    )
+    assert job.wait(200) == 0, job.errors()
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert job.output().splitlines() == [f"rank 0 of 2 sum [11.0] threads {threads}"]
+    assert "rank 1 of 2 sum [11.0]" in (job.dir / "logs" / "worker_1.log").read_text()
+    assert job.running() == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_9_of_a_rank_ends_the_run_with_cause_and_log_and_no_process_left(start, rank):
+    job = start(PATIENT_WORKER)
+    pids = [job.wait_for_rank(0), job.wait_for_rank(1)]
+    # Launcher, msrun, scheduler, two ranks and the child of rank 0.
+    assert len(job.running()) == 6, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job.running()]
+    os.kill(pids[rank], signal.SIGKILL)
+    assert job.wait(30) == 128 + signal.SIGKILL
+    assert job.running() == []
+    assert f"rank {rank} was killed by SIGKILL" in job.errors()
+    assert str(job.dir / "logs" / f"worker_{rank}.log") in job.errors()
+    assert job.output() == "rank 0 works\n"
+
+
+def test_an_exit_code_of_a_rank_is_returned_and_its_traceback_shown(start):
+    job = start(
+        """
+        import os, sys, time
+        if os.environ["MS_ROLE"] == "MS_SCHED" or os.environ["RANK_ID"] == "0":
+            time.sleep(600)
+        time.sleep(1)
+        try:
+            raise ValueError("the answer is 43")
+        except ValueError:
+            import traceback
+            traceback.print_exc()
+            sys.exit(42)
+        """
+    )
+    assert job.wait(60) == 42
+    assert "[rank 1] ValueError: the answer is 43" in job.output()
+    assert "rank 1 ended with exit code 42" in job.errors()
+    assert job.running() == []
+
+
+def test_an_interrupt_ends_everything(start):
+    job = start(PATIENT_WORKER)
+    job.wait_for_rank(0)
+    job.wait_for_rank(1)
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.wait(30) == 130
+    assert job.running() == []
+    assert "rank" not in job.errors(), "ranks that were told to end have not failed"
+
+
+@pytest.mark.parametrize("victim", ["launcher", "msrun"])
+def test_kill_9_of_launcher_or_msrun_leaves_no_rank_behind(start, victim):
+    job = start(PATIENT_WORKER)
+    ranks = [job.wait_for_rank(0), job.wait_for_rank(1)]
+    if victim == "launcher":
+        job.launcher.kill()
+    else:
+        os.kill(read_status(ranks[0]).parent_pid, signal.SIGKILL)
+    assert job.wait(30) == (-signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while set(ranks) & set(job.running()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not set(ranks) & set(job.running())
+    if victim == "msrun":
+        assert job.running() == []
+        assert "msrun was killed by SIGKILL" in job.errors()
+
+
+def test_a_missing_script_is_a_failure_not_a_hang(start):
+    job = start("pass")
+    (job.dir / "worker.py").unlink()
+    assert job.wait(60) == 2
+    assert "can't open file" in job.output()
+    assert job.running() == []

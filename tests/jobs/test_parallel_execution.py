@@ -1,0 +1,193 @@
+"""Parallel graphs, compiled for Ascend and executed by msrun on CPU ranks, train like one plain process.
+
+The plain process uses the cells of the product on the CPU, which share no code with the Ascend cells, and knows nothing
+of parallelism. What the ranks publish to the weight board is compared with the tensors themselves.
+"""
+
+import platform
+
+import numpy as np
+import pytest
+from execution_cases import (
+    EPSILON,
+    IS_LAST,
+    LAYOUTS,
+    LEARNING_RATE,
+    MODEL,
+    NOT_FINITE,
+    ROW_LENGTH,
+    WITH_LOGPROBS,
+    batches,
+    hf_weights,
+    mf_weights,
+)
+from execution_jobs import compile_and_execute
+
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.fuse import split
+
+pytestmark = [
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
+]
+
+TOLERANCE = 1e-5
+OLD_LOGPROBS = 6  # their place among the inputs of the update
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+
+
+@pytest.fixture(scope="module")
+def executions(tmp_path_factory):
+    """The result of every layout by name."""
+    from mindrlhf.dryrun.compile.request import LOGPROBS, UPDATE
+
+    root = tmp_path_factory.mktemp("execution")
+    return compile_and_execute(root, MODEL, LAYOUTS, batches(), (UPDATE, LOGPROBS), WITH_LOGPROBS, OLD_LOGPROBS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Losses, log-probabilities and final weights of one process, by whether it computes the old log-probabilities."""
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    return {is_computed: train_plainly(is_computed) for is_computed in (False, True)}
+
+
+def train_plainly(computes_logprobs):
+    import mindspore as ms
+
+    from mindrlhf.algorithms import policy_losses
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import PolicyLoss
+    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.data.packing import PackedRows
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.learner import Learner
+
+    network = build_model(MODEL, seq_length=ROW_LENGTH)
+    parameters = {parameter.name: parameter for parameter in network.get_parameters()}
+    for name, value in mf_weights().items():
+        parameters[name].set_data(ms.Tensor(value))
+    surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
+    loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
+    learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
+    rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
+    logprobs = [learner.logprobs(learner.policy, one) for one in rows] if computes_logprobs else []
+    losses = []
+    for call, (inputs, is_last) in enumerate(zip(batches(), IS_LAST)):
+        if logprobs:
+            inputs[OLD_LOGPROBS] = logprobs[call]
+        kl_coefficient, num_tokens = inputs[9][0]
+        statistics, _ = learner.accumulate(rows[call], [*inputs[4:9], kl_coefficient], num_tokens)
+        losses.append(statistics[0])
+        if is_last:
+            norm = learner.apply(LEARNING_RATE)
+            assert np.isfinite(norm) == (call != NOT_FINITE + 1)
+    return losses, logprobs, {name: parameter.asnumpy() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_of_one_process(executions, plain, name):
+    losses = plain[name in WITH_LOGPROBS][0]
+    assert [np.isnan(loss) for loss in losses] == [call == NOT_FINITE for call in range(len(IS_LAST))]
+    np.testing.assert_allclose(executions[name].losses, losses, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", WITH_LOGPROBS)
+def test_logprobs_are_those_of_one_process(executions, plain, name):
+    assert len(executions[name].logprobs) == len(IS_LAST)
+    for found, expected in zip(executions[name].logprobs, plain[True][1]):
+        assert expected.min() < -4
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_one_process(executions, plain, name):
+    """Two updates, and between them one that is withheld, since the loss of its first call is not finite."""
+    start, trained = mf_weights(), plain[name in WITH_LOGPROBS][2]
+    assert executions[name].weights.keys() == trained.keys()
+    for parameter, expected in trained.items():
+        actual = executions[name].weights[parameter]
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=parameter)
+        # The training has moved them much further than the tolerance.
+        assert np.abs(expected - start[parameter]).max() > 100 * TOLERANCE, parameter
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_hold_the_same_slice_stay_equal(executions, name):
+    assert executions[name].replica_difference == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_board_holds_the_logical_tensors(executions, name):
+    """Written by all ranks from their own slices, before the first step and after the last."""
+    published = executions[name].published
+    spec = find_spec(MODEL)
+    dims = spec.dims(MODEL)
+    trained = {
+        hf_name: tensor
+        for rule in spec.rules(dims)
+        for hf_name, tensor in zip(rule.hf_names, split(rule, dims, executions[name].weights[rule.mf_name]))
+    }
+    for moment, tensors in (("before", hf_weights()), ("after", trained)):
+        assert published[moment].tensors.keys() == tensors.keys()
+        for hf_name, tensor in tensors.items():
+            np.testing.assert_array_equal(published[moment].tensors[hf_name], tensor, err_msg=hf_name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_publishing_moves_each_byte_once_and_shares_the_work(executions, name):
+    size_bytes = sum(tensor.nbytes for tensor in hf_weights().values())
+    written_bytes = executions[name].published["after"].written_bytes
+    assert sum(written_bytes) == size_bytes
+    # The largest parameter is a tenth of this model: no rank writes much more than its share.
+    assert max(written_bytes) <= 1.25 * size_bytes / len(written_bytes)
+
+
+def test_fused_kernels_and_collectives_were_lowered(executions):
+    """The executed graphs are those of the cluster: with Ascend's attention, and collectives that the CPU lacks."""
+    assert all(result.lowered["FlashAttentionScore"] >= 1 for result in executions.values())
+    assert executions["tp2_sequence_parallel"].lowered["ReduceScatter"] >= 1
+    assert {"Send", "Receive"} <= executions["pp2"].lowered.keys()
+
+
+@pytest.mark.parametrize("name", ["pp2"])
+def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollout_python, tmp_path, name):
+    from mindrlhf.rollout.types import GenerationRequest, SamplingParams
+    from mindrlhf.rollout.vllm import VllmGenerator
+    from mindrlhf.rollout.vllm_options import VllmOptions
+    from mindrlhf.weights.board import TensorInfo, WeightBoard
+    from mindrlhf.weights.convert import export_hf
+
+    published = executions[name].published["before"].tensors
+    model_dir = tmp_path / "model"
+    export_hf(iter(hf_weights().items()), MODEL, model_dir)
+    requests = [GenerationRequest(i, tuple(range(3 + i, 13 + i)), 2, seed=i) for i in range(4)]
+
+    def tokens(load_format, board):
+        options = VllmOptions(
+            rollout_python,
+            str(model_dir),
+            str(tmp_path / f"{load_format}.log"),
+            load_format=load_format,
+            max_model_len=64,
+            kv_cache_gib=0.25,
+        )
+        with VllmGenerator.start(options) as generator:
+            if board is not None:
+                generator.use_board(board.path)
+            generator.wait_ready()
+            if board is not None:
+                generator.update_weights(1)
+            completions = generator.generate(requests, SamplingParams(max_tokens=16))
+            return {(item.request_id, item.sample_index): tuple(item.token_ids.tolist()) for item in completions}
+
+    infos = [TensorInfo(hf_name, "float32", tensor.shape) for hf_name, tensor in published.items()]
+    with WeightBoard.create(infos) as board:
+        board.begin(1)
+        for hf_name, tensor in published.items():
+            board.write(hf_name, tensor)
+        board.seal()
+        assert tokens("dummy", board) == tokens("auto", None)

@@ -1,0 +1,146 @@
+"""The actor that `mindrlhf train` builds for a cut model, on every rank, with real compilations for Ascend.
+
+There is no NPU here, so nothing is computed: what is checked is that the product's own code compiles its graphs, takes
+its slices of a Hugging Face directory and of a checkpoint of another layout, and that what all ranks publish and save
+is the model, bit for bit. What the graphs compute is checked by test_parallel_execution.py.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from execution_cases import MODEL, ROW_LENGTH, hf_weights, mf_weights
+
+from mindrlhf.layout.layout import Layout, parameter_layouts
+from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.fuse import split
+from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.convert import export_hf
+from mindrlhf.weights.sharded import ShardedDirectory
+
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
+]
+
+# Number of ranks, parallel_config, whether there is a reference model, and dtype of the parameters.
+CASES = {
+    "tp2_dp2_reference": (4, {"model_parallel": 2}, True),
+    "pp2": (2, {"pipeline_stage": 2, "micro_batch_num": 2}, False),
+    "dp2_optimizer_parallel": (2, {"enable_parallel_optimizer": True}, False),
+}
+SAVED_LAYOUT = "dp=2,mp=2,pp=1,opt=1"
+
+
+def checkpoint_arrays():
+    """Other weights than those of the start, and moments, whole, by MindFormers name."""
+    random = np.random.default_rng(1)
+    arrays = {name: (array + 1).astype(np.float32) for name, array in mf_weights().items()}
+    for name, array in list(arrays.items()):
+        for prefix in ("exp_avg.", "exp_avg_sq."):
+            arrays[prefix + name] = random.standard_normal(array.shape).astype(np.float32)
+    return {**arrays, "global_step": np.array([5], np.int32)}
+
+
+def write_checkpoint(directory: Path) -> None:
+    """What a run in ``SAVED_LAYOUT`` would have saved."""
+    spec, arrays = find_spec(MODEL), checkpoint_arrays()
+    layout = Layout.parse(SAVED_LAYOUT)
+    layouts = parameter_layouts(spec, spec.dims(MODEL), layout)
+    manifest = plan_saving(MODEL, layouts, layout, "float32", with_state=True)
+    for rank in range(layout.world_size):
+        names = manifest.infos_of_rank(rank)
+        slices = ((name, arrays[name][manifest.arrays[name].layout.slice_of(rank)]) for name in names)
+        write_rank(directory, manifest, rank, slices)
+    finish_saving(directory, manifest, MODEL, layouts, layout)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def rehearsal(request, tmp_path_factory):
+    """The directory that the ranks saved to, the two boards' tensors, and the size that the ranks expected."""
+    world_size, parallel, has_reference = CASES[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    export_hf(iter(hf_weights().items()), MODEL, root / "model")
+    write_checkpoint(root / "checkpoint" / "model")
+    config = {
+        "run": {"output_dir": str(root / "run"), "device": "ascend"},
+        "model": {"path": str(root / "model"), "compute_dtype": "bfloat16"},
+        "data": {"train_file": "none", "tokenizer_dir": "none"},
+        "algorithm": {"beta": 0.04 if has_reference else 0.0},
+        "training": {"batch_size": 2},
+        "parallel_config": parallel,
+    }
+    infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in hf_weights().items()]
+    boards = [WeightBoard.create(infos) for _ in range(2)]
+    work = {
+        "config": config,
+        "row_lengths": [ROW_LENGTH],
+        "world_size": world_size,
+        "checkpoint": str(root / "checkpoint"),
+        "save": str(root / "saved"),
+        "boards": [board.path for board in boards],
+    }
+    (root / "rehearsal.json").write_text(json.dumps(work))
+    program = Path(__file__).with_name("rehearsal_rank.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [sys.executable, str(program), str(root)], env=environment, capture_output=True, text=True, timeout=1400
+    )
+    logs = {path.name: path.read_text()[-2000:] for path in root.glob("log_*")}
+    assert finished.returncode == 0, (finished.stderr[-2000:], logs)
+    reports = [json.loads((root / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+    tensors = []
+    for number, board in enumerate(boards):
+        with board:
+            board.begin(1)
+            board.seal([report["contributions"][number] for report in reports])
+            board.verify(1)
+            tensors.append({name: array.copy() for name, _, array in board.tensors(1)})
+    return root, tensors, reports
+
+
+def test_ranks_publish_the_model_they_started_from(rehearsal):
+    for name, tensor in hf_weights().items():
+        np.testing.assert_array_equal(rehearsal[1][0][name], tensor, err_msg=name)
+
+
+def test_ranks_publish_what_they_restored_from_another_layout(rehearsal):
+    spec, arrays = find_spec(MODEL), checkpoint_arrays()
+    for rule in spec.rules(spec.dims(MODEL)):
+        for name, tensor in zip(rule.hf_names, split(rule, spec.dims(MODEL), arrays[rule.mf_name])):
+            np.testing.assert_array_equal(rehearsal[1][1][name], tensor, err_msg=name)
+
+
+def test_ranks_save_weights_moments_and_step_count(rehearsal):
+    saved = ShardedDirectory(rehearsal[0] / "saved" / "model")
+    for name, array in checkpoint_arrays().items():
+        np.testing.assert_array_equal(saved.read_array(name), array, err_msg=name)
+
+
+def test_ranks_tell_the_checksums_of_their_files(rehearsal):
+    root, _, reports = rehearsal
+    checksums = {name: value for report in reports for name, value in report["checksums"].items()}
+    files = list((root / "saved").rglob("*.safetensors"))
+    assert len(files) >= len(reports)
+    assert checksums == {
+        str(path.relative_to(root / "saved")): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files
+    }
+
+
+def test_the_expected_size_of_a_checkpoint_is_that_of_its_data(rehearsal):
+    size_bytes = sum(path.stat().st_size for path in (rehearsal[0] / "saved").rglob("*.safetensors"))
+    for report in rehearsal[2]:
+        # Beside the data there are only headers.
+        assert 0.98 * size_bytes < report["state_size_bytes"] <= size_bytes
+
+
+def test_every_rank_left_mindspores_strategy_file(rehearsal):
+    files = list((rehearsal[0] / "run" / "logs" / "strategy").rglob("*.ckpt"))
+    assert len(files) == len(rehearsal[2])

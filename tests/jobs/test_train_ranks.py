@@ -1,0 +1,260 @@
+"""Whole runs of `mindrlhf train`: one trajectory on any number of ranks, a model that transformers loads, and kills."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sanity_inputs
+
+from mindrlhf.system.processes import read_environment, read_status
+
+pytestmark = pytest.mark.timeout(400)
+
+NUM_STEPS = 3
+WORLD_SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def inputs_dir(tmp_path_factory, rollout_python) -> Path:
+    directory = tmp_path_factory.mktemp("inputs")
+    sanity_inputs.make(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
+    """The output directory of the same run on each number of ranks."""
+    directories = {}
+    for world_size in WORLD_SIZES:
+        directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
+        finished = sanity_inputs.train(
+            inputs_dir,
+            directories[world_size],
+            "--workers",
+            world_size,
+            timeout_s=300,
+            run__max_steps=NUM_STEPS,
+            observe__samples_per_step=16,
+        )
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+    return directories
+
+
+@pytest.fixture(scope="module")
+def off_policy(inputs_dir, tmp_path_factory) -> Path:
+    """A run that uses everything the plain one does not: a reference, mini-batches, iterations, an evaluation."""
+    output_dir = tmp_path_factory.mktemp("off_policy") / "run"
+    finished = sanity_inputs.train(
+        inputs_dir,
+        output_dir,
+        timeout_s=200,
+        run__max_steps=2,
+        algorithm__beta=0.05,
+        training__num_minibatches=2,
+        training__num_iterations=2,
+        data__eval_file=inputs_dir / "prompts.mindrecord",
+        evaluation__max_prompts=8,
+        observe__samples_per_step=16,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "held-out accuracy on 8 prompts" in finished.stdout
+    return output_dir
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_the_trajectory_does_not_depend_on_the_number_of_ranks(runs, world_size):
+    samples = {size: (runs[size] / "samples.jsonl").read_text() for size in (1, world_size)}
+    assert samples[1] == samples[world_size], "the runs did not train on the same samples"
+    alone, together = (sanity_inputs.read_lines(runs[size] / "metrics.jsonl") for size in (1, world_size))
+    assert [line["step"] for line in alone] == [line["step"] for line in together] == list(range(1, NUM_STEPS + 1))
+    for first, second in zip(alone, together):
+        assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
+        assert second["entropy"] == pytest.approx(first["entropy"], rel=1e-5)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+        for name in ("reward/mean", "reward/std", "response_length/mean", "lr"):
+            assert second[name] == first[name]
+
+
+def test_the_run_learns_from_its_own_samples(runs):
+    metrics = sanity_inputs.read_lines(runs[1] / "metrics.jsonl")
+    for line in metrics:
+        assert line["rollout_diff/max_abs"] < 1e-4
+        assert line["grad_norm"] > 0 and abs(line["loss"]) > 0
+        assert line["clip_fraction/low"] == line["clip_fraction/high"] == 0
+        assert "kl" not in line  # no reference model: nothing was measured
+    samples = sanity_inputs.read_lines(runs[1] / "samples.jsonl")
+    for step in range(1, NUM_STEPS + 1):
+        rewards = [sample["reward"] for sample in samples if sample["step"] == step]
+        assert len(rewards) == 16
+        assert metrics[step - 1]["reward/mean"] == pytest.approx(np.mean(rewards))
+    for sample in samples:
+        text = sample["completion"]
+        letters = sum("a" <= character <= "z" for character in text)
+        assert sample["reward"] == pytest.approx(letters / len(text) if text else 0.0)
+
+
+LOAD = """
+import sys, json, torch, transformers
+transformers.logging.set_verbosity_error()
+model, report = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", output_loading_info=True)
+assert not any(report.values()), report
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+ids = torch.arange(40).reshape(2, 20)
+with torch.no_grad():
+    logits = model(ids).logits
+sums = {name: value.double().sum().item() for name, value in model.named_parameters()}
+print(json.dumps({"sums": sums, "logits": logits[:, -1, :8].double().tolist(), "text": tokenizer.decode([64, 65, 66])}))
+"""
+
+
+def test_the_final_model_loads_in_transformers_with_the_trained_weights(runs, inputs_dir, rollout_python, tmp_path):
+    import mindspore as ms
+
+    from mindrlhf.models.causal_lm import CausalLMLogits, build_model
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.weights.convert import load_hf_weights
+    from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
+
+    final = runs[2] / "final"
+    finished = subprocess.run(
+        [rollout_python, "-c", LOAD, str(final)],
+        env={**sanity_inputs.environment(), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    loaded = json.loads(finished.stdout)
+    trained, start = SafetensorsDirectory(final), SafetensorsDirectory(inputs_dir / "model")
+    assert set(loaded["sums"]) == set(trained.names()) == set(start.names())
+    for name, total in loaded["sums"].items():
+        assert total == pytest.approx(trained.read(name).astype(np.float64).sum(), rel=1e-9, abs=1e-9), name
+        # AdamW at 1e-3 moves nearly every weight by about 1e-3 in each of three steps.
+        difference = np.abs(trained.read(name) - start.read(name))
+        assert 1e-4 < difference.max() < 4e-3, name
+    prepare_mindformers("cpu", tmp_path)
+    network = build_model(read_hf_config(final), seq_length=20)
+    load_hf_weights(network, final)
+    ids = np.arange(40, dtype=np.int32).reshape(2, 20)
+    logits = CausalLMLogits(network)(ms.Tensor(ids), ms.Tensor(np.ones_like(ids))).asnumpy()
+    np.testing.assert_allclose(logits[:, -1, :8], loaded["logits"], atol=1e-4)
+
+
+def test_a_run_with_reference_minibatches_and_iterations(off_policy):
+    before, first, second = sanity_inputs.read_lines(off_policy / "metrics.jsonl")
+    assert before["step"] == 0 and "loss" not in before
+    for line in (first, second):
+        # The first pass starts at ratio 1; the updates after it move away.
+        assert line["rollout_diff/max_abs"] < 1e-4
+        assert 0 < line["clip_fraction/low"] + line["clip_fraction/high"] < 1
+        assert line["timing/old_log_p"] > 0 and line["timing/reference_model"] > 0
+        # Policy and reference start as one model and part with the first update.
+        assert 0 < line["kl"] < 1
+    assert second["eval/accuracy_low"] <= second["eval/accuracy"] <= second["eval/accuracy_high"]
+    summary = json.loads((off_policy / "summary.json").read_text())
+    assert summary["num_prompts"] == 8
+    assert summary["after"]["accuracy"] == second["eval/accuracy"]
+    assert summary["before"]["accuracy"] == before["eval/accuracy"]
+
+
+class Job:
+    """A run in the background, all of whose processes can be told by a mark in their environment."""
+
+    def __init__(self, inputs_dir: Path, directory: Path, world_size: int):
+        self.output_dir = directory / "run"
+        self.mark = uuid.uuid4().hex
+        self.err_path, self.out_path = directory / "err", directory / "out"
+        endless = {"training__epochs": 1000, "run__max_steps": 5000, "rollout__restarts": 0}
+        arguments = sanity_inputs.overrides(inputs_dir, self.output_dir, **endless)
+        with self.out_path.open("w") as out, self.err_path.open("w") as err:
+            self.process = subprocess.Popen(
+                sanity_inputs.command("train", "examples/sanity/config.yaml", *arguments, "--workers", world_size),
+                cwd=sanity_inputs.REPOSITORY,
+                env=sanity_inputs.environment(self.mark),
+                stdout=out,
+                stderr=err,
+            )
+
+    def text(self) -> str:
+        return self.out_path.read_text() + self.err_path.read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 200
+        metrics = self.output_dir / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= step):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def running(self) -> dict[int, str]:
+        """Return the command lines of all processes of the run that still run, by pid."""
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        marked = [pid for pid in pids if read_environment(pid).get("MINDRLHF_TEST_MARK") == self.mark]
+        commands = {}
+        for pid in marked:
+            status = read_status(pid)
+            if status is not None and status.returncode is None:
+                with contextlib.suppress(OSError):
+                    commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return commands
+
+    def server_pid(self) -> int:
+        (pid,) = [pid for pid, words in self.running().items() if "-m mindrlhf.rollout.server " in words]
+        return pid
+
+    def rank_pid(self, rank: int) -> int:
+        ranks = [pid for pid, words in self.running().items() if "-m mindrlhf.training.main " in words]
+        environments = {pid: read_environment(pid) for pid in ranks}
+        (pid,) = [
+            pid
+            for pid, values in environments.items()
+            if values.get("RANK_ID") == str(rank) and values.get("MS_ROLE", "MS_WORKER") == "MS_WORKER"
+        ]
+        return pid
+
+    def clean_up(self) -> None:
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(inputs_dir, tmp_path):
+    jobs = []
+
+    def start_job(world_size: int) -> Job:
+        jobs.append(Job(inputs_dir, tmp_path, world_size))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.clean_up()
+
+
+def test_kill_9_of_the_rollout_server_ends_the_run(start):
+    job = start(1)
+    job.wait_for_step(2)
+    server = job.server_pid()
+    os.kill(server, signal.SIGKILL)
+    assert job.process.wait(30) != 0
+    assert f"the rollout server (process {server}) was killed by signal 9 (SIGKILL)" in job.text()
+    assert str(job.output_dir / "logs" / "rollout_0.log") in job.text()
+    assert "Traceback" not in job.text()
+    assert job.running() == {}
+
+
+def test_kill_9_of_a_rank_ends_the_run(start):
+    job = start(2)
+    job.wait_for_step(2)
+    os.kill(job.rank_pid(1), signal.SIGKILL)
+    assert job.process.wait(30) != 0
+    assert "rank 1 was killed by SIGKILL" in job.text()
+    assert str(job.output_dir / "logs" / "worker_1.log") in job.text()
+    assert job.running() == {}

@@ -1,0 +1,164 @@
+"""What counts as a hang, on processes of the test's own and a clock that the test moves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mindrlhf.launch.health import JOINING_LIMIT_S, STILLNESS_LIMIT_S, HealthMonitor
+from mindrlhf.system import heartbeat, processes
+from mindrlhf.system.heartbeat import DIRECTORY_VARIABLE, heartbeat_path, read_beat
+
+RANK = """
+import sys, time
+from mindrlhf.system import heartbeat
+heartbeat.start()
+heartbeat.enter(sys.argv[1])
+while sys.argv[2] == "busy":
+    pass
+time.sleep(600)
+"""
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a rank that says what it does: ``start("step 1: update", "busy")``."""
+    started = []
+
+    def start_rank(activity, kind="idle", rank=0):
+        environment = {**os.environ, DIRECTORY_VARIABLE: str(tmp_path), "RANK_ID": str(rank)}
+        argv = [sys.executable, "-c", RANK, activity, kind]
+        process = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE)
+        started.append(process)
+        path, deadline = heartbeat_path(tmp_path, rank), time.perf_counter() + 30
+        while (beat := read_beat(path)) is None or beat.pid != process.pid or beat.activity != activity:
+            assert time.perf_counter() < deadline
+            time.sleep(0.01)
+        return process
+
+    yield start_rank
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def watch(monitor, clock, ranks, seconds):
+    """Check once a second of the moved clock; return the first finding and when it came."""
+    for second in range(seconds + 1):
+        if (found := monitor.find_hang(ranks, lambda: list(ranks.values()))) is not None:
+            return found, second
+        clock.now_s += 1.0
+    return None, seconds
+
+
+def test_a_stopped_rank_is_found_within_ten_seconds(start, clock, tmp_path):
+    ranks = {"rank 0": start("step 1: update", "busy").pid, "rank 1": start("update", "busy", rank=1).pid}
+    monitor = HealthMonitor(tmp_path, 0, computes_on_cpu=False)
+    assert watch(monitor, clock, ranks, 30) == (None, 30)
+    os.kill(ranks["rank 1"], signal.SIGSTOP)
+    while processes.state(ranks["rank 1"]) != "T":
+        time.sleep(0.01)
+    (name, how), after_s = watch(monitor, clock, ranks, 30)
+    assert (name, how) == ("rank 1", "has been stopped for 8 s") and after_s <= 10
+    os.kill(ranks["rank 1"], signal.SIGCONT)
+    assert watch(monitor, clock, ranks, 3)[0] is None
+
+
+def test_a_run_that_uses_no_processor_time_hangs_only_where_work_takes_it(start, clock, tmp_path):
+    ranks = {"rank 0": start("step 3: update").pid}
+    found, after_s = watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 30)
+    assert found[0] == "rank 0" and "no process of the run has done anything" in found[1]
+    assert STILLNESS_LIMIT_S <= after_s <= STILLNESS_LIMIT_S + 3
+    assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=False), clock, ranks, 30)[0] is None
+
+
+@pytest.mark.parametrize("activity", ["step 3: rollout", "step 3: evaluation"])
+def test_waiting_for_verifiers_is_no_hang(start, clock, tmp_path, activity):
+    ranks = {"rank 0": start(activity).pid}
+    assert watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 30)[0] is None
+
+
+def test_ranks_that_join_may_sleep_between_their_attempts(start, clock, tmp_path):
+    ranks = {"rank 0": start(heartbeat.JOINING).pid}
+    found, after_s = watch(HealthMonitor(tmp_path, 0, computes_on_cpu=True), clock, ranks, 90)
+    assert "no process of the run has done anything for 60 s" in found[1]
+    assert JOINING_LIMIT_S <= after_s <= JOINING_LIMIT_S + 3
+
+
+def test_work_of_any_process_of_the_run_counts(start, clock, tmp_path):
+    """Rank 0 waits for rank 1, as in a collective or while the others compile."""
+    ranks = {"rank 0": start("starting").pid, "rank 1": start("warm_up", "busy", rank=1).pid}
+    monitor = HealthMonitor(tmp_path, 0, computes_on_cpu=True)
+    for _ in range(15):
+        assert monitor.find_hang(ranks, lambda: list(ranks.values())) is None
+        before_s = processes.cpu_time_s(ranks["rank 1"])
+        while processes.cpu_time_s(ranks["rank 1"]) < before_s + 0.1:  # a tenth of a core, by the moved clock
+            time.sleep(0.01)
+        clock.now_s += 1.0
+
+
+def test_time_in_which_the_launcher_did_not_run_either_is_no_hang(start, clock, tmp_path):
+    """As on a machine that was suspended, or so overloaded that nobody ran; afterwards hangs are found as before."""
+    ranks = {"rank 0": start("step 3: update").pid}
+    monitor = HealthMonitor(tmp_path, 60.0, computes_on_cpu=True)
+    assert watch(monitor, clock, ranks, 3)[0] is None
+    clock.now_s += 3600.0
+    assert monitor.find_hang(ranks, lambda: list(ranks.values())) is None
+    found, after_s = watch(monitor, clock, ranks, 30)
+    assert "no process of the run has done anything" in found[1] and after_s <= STILLNESS_LIMIT_S
+
+
+def test_the_limit_of_the_user_holds_everywhere(start, clock, tmp_path):
+    ranks = {"rank 0": start("step 3: rollout", "busy").pid}
+    found, after_s = watch(HealthMonitor(tmp_path, 20.0, computes_on_cpu=False), clock, ranks, 60)
+    assert found == ("rank 0", "has made no progress for 21 s (run.hang_timeout_s is 20)") and after_s == 21
+
+
+def test_a_heartbeat_of_another_process_says_nothing(start, clock, tmp_path):
+    process = start("step 1: update")
+    monitor = HealthMonitor(tmp_path, 1.0, computes_on_cpu=True)
+    assert monitor.listening_pid("rank 0", {"rank 0": process.pid + 1}) is None
+    assert watch(monitor, clock, {"rank 0": os.getpid()}, 30)[0] is None
+    assert monitor.listening_pid("rank 0", {"rank 0": process.pid}) == process.pid
+    assert monitor.activities() == {"rank 0": "step 1: update"}
+
+
+def test_the_signal_has_a_rank_write_the_stacks_of_all_its_threads(start):
+    process = start("step 1: update")
+    process.send_signal(heartbeat.DUMP_SIGNAL)
+    lines = []
+    while "Current thread" not in "".join(lines) or "<module>" not in lines[-1]:
+        lines.append(process.stderr.readline().decode())
+    assert process.poll() is None
+
+
+def test_without_a_launcher_nothing_beats(tmp_path, monkeypatch):
+    monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    heartbeat.start()
+    heartbeat.enter("anything")
+    heartbeat.tick()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "num_ticks": 2, "activity": "", "more": 3}'])
+def test_half_a_heartbeat_is_none(tmp_path, text):
+    path = tmp_path / "heartbeat_0.json"
+    path.write_text(text)
+    assert read_beat(path) is None
+    assert read_beat(tmp_path / "missing") is None

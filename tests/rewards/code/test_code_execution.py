@@ -1,0 +1,100 @@
+import json
+import sys
+
+import pytest
+
+from mindrlhf.rewards.code.unit_tests import UnitTests
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.registry import resolve
+from mindrlhf.rewards.selection import Selection
+from mindrlhf.rewards.types import RewardInput
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
+]
+
+
+def fenced(source: str, language: str = "python") -> str:
+    return f"Here it is:\n```{language}\n{source}\n```\nDone."
+
+
+def reward(completion: str, answer, **options) -> float:
+    texts = {"time_limit_s": "30", **{name: str(value) for name, value in options.items()}}
+    answer = answer if isinstance(answer, str) else json.dumps(answer)
+    return resolve("code_execution", texts)(completion, answer, {})
+
+
+ADD = fenced("def add(a, b):\n    print('noise')\n    return a + b\n\nif __name__ == '__main__':\n    input()")
+WRONG = fenced("def add(a, b):\n    return a + b if a < 5 else 0")
+SUM = fenced("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "all_passed", "share"),
+    [
+        (ADD, "assert add(1, 2) == 3\nassert add(5, 5) == 10", 1.0, 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(5, 5) == 10"], 1.0, 1.0),
+        (WRONG, ["assert add(1, 2) == 3", "assert add(5, 5) == 10"], 0.0, 0.5),
+        (ADD, {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}, 1.0, 1.0),
+        (WRONG, {"fn_name": "add", "inputs": [[1, 2], [7, 1]], "outputs": [3, 8]}, 0.0, 0.5),
+        (
+            fenced("class Solution:\n    def pair(self, a):\n        return a, a"),
+            {"fn_name": "pair", "inputs": [[1]], "outputs": [[1, 1]]},
+            1.0,
+            1.0,
+        ),
+        (SUM, {"inputs": ["1 2", "3\n4\n"], "outputs": ["3", "7\n\n"]}, 1.0, 1.0),
+        (SUM, {"inputs": ["1 2", "3 4", "5 5"], "outputs": ["3", "8", "10"]}, 0.0, 2 / 3),
+        ("def add(a, b): return a + b", ["assert add(1, 2) == 3"], 0.0, 0.0),
+        (fenced("def add(a, b:"), ["assert add(1, 2) == 3"], 0.0, 0.0),
+        (fenced("1 / 0"), ["assert True"], 0.0, 0.0),
+        (ADD + "\n" + fenced("x = 1", "text"), ["assert add(1, 2) == 3"], 1.0, 1.0),
+        (fenced("def add(a, b): return 0") + "\n" + ADD, ["assert add(1, 2) == 3"], 1.0, 1.0),
+    ],
+)
+def test_rewards(completion, answer, all_passed, share):
+    assert reward(completion, answer) == all_passed
+    assert reward(completion, answer, partial="true") == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos._exit(0)",
+        "raise SystemExit(0)",
+        "import os\nos.write(1, b' p')\nos._exit(0)",
+        "import os\nos.write(1, b'\\n' + b'0' * 32 + b' p\\n')\nos._exit(0)",
+        "import sys, os\nos.write(1, sys.stdin.read().encode() + b' p')\nos._exit(0)",
+        "while True: pass",
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    ],
+)
+def test_a_program_that_ends_or_stalls_before_its_tests_fails_them(source):
+    assert reward(fenced(source), ["assert True"], time_limit_s=2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("", "holds no unit tests"),
+        ("[]", "holds no unit tests"),
+        ("42", "holds no unit tests"),
+        ('{"inputs": []}', "holds no unit tests"),
+        ('{"inputs": [], "outputs": []}', "same length, not empty"),
+        ('{"inputs": ["1"], "outputs": []}', "same length, not empty"),
+        ('{"fn_name": "f", "inputs": [1], "outputs": [1]}', "list of the function's arguments"),
+    ],
+)
+def test_answers_without_tests_are_errors(answer, message):
+    with pytest.raises(ValueError, match=message):
+        UnitTests.parse(answer)
+
+
+def test_a_stalling_program_earns_nothing_and_does_not_fail_the_verifier():
+    loop = fenced("while True: pass")
+    samples = [RewardInput(i, text, '["assert add(1, 2) == 3"]') for i, text in enumerate((loop, ADD, loop))]
+    with RewardPool(Selection(("code_execution",), (1.0,)), timeout_s=20.0) as pool:
+        results = pool.score(samples)
+    assert [result.total for result in results] == [0.0, 1.0, 0.0]
+    assert not any(result.failures for result in results)

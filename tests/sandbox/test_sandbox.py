@@ -1,0 +1,178 @@
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.sandbox import launcher as sandbox_launcher
+from mindrlhf.sandbox import run as sandbox
+from mindrlhf.sandbox.run import SandboxLimits, run_files, run_python
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
+]
+LIMITS = SandboxLimits(time_s=20.0)
+SYSTEM_PYTHON = "/usr/bin/python3"
+SHORT = dataclasses.replace(LIMITS, time_s=2.0)
+
+
+def processes_named(mark: str) -> list[int]:
+    """Running processes with ``mark`` on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and mark.encode() in command:
+            found.append(int(entry.name))
+    return found
+
+
+def gone(mark: str, limit_s: float = 20.0) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while processes_named(mark):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def without_namespaces(tmp_path, monkeypatch):
+    """A launcher that is refused namespaces, as in a container without the right."""
+    if os.geteuid() == 0 and os.path.exists(SYSTEM_PYTHON):
+        # Programs run as another user, who may not reach this interpreter.
+        monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
+    source = Path(sandbox_launcher.__file__).read_text()
+    refused = source.replace("is_isolated = _leave_namespaces()", "is_isolated = False")
+    assert refused != source
+    path = tmp_path / "launcher.py"
+    path.write_text(refused)
+    monkeypatch.setattr(sandbox_launcher, "__file__", str(path))
+    monkeypatch.setattr(sandbox, "_has_warned", False)
+
+
+def is_isolated(capfd) -> bool:
+    run_python("", limits=LIMITS)
+    return "no namespaces" not in capfd.readouterr().err
+
+
+def test_output_input_and_exit_code():
+    run = run_python("import sys\nprint(input())\nprint('oops', file=sys.stderr)\nsys.exit(3)", "h\u00e9\n", LIMITS)
+    assert (run.stdout, run.stderr, run.ending, run.succeeded) == ("h\u00e9\n", "oops\n", "exit code 3", False)
+    assert run_python("print(1)", limits=LIMITS).succeeded
+
+
+def test_several_files_and_text_that_utf8_cannot_hold():
+    files = {"main.py": "from helper import f\nprint(f())", "helper.py": "def f(): return 7"}
+    # Isolated mode keeps the working directory off the path, so files are read, not imported.
+    assert "ModuleNotFoundError" in run_files(files, "main.py", limits=LIMITS).stderr
+    reading = {"main.py": "print(open('data', encoding='utf-8').read())", "data": "seven"}
+    assert run_files(reading, "main.py", limits=LIMITS).stdout == "seven\n"
+    assert not run_python("print('\ud800')", "\ud800", LIMITS).succeeded
+
+
+@pytest.mark.parametrize(
+    ("source", "ending"),
+    [
+        ("while True: pass", "time limit"),
+        ("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(1000)", "time limit"),
+        ("import os\nwhile True: os.write(1, b'x' * 65536)", "output limit"),
+        ("import os\nwhile True: os.write(2, b'x' * 65536)", "output limit"),
+        ("x = bytearray(2 << 30)", "exit code 1"),
+        ("import ctypes\nctypes.string_at(0)", "signal SIGSEGV"),
+        ("f = open('big', 'wb')\nwhile True: f.write(b'x' * 1000000)", "exit code 1"),
+    ],
+)
+def test_hostile_programs_end(source, ending):
+    limits = SHORT if ending == "time limit" else LIMITS
+    assert run_python(source, limits=limits).ending == ending
+
+
+FORKING = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv({python!r}, [{python!r}, "-c", "import time; time.sleep(1000)", {mark!r}])
+    os._exit(0)
+os.wait()
+{rest}
+"""
+BOMB = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n# "
+
+
+@pytest.mark.parametrize("rest", ["", "import time; time.sleep(1000)", "while True: os.write(1, b'x' * 65536)"])
+def test_no_daemon_is_left(rest):
+    mark = f"mindrlhf-daemon-{os.getpid()}"
+    run_python(FORKING.format(python="/proc/self/exe", mark=mark, rest=rest), limits=SHORT)
+    assert gone(mark)
+
+
+def test_a_fork_bomb_is_over_at_the_time_limit():
+    name = f"bomb{os.getpid()}.py"
+    run = run_files({name: BOMB}, name, limits=SHORT)
+    assert run.ending == "time limit"
+    assert gone(name)
+
+
+def test_the_number_of_processes_is_limited():
+    source = """
+import os
+children = 0
+try:
+    while True:
+        if os.fork() == 0:
+            os.read(0, 1)
+            import time
+            time.sleep(1000)
+        children += 1
+except OSError:
+    print(children)
+"""
+    run = run_python(source, limits=dataclasses.replace(LIMITS, num_processes=8))
+    assert int(run.stdout) <= 8
+
+
+def test_neither_network_nor_files_nor_environment_are_in_reach(capfd, monkeypatch):
+    if not is_isolated(capfd):
+        pytest.skip("this system allows no namespaces")
+    monkeypatch.setenv("MINDRLHF_TEST_SECRET", "a secret of the caller")
+    target = Path(tempfile.gettempdir(), f"mindrlhf-test-{os.getpid()}")
+    source = f"""
+import os, socket
+for address in (("127.0.0.1", 9), ("192.0.2.1", 80)):
+    try:
+        socket.create_connection(address, timeout=1)
+    except OSError as error:
+        print(error.errno)
+try:
+    open({str(target)!r}, "w")
+except OSError as error:
+    print(error.errno)
+open("allowed", "w").write("x")
+print("SECRET" in str(os.environ))
+print(os.getpid() < 10)
+"""
+    run = run_python(source, limits=LIMITS)
+    # Network unreachable, twice; read-only file system.
+    assert run.stdout.split() == ["101", "101", "30", "False", "True"], run
+    assert not target.exists()
+
+
+def test_without_namespaces_the_limits_remain(without_namespaces, capfd):
+    run = run_python("print(1)", limits=LIMITS)
+    if run.ending == "exit code 126":
+        pytest.skip(f"as root, without namespaces, an interpreter that others may not read: {run.stderr}")
+    assert run.stdout == "1\n"
+    assert "no namespaces" in capfd.readouterr().err
+    mark = f"mindrlhf-loose-{os.getpid()}"
+    assert run_python("while True: pass", limits=SHORT).ending == "time limit"
+    run_python(FORKING.format(python="/proc/self/exe", mark=mark, rest="import time; time.sleep(1000)"), limits=SHORT)
+    assert gone(mark)
+    assert "no namespaces" not in capfd.readouterr().err, "one warning is enough"

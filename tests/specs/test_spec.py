@@ -1,0 +1,139 @@
+"""ModelSpec: reading config.json, rules, shapes and layouts; all against values worked out here."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.errors import UserError
+from mindrlhf.specs import QWEN2, QWEN3, ModelDims, find_spec
+from mindrlhf.specs.fuse import fuse, split
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def make_dims(num_groups, heads_per_group, head_dim, hidden_size, intermediate_size):
+    return ModelDims(
+        num_layers=1,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_groups * heads_per_group,
+        num_kv_heads=num_groups,
+        head_dim=head_dim,
+        vocab_size=11,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        initializer_range=0.02,
+        tied=False,
+    )
+
+
+def test_qwen25_half_billion_has_its_published_number_of_parameters():
+    dims = QWEN2.dims(CONFIG)
+    num_parameters = sum(np.prod(rule.mf_shape(dims)) for rule in QWEN2.rules(dims))
+    assert num_parameters == 494_032_768
+
+
+def test_rules_name_each_tensor_once_and_know_the_output_of_untied_models():
+    tied, untied = (QWEN3.dims({**CONFIG, "head_dim": 64, "tie_word_embeddings": tied}) for tied in (True, False))
+    names = [name for rule in QWEN3.rules(tied) for name in rule.hf_names]
+    assert len(names) == len(set(names)) == 2 + 24 * 11
+    assert not any("{" in name for name in names)
+    assert [name for rule in QWEN3.rules(untied) for name in rule.hf_names] == [*names, "lm_head.weight"]
+
+
+def test_rope_theta_is_read_from_both_places():
+    assert QWEN2.dims(CONFIG).rope_theta == 1e6
+    without = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    newer = {**without, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert QWEN2.dims(newer).rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": None}, "architectures=None"),
+        ({"hidden_size": None}, "hidden_size=None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"vocab_size": "many"}, "vocab_size='many'"),
+        ({"num_key_value_heads": 4}, "must divide"),
+        ({"hidden_size": 897}, "head_dim"),
+        ({"hidden_act": "gelu"}, "silu"),
+        ({"use_sliding_window": True}, "sliding"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_configs_that_cannot_be_served_are_refused(changes, message):
+    config = {**CONFIG, **changes}
+    with pytest.raises(UserError, match=message):
+        find_spec(config).dims(config)
+
+
+def test_qwen3_with_attention_bias_is_refused():
+    with pytest.raises(UserError, match="attention_bias"):
+        QWEN3.dims({**CONFIG, "attention_bias": True})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_groups=st.integers(1, 4),
+    heads_per_group=st.integers(1, 4),
+    head_dim=st.integers(1, 4).map(lambda half: 2 * half),
+    width=st.integers(1, 5),
+    intermediate_size=st.integers(1, 6),
+)
+def test_layouts_place_each_row_where_mindformers_reads_it(
+    num_groups, heads_per_group, head_dim, width, intermediate_size
+):
+    dims = make_dims(num_groups, heads_per_group, head_dim, width, intermediate_size)
+    for rule in QWEN2.rules(dims):
+        sizes = [int(np.prod(shape)) for shape in rule.shape(dims)]
+        bounds = np.cumsum([0, *sizes])
+        parts = [
+            np.arange(start, start + size, dtype=np.float32).reshape(shape)
+            for start, size, shape in zip(bounds, sizes, rule.shape(dims))
+        ]
+        fused = fuse(rule, dims, parts)
+        assert fused.shape == rule.mf_shape(dims)
+        for row, source in _expected_rows(rule, dims, parts):
+            np.testing.assert_array_equal(fused[row], source)
+        for part, back in zip(parts, split(rule, dims, fused)):
+            assert back.flags.c_contiguous
+            np.testing.assert_array_equal(back, part)
+
+
+def _expected_rows(rule, dims, parts):
+    """(row of the fused array, its content), from the definition of each layout, one row at a time."""
+    if rule.transform == "copy":
+        yield from enumerate(parts[0])
+    elif rule.transform == "gate_up":
+        for index in range(dims.intermediate_size):
+            yield 2 * index, parts[0][index]
+            yield 2 * index + 1, parts[1][index]
+    else:
+        row = 0
+        for group in range(dims.num_kv_heads):
+            heads = range(group * dims.heads_per_group, (group + 1) * dims.heads_per_group)
+            for part, head in [(0, head) for head in heads] + [(1, group), (2, group)]:
+                for channel in range(dims.head_dim):
+                    yield row, parts[part][head * dims.head_dim + channel]
+                    row += 1
+
+
+def test_copied_tensors_are_views():
+    dims = make_dims(1, 1, 2, 4, 4)
+    rule = next(rule for rule in QWEN2.rules(dims) if rule.transform == "copy")
+    array = np.zeros(rule.mf_shape(dims), np.float32)
+    assert np.shares_memory(split(rule, dims, array)[0], array)

@@ -1,0 +1,69 @@
+"""Scratch directories: gone after the block, and gone at the next one when the block was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mindrlhf.system.files import is_locked, scratch_directory
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from mindrlhf.system.files import scratch_directory
+with scratch_directory(Path(sys.argv[1]), ".scratch-") as directory:
+    (directory / "half").write_text("x")
+    print(directory.name, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A living process with a scratch directory; yields it and the directory."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, tmp_path / process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_the_directory_is_private_and_goes_with_the_block(tmp_path):
+    for error in (None, ValueError, KeyboardInterrupt):
+        try:
+            with scratch_directory(tmp_path, ".scratch-") as directory:
+                assert directory.parent == tmp_path and directory.name.startswith(".scratch-")
+                assert directory.stat().st_mode & 0o777 == 0o700
+                (directory / "file").write_text("x")
+                if error:
+                    raise error
+        except (ValueError, KeyboardInterrupt) as raised:
+            assert type(raised) is error
+        assert os.listdir(tmp_path) == []
+
+
+def test_what_a_living_process_uses_stays_and_what_a_killed_one_left_goes(tmp_path, holder):
+    process, held = holder
+    assert is_locked(held)
+    with scratch_directory(tmp_path, ".scratch-"):
+        assert (held / "half").exists()
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    assert not is_locked(held)
+    with scratch_directory(tmp_path, ".scratch-") as directory:
+        assert os.listdir(tmp_path) == [directory.name]
+
+
+def test_other_names_files_and_links_are_left_alone(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / ".scratch-file").write_text("x")
+    (tmp_path / ".other-1").mkdir()
+    (tmp_path / ".scratch-link").symlink_to(tmp_path / "kept")
+    before = sorted(os.listdir(tmp_path))
+    with scratch_directory(tmp_path, ".scratch-"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == before
+    assert not is_locked(tmp_path / ".scratch-link")

@@ -1,0 +1,176 @@
+"""Checkpoints that several ranks write while the run goes on: stand-ins for the ranks, the real team and store."""
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from mindrlhf.checkpoint.manifest import verify
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.errors import UserError
+from mindrlhf.layout.layout import Layout
+from mindrlhf.training.checkpoints.requests import SaveRequests
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, newest_checkpoint
+from mindrlhf.training.checkpoints.slices import SavesSlices
+from mindrlhf.training.replica_team import ReplicaTeam
+
+NUM_RANKS = 4
+
+
+class RankWorker(SavesSlices):
+    """Its slice is one number."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.slice = 100 * rank
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.num_asked = 0
+
+    def state_size_bytes(self):
+        return 10
+
+    def state_writer(self, hold):
+        # The real copies are of arrays; here it matters only when they are made.
+        held = self.slice if hold == self._copies.copy else None
+
+        def write(directory):
+            self.may_write.wait(10)
+            content = str(self.slice if held is None else held).encode()
+            path = directory / f"rank_{self.rank}"
+            path.write_bytes(content)
+            return {path.name: xxhash.xxh3_64_hexdigest(content)}
+
+        return write
+
+    def is_saving(self):
+        self.num_asked += 1
+        return super().is_saving()
+
+
+class LocalTeam:
+    """Calls the workers of all ranks in this process, as the real team does over sockets."""
+
+    world_size = NUM_RANKS
+
+    def __init__(self):
+        self.workers = [RankWorker(rank) for rank in range(NUM_RANKS)]
+        self.lead = self.workers[0]
+
+    def call(self, method, per_rank=None, **common):
+        assert per_rank is None
+        return [getattr(worker, method)(**common) or {} for worker in self.workers]
+
+
+class Run:
+    def __init__(self, tmp_path, **checkpoint):
+        self.config = GrpoConfig(
+            run=sections.RunSection(output_dir=str(tmp_path)),
+            model=sections.ModelSection(path="model"),
+            data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=sections.RewardSection(verifier_function=("length",)),
+            checkpoint=sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+        )
+        self.team = LocalTeam()
+        replicas = ReplicaTeam(self.team, Layout.parse("dp=2,mp=2,pp=1"))
+        self.checkpoints = RunCheckpoints(self.config, replicas, PromptStream(10, seed=0), SaveRequests())
+        self.progress = Progress()
+        self.save_dir = self.checkpoints._store.save_dir
+
+    def step(self):
+        self.checkpoints.begin_step(self.progress)
+        self.progress.step += 1
+        for worker in self.team.workers:
+            worker.slice += 1
+
+    def save_slowly(self, rank):
+        """Make a step and save it; return the worker whose part is not written before it may."""
+        worker = self.team.workers[rank]
+        self.step()
+        worker.may_write.clear()
+        self.checkpoints.save(self.progress)
+        return worker
+
+    def names(self):
+        return sorted(path.name for path in self.save_dir.iterdir())
+
+
+def contents(directory):
+    verify(directory)
+    return [(directory / f"rank_{rank}").read_text() for rank in range(NUM_RANKS)]
+
+
+def test_the_run_goes_on_until_the_slowest_rank_has_written_what_it_held_then(tmp_path):
+    run = Run(tmp_path)
+    slow = run.save_slowly(rank=2)
+    run.step()
+    run.step()
+    assert newest_checkpoint(run.config) is None and all(worker.num_asked == 2 for worker in run.team.workers)
+    slow.may_write.set()
+    slow._slice_writer._thread.join()
+    run.step()
+    run.checkpoints._writer.wait()
+    assert run.names() == ["step_00000001"]
+    assert contents(run.save_dir / "step_00000001") == ["1", "101", "201", "301"]
+    run.step()
+    assert slow.num_asked == 3, "nothing is being written, so nobody is asked"
+
+
+def test_the_next_save_and_the_end_wait_for_the_last_one(tmp_path):
+    run = Run(tmp_path)
+    slow = run.save_slowly(rank=3)
+    run.step()
+    threading.Timer(0.1, slow.may_write.set).start()
+    run.checkpoints.save(run.progress)
+    assert contents(run.save_dir / "step_00000001") == ["1", "101", "201", "301"]
+    run.checkpoints.wait()
+    assert run.names() == ["step_00000001", "step_00000002"]
+    assert contents(run.save_dir / "step_00000002") == ["2", "102", "202", "302"]
+
+
+def test_without_asynchronous_writing_the_checkpoint_is_there_when_save_returns(tmp_path):
+    run = Run(tmp_path, asynchronous=False)
+    run.step()
+    run.checkpoints.save(run.progress)
+    assert contents(run.save_dir / "step_00000001") == ["1", "101", "201", "301"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_left(tmp_path, rank, asynchronous):
+    run = Run(tmp_path, asynchronous=asynchronous)
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+
+    def refuse(directory):
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory))
+
+    run.team.workers[rank].state_writer = lambda hold: refuse
+    run.step()
+    with pytest.raises(UserError, match=r"step_00000002 cannot be written \(No space left on device\): make room"):
+        run.checkpoints.save(run.progress)
+        for worker in run.team.workers:
+            worker._slice_writer._thread.join()
+        run.step()  # where an asynchronous write is noticed
+    assert run.names() == ["step_00000001"]
+    run.checkpoints.close()
+
+
+def test_a_rank_that_dies_while_it_should_begin_leaves_nothing(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+
+    def die(directory, copies):
+        raise UserError("rank 1: it is gone")
+
+    run.team.workers[1].begin_saving = die
+    with pytest.raises(UserError, match="rank 1"):
+        run.checkpoints.save(run.progress)
+    assert run.names() == []
+    assert Path(run.save_dir).is_dir()

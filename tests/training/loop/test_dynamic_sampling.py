@@ -1,0 +1,186 @@
+"""Dynamic sampling over scripted draws: which groups a step gets, and that every sample is accounted for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.checkpoint.carried import CarriedSample
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
+from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.loop.dynamic_sampling import GroupSampling, SampleLedger, from_carried, to_carried
+
+SIZE = 3  # samples of a group
+
+
+def make_config(chunk_size=2, num_rollouts=2, max_oversampling=10, dynamic_sampling=True):
+    return GrpoConfig(
+        model=sections.ModelSection(path="model"),
+        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=sections.RewardSection(verifier_function=("length",)),
+        algorithm=sections.AlgorithmSection(
+            num_generations=SIZE, dynamic_sampling=dynamic_sampling, max_oversampling=max_oversampling
+        ),
+        training=sections.TrainingSection(chunk_size=chunk_size, num_rollouts=num_rollouts),
+    )
+
+
+def sample(group, reward, name="", finish_reason="stop"):
+    ids = np.arange(1, 4, dtype=np.int32)
+    logprobs = np.array([-0.1, -1 / 3, -2.5], np.float32)
+    return Sample(group, ids[:2], ids, logprobs, finish_reason, name, "c", "a", {"length": reward}, reward, {})
+
+
+class Draws:
+    """Prompts with and without signal in a given order, by name; remembers what was asked."""
+
+    def __init__(self, signals):
+        self.signals = list(signals)
+        self.asked = []
+        self.num_drawn = 0
+
+    def __call__(self, num_prompts, first_group):
+        self.asked.append((num_prompts, first_group))
+        samples = []
+        for group in range(first_group, first_group + num_prompts):
+            name = str(self.num_drawn)
+            teaches = self.signals[self.num_drawn]
+            self.num_drawn += 1
+            samples += [sample(group, float(place == 0 and teaches), name) for place in range(SIZE)]
+        return samples
+
+
+def names(samples):
+    """Names of the prompts of whole groups, in order."""
+    assert len(samples) % SIZE == 0
+    groups = [samples[start : start + SIZE] for start in range(0, len(samples), SIZE)]
+    assert all(len({(item.prompt, item.group) for item in group}) == 1 for group in groups)
+    return [int(group[0].prompt) for group in groups]
+
+
+def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
+    #               round 1: 0 1 2 3, round 2: 4 5 (misses 1), round 3: 6 7
+    draws = Draws([1, 0, 1, 1] + [0, 0] + [1, 1])
+    step = GroupSampling(make_config()).collect(draws, [])
+    assert draws.asked == [(4, 0), (2, 4), (2, 6)]
+    assert names(step.used) == [0, 2, 3, 6] and names(step.carried) == [7]
+    assert names(step.dropped) == [1, 4, 5] and names(step.drawn) == list(range(8))
+    assert [item.group for item in step.used[::SIZE]] == [0, 1, 2, 3]
+    assert (step.num_stale, step.num_without_signal) == (0, 0)
+
+
+def test_what_was_left_over_comes_first_and_is_told_apart():
+    sampling, draws = GroupSampling(make_config()), Draws([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
+    first = sampling.collect(draws, [])
+    second = sampling.collect(draws, from_carried(to_carried(first.carried)))
+    assert draws.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
+    assert names(second.used) == [7, 8, 9, 11]
+    assert second.num_stale == SIZE and names(second.fresh) == [8, 9, 11]
+    assert [item.group for item in second.used[::SIZE]] == [0, 1, 2, 3]
+
+
+def test_at_the_bound_groups_without_signal_fill_the_step():
+    draws = Draws([0, 1, 0, 0] + [0, 0, 0, 0])
+    step = GroupSampling(make_config(max_oversampling=2)).collect(draws, [])
+    assert draws.asked == [(4, 0), (4, 4)]
+    assert names(step.used) == [1, 0, 2, 3] and names(step.dropped) == [4, 5, 6, 7]
+    assert step.num_without_signal == 3 * SIZE and not step.carried
+
+
+def test_without_dynamic_sampling_all_that_one_round_draws_is_used():
+    draws = Draws([0, 1, 0, 0])
+    step = GroupSampling(make_config(dynamic_sampling=False)).collect(draws, [])
+    assert step.used is step.drawn and names(step.used) == [0, 1, 2, 3]
+    assert step.num_without_signal == 3 * SIZE and not step.carried and not step.dropped
+
+
+def test_the_metrics_of_a_step_by_hand():
+    draws = Draws([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
+    sampling, ledger = GroupSampling(make_config()), SampleLedger()
+    first = sampling.collect(draws, [])
+    ledger.add(first)
+    second = sampling.collect(draws, first.carried)
+    cut = dataclasses.replace(second.used[4], finish_reason="length")
+    second.used[4] = cut
+    assert ledger.add(second) == {
+        "samples/generated": 4 * SIZE,
+        "samples/used": 4 * SIZE,
+        "samples/used_stale": SIZE,
+        "samples/used_without_signal": 0,
+        "samples/used_cut": 1,
+        "samples/carried": 0,
+        "samples/dropped_without_signal": SIZE,
+        "samples/total_generated": 12 * SIZE,
+        "samples/total_used": 8 * SIZE,
+        "samples/total_dropped_without_signal": 4 * SIZE,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    share=st.floats(0, 1),
+    chunk_size=st.integers(1, 5),
+    num_rollouts=st.integers(1, 3),
+    max_oversampling=st.integers(1, 4),
+    resume_at=st.integers(0, 6),
+)
+def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
+    seed, share, chunk_size, num_rollouts, max_oversampling, resume_at
+):
+    num_steps, num_groups = 6, chunk_size * num_rollouts
+    draws = Draws(np.random.default_rng(seed).random(num_steps * num_groups * max_oversampling) < share)
+    config = make_config(chunk_size, num_rollouts, max_oversampling)
+    sampling, ledger, carried = GroupSampling(config), SampleLedger(), []
+    used, dropped, generated = [], [], 0
+    for index in range(num_steps):
+        if index == resume_at:
+            sampling, ledger = GroupSampling(config), SampleLedger(ledger.state())
+            carried = to_carried(from_carried(carried))
+        step = sampling.collect(draws, from_carried(carried))
+        metrics = ledger.add(step)
+        carried = to_carried(step.carried)
+        used += names(step.used)
+        dropped += names(step.dropped)
+        generated += metrics["samples/generated"]
+        assert len(step.used) == num_groups * SIZE
+        left = names(step.carried)
+        assert len(left) < chunk_size and all(draws.signals[name] for name in left)
+        assert not any(draws.signals[name] for name in names(step.dropped))
+        assert metrics["samples/total_generated"] == generated == draws.num_drawn * SIZE
+        assert sorted(used + dropped + left) == list(range(draws.num_drawn)), "each prompt is in one place"
+    assert ledger.state() == {
+        "generated": draws.num_drawn * SIZE,
+        "used": len(used) * SIZE,
+        "dropped": len(dropped) * SIZE,
+        "carried": len(carried),
+    }
+
+
+def test_a_lost_sample_is_noticed():
+    step = GroupSampling(make_config()).collect(Draws([1, 0, 1, 1, 0, 0, 1, 1]), [])
+    with pytest.raises(AssertionError, match="24 generated are not 12 used, 3 carried over and 8 dropped"):
+        SampleLedger().add(dataclasses.replace(step, dropped=step.dropped[1:]))
+    ledger = SampleLedger()
+    ledger.add(step)
+    with pytest.raises(AssertionError, match="3 samples were carried over, 0 are used"):
+        ledger.add(step)
+
+
+def test_carried_samples_come_back_exactly():
+    original = dataclasses.replace(sample(4, 1 / 3, "p", "length"), failures={"length": "timeout"})
+    (carried,) = to_carried([original])
+    (back,) = from_carried([carried])
+    for field in dataclasses.fields(Sample):
+        before, after = getattr(original, field.name), getattr(back, field.name)
+        if isinstance(before, np.ndarray):
+            np.testing.assert_array_equal(before, after, strict=True)
+        else:
+            assert before == after
+    with pytest.raises(UserError, match="'answer' of carried sample 0"):
+        record = {name: value for name, value in carried.record.items() if name != "answer"}
+        from_carried([CarriedSample(record, carried.arrays)])

@@ -1,0 +1,292 @@
+"""Guards over scripted ranks: what is skipped, saved, reported, and when the run must stop."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.loop import guards as guards_module
+from mindrlhf.training.loop.guards import Guards, StepRecord
+from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped, merge_shares
+
+NUM_RANKS = 2
+LENGTHS = [3, 1, 2, 4]
+# By sample, on its last token.
+ADVANTAGES = [0.5, -9.0, 1.0, 2.0]
+LOGPROBS = [-1.0, -2.0, -30.0, -3.0]
+
+
+def make_config(output_dir, **guard) -> GrpoConfig:
+    return GrpoConfig(
+        model=sections.ModelSection(path="model"),
+        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=sections.RewardSection(verifier_function=("length",)),
+        run=sections.RunSection(output_dir=str(output_dir)),
+        guard=sections.GuardSection(**guard),
+    )
+
+
+def make_sample(index: int, length: int) -> Sample:
+    ids = np.arange(length, dtype=np.int32) + 10 * index
+    logprobs = np.zeros(length, np.float32)
+    return Sample(index, ids[:1], ids, logprobs, "stop", f"prompt {index}", f"text {index}", "", {}, index / 2, {})
+
+
+class Step:
+    """Two updates of two samples each, on two ranks; every rank holds its shares, with advantages."""
+
+    def __init__(self):
+        self.samples = [make_sample(index, length) for index, length in enumerate(LENGTHS)]
+        options = RowOptions((8,), 1, NUM_RANKS, False)
+        self.batches, self.held, self.logprobs = [], [], []
+        for first in (0, 2):
+            part = self.samples[first : first + 2]
+            batch = make_batch([TokenSequence(item.prompt_ids, item.response_ids, {}) for item in part], options)
+            self.batches.append(batch)
+            self.held.append([batch.share(rank, NUM_RANKS) for rank in range(NUM_RANKS)])
+            for values, name in ((ADVANTAGES, "tokens.advantages"), (LOGPROBS, "logprobs")):
+                tokens = [np.append(np.zeros(len(item.response_ids) - 1), values[item.group]) for item in part]
+                spread = batch.spread(tokens, name, NUM_RANKS)
+                if name == "logprobs":
+                    self.logprobs.append(spread)
+                else:
+                    for share, own in zip(self.held[-1], spread):
+                        share.update(own)
+
+    def call(self, method, batch):
+        assert method == "batch_arrays"
+        return self.held[batch]
+
+    def record(self, step: int, *norms: float, losses=(0.25, 0.25)) -> StepRecord:
+        results = []
+        for number, norm in enumerate(norms):
+            ranks = [
+                {"grad_norm": norm, "statistics": np.array([losses[rank], 0.0]), **self.logprobs[number % 2][rank]}
+                for rank in range(NUM_RANKS)
+            ]
+            results.append(ranks)
+        return StepRecord(step, self.samples, self.batches, results, 0.75, f"weights {step}")
+
+
+@pytest.fixture
+def step() -> Step:
+    return Step()
+
+
+@pytest.fixture
+def open_guards(tmp_path, step):
+    opened = []
+
+    def open_one(first_step=0, state=None, **guard) -> Guards:
+        opened.append(Guards(make_config(tmp_path, **guard), step, first_step=first_step, state=state))
+        return opened[-1]
+
+    yield open_one
+    for guards in opened:
+        guards.close()
+
+
+def events(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "guards.jsonl").read_text().splitlines()]
+
+
+def test_a_plain_step_is_left_alone(open_guards, step, tmp_path, capsys):
+    guards = open_guards()
+    assert guards.review(step.record(1, 1.0, 2.0), 1e-5) == {"guard/skipped_updates": 0, "guard/grad_spikes": 0}
+    guards.check()
+    assert guards.state() == {"num_skipped": 0, "norms": [1.0, 2.0], "failed_steps": {}}
+    assert events(tmp_path) == [] and capsys.readouterr().err == "" and not (tmp_path / "skipped").exists()
+
+
+def test_a_skipped_update_is_counted_and_its_batch_comes_back(open_guards, step, tmp_path, capsys):
+    guards = open_guards()
+    counts = guards.review(step.record(7, 1.0, np.nan, losses=(np.inf, 0.5)), 1e-5)
+    assert counts == {"guard/skipped_updates": 1, "guard/grad_spikes": 0}
+    guards.check()
+    directory = tmp_path / "skipped" / "step_00000007" / "update_2"
+    assert f"mindrlhf replay {directory}" in capsys.readouterr().err
+    (event,) = events(tmp_path)
+    assert (event["event"], event["loss"], event["grad_norm"]) == ("skipped_update", "inf", "nan")
+
+    batch, micro_batches, logprobs = load_skipped(directory)
+    assert (batch.step, batch.update, batch.loss, batch.grad_norm, batch.kl_coefficient) == (7, 2, "inf", "nan", 0.75)
+    assert batch.weights == "", "the first update of the step changed them"
+    assert [sample["prompt"] for sample in batch.samples] == ["prompt 2", "prompt 3"]
+    assert batch.config == json.loads(json.dumps(batch.config)) and batch.config["run"]["output_dir"] == str(tmp_path)
+    assert batch.num_tokens == 2 + 4
+    for place, (advantage, logprob, sample) in zip(
+        batch.placed, zip(ADVANTAGES[2:], LOGPROBS[2:], step.samples[2:]), strict=True
+    ):
+        number, row, first, last = place
+        assert micro_batches[number].tokens["advantages"][row, last - 1] == advantage
+        assert logprobs[number][row, last - 1] == logprob
+        np.testing.assert_array_equal(micro_batches[number].labels[row, first:last], sample.response_ids)
+
+
+def test_the_weights_are_known_as_long_as_no_update_of_the_step_was_made(open_guards, step, tmp_path):
+    open_guards(max_skipped_updates=5).review(step.record(1, np.inf, np.nan, 1.0, np.nan), 0.0)
+    saved = [load_skipped(tmp_path / "skipped" / "step_00000001" / f"update_{k}")[0].weights for k in (1, 2, 4)]
+    assert saved == ["weights 1", "weights 1", ""]
+
+
+def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_guards, step):
+    guards = open_guards(max_skipped_updates=3)
+    guards.review(step.record(1, np.nan, np.nan), 0.0)
+    guards.review(step.record(2, 1.0, np.nan), 0.0)
+    guards.check()
+    state = json.loads(json.dumps(guards.state()))
+    assert state["num_skipped"] == 1
+    resumed = open_guards(first_step=3, state=state, max_skipped_updates=3)
+    # The row is complete within the step, and what follows does not undo it.
+    resumed.review(step.record(3, np.nan, np.nan, 1.0), 0.0)
+    with pytest.raises(RunFailure, match="^3 updates in a row .* step 3, .*mindrlhf replay .*update_2'$"):
+        resumed.check()
+
+
+def test_only_the_first_batches_are_saved(open_guards, step, tmp_path, monkeypatch):
+    monkeypatch.setattr(guards_module, "MAX_SAVED_BATCHES", 3)
+    guards = open_guards(max_skipped_updates=9)
+    guards.review(step.record(1, np.nan, np.nan), 0.0)
+    counts = guards.review(step.record(2, np.nan, np.nan), 0.0)
+    assert counts["guard/skipped_updates"] == 2
+    saved = sorted(str(path.relative_to(tmp_path / "skipped")) for path in tmp_path.glob("skipped/*/*"))
+    assert saved == ["step_00000001/update_1", "step_00000001/update_2", "step_00000002/update_1"]
+    assert events(tmp_path)[-1]["batch"] == ""
+
+
+def test_a_disk_that_refuses_the_batch_does_not_end_the_run(open_guards, step, tmp_path, capsys):
+    (tmp_path / "skipped").write_text("a file is in the way")
+    guards = open_guards()
+    assert guards.review(step.record(1, np.nan), 0.0)["guard/skipped_updates"] == 1
+    guards.check()
+    assert "cannot be saved" in capsys.readouterr().err
+
+
+def test_a_spike_is_reported_with_its_samples(open_guards, step, tmp_path, capsys):
+    guards = open_guards(grad_spike_factor=3.0)
+    for number in range(1, 5):
+        assert guards.review(step.record(number, 1.0, 2.0), 0.0)["guard/grad_spikes"] == 0
+    # The median of four 1.0 and four 2.0 is 1.5; after 4.5, which does not exceed three times that, it is 2.
+    assert guards.review(step.record(5, 4.5, 6.5), 0.0)["guard/grad_spikes"] == 1
+    guards.check()
+    (event,) = events(tmp_path)
+    assert (event["step"], event["update"], event["grad_norm"], event["median"]) == (5, 2, 6.5, 2.0)
+    chosen = [(item["chosen_for"], item["prompt"]) for item in event["samples"]]
+    assert chosen == [
+        ("advantage", "prompt 3"),
+        ("advantage", "prompt 2"),
+        ("logprob", "prompt 2"),
+        ("logprob", "prompt 3"),
+    ]
+    assert event["samples"][2]["min_logprob"] == -30.0 and event["samples"][0]["max_abs_advantage"] == 2.0
+    assert "3.25 times" in capsys.readouterr().err
+
+
+def test_spikes_wait_for_a_median_and_can_be_switched_off(open_guards, step):
+    assert open_guards().review(step.record(1, *[1.0] * 7, 1e6), 0.0)["guard/grad_spikes"] == 0
+    assert open_guards().review(step.record(1, *[1.0] * 8, 1e6), 0.0)["guard/grad_spikes"] == 1
+    off = open_guards(grad_spike_factor=0.0)
+    assert off.review(step.record(1, *[1.0] * 8, 1e6), 0.0)["guard/grad_spikes"] == 0
+
+
+def test_drift_warns_once_and_stops_beyond_the_limit(open_guards, step, tmp_path, capsys):
+    guards = open_guards(warn_rollout_diff=0.1, max_rollout_diff=1.0)
+    for number, difference in enumerate([0.1, 0.2, 0.3, 0.05, 1.0], start=1):
+        guards.review(step.record(number, 1.0), difference)
+        guards.check()
+    assert [event["step"] for event in events(tmp_path)] == [2, 5], "anew only after it was below"
+    assert capsys.readouterr().err.count("guard.warn_rollout_diff") == 2
+    guards.review(step.record(6, 1.0), 1.01)
+    with pytest.raises(RunFailure, match=r"^step 6: .*1\.01 nats .*guard\.max_rollout_diff is 1: .*top_p=1"):
+        guards.check()
+
+
+def test_drift_that_is_not_finite_warns(open_guards, step, capsys):
+    guards = open_guards()
+    guards.review(step.record(1, 1.0), np.nan)
+    guards.check()
+    assert "nan nats" in capsys.readouterr().err
+
+
+def test_limits_of_zero_never_warn_nor_stop(open_guards, step, capsys):
+    guards = open_guards(warn_rollout_diff=0.0, max_rollout_diff=0.0)
+    guards.review(step.record(1, 1.0), 99.0)
+    guards.check()
+    assert capsys.readouterr().err == ""
+
+
+def rewarded(failures: list[dict[str, str]]) -> list[Sample]:
+    """Samples that two verifiers were asked for, but for the last, to which only the first applies."""
+    samples = [make_sample(index, 2) for index in range(len(failures))]
+    rewards = [{"first": 0.0, "second": 0.0}] * (len(failures) - 1) + [{"first": 0.0}]
+    return [
+        dataclasses.replace(sample, rewards=own, failures=why)
+        for sample, own, why in zip(samples, rewards, failures, strict=True)
+    ]
+
+
+WHOLLY = rewarded([{"second": "KeyError: 'x'"}, {"second": "timeout"}, {}])
+PARTLY = rewarded([{"second": "timeout", "first": "timeout"}, {}, {"first": "timeout"}])
+
+
+def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resume(open_guards, tmp_path, capsys):
+    guards = open_guards(max_failed_steps=3)
+    for number, samples in enumerate([WHOLLY, PARTLY, WHOLLY, WHOLLY], start=1):
+        guards.review_rewards(number, samples)
+        guards.check()
+    assert [event["step"] for event in events(tmp_path)] == [1, 3], "anew only after it worked"
+    assert events(tmp_path)[0] == {
+        "step": 1, "event": "failed_verifier", "verifier": "second", "reason": "KeyError: 'x'",
+    }  # fmt: skip
+    warnings = capsys.readouterr().err
+    assert warnings.count("verifier second failed on all 2 samples (KeyError: 'x')") == 2
+    resumed = open_guards(first_step=4, state=json.loads(json.dumps(guards.state())), max_failed_steps=3)
+    resumed.review_rewards(5, WHOLLY)
+    with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row, .*max_failed_steps is 3: "):
+        resumed.check()
+
+
+def test_failed_verifiers_never_stop_a_run_that_wants_none_of_it(open_guards):
+    guards = open_guards(max_failed_steps=0)
+    for number in range(1, 9):
+        guards.review_rewards(number, WHOLLY)
+        guards.check()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_shares_are_merged_in_the_order_of_the_batch(num_ranks):
+    samples = [make_sample(index, 3) for index in range(6)]
+    sequences = [TokenSequence(item.prompt_ids, item.response_ids, {}) for item in samples]
+    batch = make_batch(sequences, RowOptions((8,), 1, num_ranks, False))
+    merged = merge_shares([batch.share(rank, num_ranks) for rank in range(num_ranks)])
+    micro_batches, _ = unpack_share({"num_micro_batches": 6, "num_tokens": 0, **merged})
+    for one, other in zip(micro_batches, batch.micro_batches, strict=True):
+        np.testing.assert_array_equal(one.input_ids, other.input_ids)
+
+
+@pytest.mark.parametrize("damage", ["no directory", "no info", "cut info", "other version", "cut arrays", "lacks one"])
+def test_damaged_batches_are_refused(open_guards, step, tmp_path, damage):
+    open_guards().review(step.record(1, np.nan), 0.0)
+    directory = tmp_path / "skipped" / "step_00000001" / "update_1"
+    info, arrays = directory / INFO_NAME, directory / ARRAYS_NAME
+    if damage == "no directory":
+        directory = tmp_path / "elsewhere"
+    elif damage == "no info":
+        info.unlink()
+    elif damage == "cut info":
+        info.write_text(info.read_text()[:-20])
+    elif damage == "other version":
+        info.write_text(info.read_text().replace('"format_version": 1', '"format_version": 2'))
+    elif damage == "cut arrays":
+        arrays.write_bytes(arrays.read_bytes()[:-8])
+    else:
+        info.write_text(info.read_text().replace('"num_micro_batches": 2', '"num_micro_batches": 3'))
+    with pytest.raises(UserError):
+        load_skipped(directory)

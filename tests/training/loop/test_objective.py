@@ -1,0 +1,121 @@
+"""The host's part of the algorithm over scored samples, by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.loop.objective import Objective
+
+MAX_LENGTH = 10
+
+
+def sample(reward, length, group=0, finish_reason="stop"):
+    logprobs = np.linspace(-1.0, -2.0, length).astype(np.float32)
+    ids = np.arange(1, length + 1, dtype=np.int32)
+    return Sample(group, ids[:1], ids, logprobs, finish_reason, "p", "c", "a", {"length": reward}, reward, {})
+
+
+SAMPLES = [sample(1.0, 2), sample(0.0, 9), sample(0.5, 10, 1, "length"), sample(0.5, 3, 1)]
+
+
+def objective(correction=None, training=None, **algorithm):
+    return Objective(
+        GrpoConfig(
+            model=sections.ModelSection(path="model"),
+            data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=sections.RewardSection(verifier_function=("length",)),
+            rollout=sections.RolloutSection(max_response_length=MAX_LENGTH),
+            algorithm=sections.AlgorithmSection(**algorithm),
+            correction=sections.CorrectionSection(**(correction or {})),
+            training=sections.TrainingSection(**(training or {})),
+        )
+    )
+
+
+def test_the_plain_objective_takes_the_rewards_and_weighs_all_tokens_alike():
+    plain = objective()
+    np.testing.assert_array_equal(plain.rewards(SAMPLES), [1.0, 0.0, 0.5, 0.5])
+    for sequence, each in zip(plain.sequences(SAMPLES), SAMPLES, strict=True):
+        assert sequence.values.keys() == {"weights"}
+        np.testing.assert_array_equal(sequence.values["weights"], np.ones(len(each.response_ids), np.float32))
+    parts = plain.advantages(SAMPLES)
+    np.testing.assert_allclose([part[0] for part in parts], [0.5**0.5, -(0.5**0.5), 0, 0], rtol=1e-5)
+    assert [len(part) for part in parts] == [2, 9, 10, 3]
+    assert not (plain.needs_reference or plain.needs_old_logprobs or plain.needs_greedy or plain.is_corrected)
+
+
+def test_long_responses_lose_reward():
+    # The last 4 of 10 tokens: 9 tokens lose 3/4 and 10 tokens all of the penalty of 2.
+    shaped = objective(overlong_buffer=0.4, overlong_penalty=2.0)
+    np.testing.assert_allclose(shaped.rewards(SAMPLES), [1.0, -1.5, -1.5, 0.5])
+    np.testing.assert_allclose([part[0] for part in shaped.advantages(SAMPLES)][2:], [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+
+
+def test_cut_responses_are_filtered_out_of_the_loss_but_stay_in_the_baseline():
+    filtered = objective(overlong_filter=True, aggregation="sequence_mean")
+    weights = [sequence.values["weights"] for sequence in filtered.sequences(SAMPLES)]
+    # 24 tokens; three responses are left.
+    np.testing.assert_allclose([part[0] for part in weights], [24 / (3 * 2), 24 / (3 * 9), 0.0, 24 / (3 * 3)])
+    assert filtered.advantages(SAMPLES)[3][0] == 0.0
+
+
+def test_kl_in_the_reward():
+    with_kl = objective(advantage="reinforce_pp", beta=0.1, kl_in="reward", kl_estimator="k1")
+    assert with_kl.needs_reference and with_kl.needs_old_logprobs and with_kl.kl_in_reward
+    old = [each.rollout_logprobs for each in SAMPLES]
+    reference = [part - 0.5 for part in old]
+    penalties, kl = with_kl.penalties(old, reference)
+    assert kl == pytest.approx(0.5)
+    for part in penalties:
+        np.testing.assert_allclose(part, 0.05, rtol=1e-6)
+    returns = [reward - 0.05 * np.arange(length, 0, -1) for reward, length in ((1, 2), (0, 9), (0.5, 10), (0.5, 3))]
+    tokens = np.concatenate(returns)
+    for ours, theirs in zip(with_kl.advantages(SAMPLES, penalties=penalties), returns):
+        np.testing.assert_allclose(ours, (theirs - tokens.mean()) / tokens.std(), rtol=1e-6)
+
+
+def test_greedy_rewards_are_the_baseline_of_remax():
+    remax = objective(advantage="remax")
+    assert remax.needs_greedy
+    parts = remax.advantages(SAMPLES, baselines=np.array([0.25, 0.25, 1.0, 1.0]))
+    np.testing.assert_allclose([part[0] for part in parts], [0.75, -0.25, -0.5, -0.5])
+
+
+def test_rollout_logprobs_go_where_they_are_read():
+    corrected = objective({"weight": "token"})
+    bypassed = objective({"bypass": True}, {"num_iterations": 2})
+    assert corrected.is_corrected and not bypassed.is_corrected
+    # Several updates compute the old log-probabilities first, unless the generator's stand for them.
+    assert objective(training={"num_iterations": 2}).needs_old_logprobs and not bypassed.needs_old_logprobs
+    for name, each in (("rollout_logprobs", corrected), ("old_logprobs", bypassed)):
+        for sequence, drawn in zip(each.sequences(SAMPLES), SAMPLES, strict=True):
+            assert sequence.values.keys() == {"weights", name}
+            np.testing.assert_array_equal(sequence.values[name], drawn.rollout_logprobs)
+
+
+def test_tokens_of_tools_count_for_nothing_but_the_length_of_the_response():
+    """A response of 9 tokens, 5 of them a tool's, is trained like one of 4, and is as overlong as one of 9."""
+    options = {"aggregation": "sequence_mean", "advantage": "reinforce_pp", "overlong_buffer": 0.5}
+    plain = [sample(1.0, 4), sample(0.0, 3)]
+    long = sample(1.0, 9)
+    chosen = np.array([1, 1, 0, 0, 0, 1, 0, 0, 1], bool)
+    with_tools = [
+        dataclasses.replace(long, rollout_logprobs=plain[0].rollout_logprobs, is_generated=chosen, num_turns=3),
+        plain[1],
+    ]
+    penalised = objective(**options)
+    np.testing.assert_allclose(penalised.rewards(with_tools), [1.0 - 4 / 5, 0.0])
+    assert penalised.rewards(plain).tolist() == [1.0, 0.0]
+    unpenalised = objective({"weight": "token"}, **options | {"overlong_buffer": 0.0})
+    for got, expected in zip(unpenalised.advantages(with_tools), unpenalised.advantages(plain), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    first, second = zip(unpenalised.sequences(with_tools), unpenalised.sequences(plain))
+    for got, expected in (first, second):
+        assert got.values.keys() == expected.values.keys() == {"weights", "rollout_logprobs"}
+        for name, values in expected.values.items():
+            np.testing.assert_array_equal(got.values[name], values)
+    assert first[0].is_generated is chosen and first[0].num_generated == 4 and first[0].num_tokens == 10

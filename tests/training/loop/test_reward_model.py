@@ -1,0 +1,184 @@
+"""A reward model's part of the reward: on the lead rank by hand, and through a real scorer's cells."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from mindrlhf.config import sections
+from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.batch import RowOptions, unpack_share
+from mindrlhf.training.loop.reward_model import RewardModel
+
+MODEL = {
+    "architectures": ["Qwen2ForSequenceClassification"],
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+
+
+def sample(prompt, response, reward=0.0, is_generated=None):
+    generated = len(response) if is_generated is None else sum(is_generated)
+    return Sample(
+        group=0,
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        rollout_logprobs=np.zeros(generated, np.float32),
+        finish_reason="stop",
+        prompt="p",
+        completion="c",
+        answer="a",
+        rewards={"length": reward},
+        reward=reward,
+        failures={},
+        is_generated=None if is_generated is None else np.array(is_generated),
+    )
+
+
+class SumRank:
+    """Scores a text by the sum of its tokens so far; token 63 makes it infinite."""
+
+    def __init__(self):
+        self.num_sequences = 0
+
+    def score_responses(self, **share):
+        results = {}
+        for index, rows in enumerate(unpack_share(share)[0]):
+            scores = np.zeros_like(rows.mask)
+            for row, segments in enumerate(rows.segment_ids):
+                for segment in range(1, segments.max() + 1):
+                    self.num_sequences += 1
+                    places = np.flatnonzero(segments == segment)
+                    ids = rows.input_ids[row, places].astype(np.float64)
+                    # At a position, the text that ends with the token it predicts.
+                    scores[row, places[:-1]] = np.where(ids == 63, np.inf, ids).cumsum()[1:]
+            results[f"{index}.scores"] = scores * np.where(rows.mask > 0, 1, 0)
+        return results
+
+
+class Team:
+    def __init__(self, world_size):
+        self.ranks = [SumRank() for _ in range(world_size)]
+        self.world_size = world_size
+
+    def call(self, method, per_rank):
+        return [getattr(rank, method)(**share) for rank, share in zip(self.ranks, per_rank, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_score_of_the_last_token_is_a_part_of_its_own(world_size, pack):
+    team = Team(world_size)
+    held = []
+
+    @contextlib.contextmanager
+    def uninterruptible():
+        held.append(1)
+        yield
+
+    reward = sections.RewardSection(model_path="m", model_weight=0.5)
+    model = RewardModel(team, RowOptions((16,), 2, world_size, pack), reward, uninterruptible)
+    before = [sample([1, 2], [3, 4, 5], 1.0), sample([7], [1]), sample([1, 2], [3, 4], -1.0), sample([2], [9, 9])]
+    after = model.add_rewards(before)
+    assert [item.rewards for item in after] == [
+        {"length": 1.0, "reward_model": 15.0},
+        {"length": 0.0, "reward_model": 8.0},
+        {"length": -1.0, "reward_model": 10.0},
+        {"length": 0.0, "reward_model": 20.0},
+    ]
+    assert [item.reward for item in after] == [8.5, 4.0, 4.0, 10.0]
+    assert not any(item.failures for item in after) and held == [1]
+    assert before[0].rewards == {"length": 1.0}, "the samples given are not changed"
+
+
+def test_equal_responses_are_scored_once():
+    team = Team(1)
+    model = RewardModel(team, RowOptions((16,), 2, 1, True), sections.RewardSection(model_path="m"))
+    after = model.add_rewards([sample([1], [2, 3]), sample([1], [2, 3]), sample([1, 2], [3]), sample([1], [2, 3])])
+    assert [item.rewards["reward_model"] for item in after] == [6.0] * 4
+    assert team.ranks[0].num_sequences == 2
+
+
+def test_a_score_that_is_no_number_is_replaced_and_noted():
+    reward = sections.RewardSection(model_path="m", model_weight=2.0, failure_value=-3.0)
+    model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), reward)
+    bad, good = model.add_rewards([sample([1], [63], 1.0), sample([1], [2], 1.0)])
+    assert bad.rewards["reward_model"] == -3.0 and bad.reward == -5.0
+    assert bad.failures == {"reward_model": "returned inf, not a finite number"}
+    assert good.reward == 7.0 and not good.failures
+
+
+def test_with_tools_the_last_token_of_the_model_counts():
+    model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), sections.RewardSection(model_path="m"))
+    (after,) = model.add_rewards([sample([1], [2, 3, 4], is_generated=[True, False, True])])
+    assert after.rewards["reward_model"] == 10.0
+
+
+def test_a_warm_up_runs_every_row_length():
+    seen = []
+
+    class Recorder(Team):
+        def call(self, method, per_rank):
+            seen.extend(rows.mask.shape for share in per_rank for rows in unpack_share(share)[0])
+            return super().call(method, per_rank)
+
+    RewardModel(Recorder(1), RowOptions((8, 32), 4, 1, True), sections.RewardSection(model_path="m")).warm_up()
+    assert seen == [(4, 8), (4, 32)]
+
+
+def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
+    """The score is the score weight times the final hidden state, by the cells that training uses."""
+    import mindspore as ms
+
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.scores import TokenScores
+    from mindrlhf.config.schema import GrpoConfig
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team as RealTeam
+    from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.policy_loss import build_policy_loss
+    from mindrlhf.training.worker.scorer import load_scorer
+    from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+    prepare_mindformers("cpu", tmp_path / "log")
+    ms.set_context(runtime_num_threads=1)
+    language_model = {**MODEL, "architectures": ["Qwen2ForCausalLM"]}
+    export_hf(random_hf_weights(language_model, 1), language_model, tmp_path / "policy")
+    export_hf(random_hf_weights(MODEL, 2), MODEL, tmp_path / "scorer")
+    config = GrpoConfig(
+        model=sections.ModelSection(path=str(tmp_path / "policy")),
+        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=sections.RewardSection(model_path=str(tmp_path / "scorer"), model_weight=2.0),
+    )
+    network = load_model(config.model, config.model.path, config.run, 32)
+    loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
+    actor = Actor(network, loss, config.optimizer, Rank(0, 1), "cpu", None, saves_reference=False)
+    scorer = load_scorer(config.model, config.reward.model_path, config.run, 32)
+    actor.use_reward_model(TokenScores(scorer, after_token=True))
+    model = RewardModel(RealTeam(actor), RowOptions((32,), 2, 1, True), config.reward)
+    generator = np.random.default_rng(0)
+    before = [
+        sample(generator.integers(0, 64, 3), generator.integers(0, 64, length), 1.0) for length in (1, 5, 9, 12, 2)
+    ]
+    after = model.add_rewards(before)
+    weight = scorer.score_weight.asnumpy().astype(np.float64).ravel()
+    for given, scored in zip(before, after, strict=True):
+        # Alone in a row of its own.
+        tokens = np.concatenate([given.prompt_ids, given.response_ids])
+        ids, segments = np.zeros((1, 32), np.int32), np.zeros((1, 32), np.int32)
+        ids[0, : len(tokens)], segments[0, : len(tokens)] = tokens, 1
+        hidden = scorer(ms.Tensor(ids), ms.Tensor(segments)).asnumpy().reshape(32, -1)
+        score = hidden[len(tokens) - 1].astype(np.float64) @ weight
+        assert scored.rewards["reward_model"] == pytest.approx(score, abs=1e-4)
+        assert scored.reward == pytest.approx(1.0 + 2.0 * score, abs=2e-4)
+    assert np.ptp([item.reward for item in after]) > 0.01

@@ -1,0 +1,194 @@
+"""Runs on fixed data that are broken off and resumed end, bit for bit, like those that never stopped."""
+
+import json
+
+import numpy as np
+import pytest
+from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
+
+from mindrlhf.config import schema
+from mindrlhf.errors import UserError
+from mindrlhf.training.checkpoints.requests import SaveRequests
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.preflight import RunInputs
+
+KINDS = ("sft", "dpo", "reward-model")
+NUM_STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return export_model(tmp_path_factory)
+
+
+def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
+    """Return config, trainer and learner of a fresh process: the model that the run starts from."""
+    from mindrlhf.training.offline import preference, supervised
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team
+
+    output_dir.mkdir(exist_ok=True)
+    sections = {
+        "run": {"output_dir": str(output_dir), "max_steps": NUM_STEPS},
+        # Some steps of the first epoch, then the second; a rate that changes with the step.
+        "optimizer": {"start_lr": 3e-3, "end_lr": 1e-3, "lr_schedule": "linear"},
+        "checkpoint": {"every_steps": 3, "keep_last": 9},
+    }
+    inputs = RunInputs(None, PairFile(80, 0), PairFile(num_held_out, 1), (32,), 0)
+    if kind == "sft":
+        sections["supervised"] = {"rows_per_step": 16, "batch_size": 8, "row_lengths": [32], "pack": False, "epochs": 3}
+        path = write_config(output_dir / "config.yaml", model_dir, **sections)
+        values = json.loads(path.read_text())
+        del values["preference"]
+        path.write_text(json.dumps(values))
+        config = schema.load_sft_config(path, overrides)
+        learner = supervised._build_learner(config, 32, Rank(0, 1))
+        return config, supervised.SupervisedTrainer(config, inputs, Team(learner)), learner
+    sections["preference"] = {
+        "pairs_per_step": 16,
+        "batch_size": 8,
+        "row_lengths": [32],
+        "epochs": 3,
+        "eval_every_steps": 2,
+    }
+    path = write_config(output_dir / "config.yaml", model_dir, **sections)
+    load = schema.load_reward_model_config if kind == "reward-model" else schema.load_dpo_config
+    config = load(path, overrides)
+    learner = preference._build_learner(config, 32, Rank(0, 1))
+    return config, preference.PreferenceTrainer(config, inputs, Team(learner)), learner
+
+
+def checkpoints_of(config, trainer, learner, requests=None):
+    from mindrlhf.training.team import Team
+
+    return RunCheckpoints(config, Team(learner), trainer.order, requests or SaveRequests())
+
+
+def train(trainer, progress, checkpoints):
+    """Return whether the run was complete, and the metrics of each step without times."""
+    from mindrlhf.training.offline.run import run_steps
+
+    sinks = Sinks()
+    is_complete = run_steps(trainer, progress, checkpoints, sinks)
+    varying = ("timing/all", "e2e_tps", "recompiles", "memory/peak_rss_gb")
+    metrics = {
+        step: {name: value for name, value in values.items() if name not in varying}
+        for step, values in sinks.metrics.items()
+    }
+    return is_complete, metrics
+
+
+def weights_of(learner):
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    return {name: array.copy() for name, array in iter_hf_tensors(learner.network)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_like_one_that_never_stopped(kind, model_dir, tmp_path):
+    _, trainer, learner = make(kind, model_dir, tmp_path / "whole")
+    whole_progress = Progress()
+    is_complete, whole = train(trainer, whole_progress, NoCheckpoints())
+    assert is_complete and max(whole) == NUM_STEPS
+    expected, summary = weights_of(learner), trainer.summary(whole_progress)
+
+    config, trainer, learner = make(kind, model_dir, tmp_path / "killed")
+    checkpoints, progress = checkpoints_of(config, trainer, learner), Progress()
+    trainer.num_steps, num_steps = 5, trainer.num_steps
+    trainer_metrics = train(_with_rate_of(trainer, num_steps), progress, checkpoints)[1]
+    checkpoints.wait()
+    before = {step: values for step, values in trainer_metrics.items() if step <= 3}
+
+    config, trainer, learner = make(kind, model_dir, tmp_path / "killed")
+    checkpoints = checkpoints_of(config, trainer, learner)
+    progress = checkpoints.resume()
+    assert progress.step == 3
+    is_complete, after = train(trainer, progress, checkpoints)
+    checkpoints.wait()
+    assert is_complete
+    assert before | after == whole
+    assert trainer.summary(progress) == summary
+    for name, array in weights_of(learner).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def _with_rate_of(trainer, num_steps):
+    """Make its steps with the learning rates of a run of ``num_steps``: it is killed, not shorter."""
+    step, killed_at = trainer.step, trainer.num_steps
+
+    def with_rate(index, items):
+        trainer.num_steps = num_steps
+        try:
+            return step(index, items)
+        finally:
+            trainer.num_steps = killed_at
+
+    trainer.step = with_rate
+    return trainer
+
+
+def test_a_request_to_end_saves_the_step_and_stops(model_dir, tmp_path):
+    requests = SaveRequests()
+    config, trainer, learner = make("dpo", model_dir, tmp_path / "run", ["checkpoint.every_steps=0"])
+    step = trainer.step
+
+    def ask_in_the_second(index, items):
+        requests.stop = index == 1
+        return step(index, items)
+
+    trainer.step = ask_in_the_second
+    checkpoints = checkpoints_of(config, trainer, learner, requests)
+    is_complete, metrics = train(trainer, Progress(), checkpoints)
+    assert not is_complete and max(metrics) == 2
+    assert checkpoints.resume().step == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["preference.pairs_per_step=8"], r"preference.pairs_per_step was 16 and is now 8"),
+        (["dpo.beta=0.3"], r"dpo.beta was 0.1 and is now 0.3"),
+        (["run.max_steps=9"], r"run.max_steps was 7 and is now 9"),  # its learning rate decays
+    ],
+)
+def test_another_config_is_refused(model_dir, tmp_path, overrides, message):
+    config, trainer, learner = make("dpo", model_dir, tmp_path / "run")
+    checkpoints = checkpoints_of(config, trainer, learner)
+    checkpoints.save(Progress(step=1))
+    checkpoints.wait()
+    config, trainer, learner = make("dpo", model_dir, tmp_path / "run", overrides)
+    with pytest.raises(UserError, match=message):
+        checkpoints_of(config, trainer, learner).resume()
+
+
+def test_another_data_file_is_refused(model_dir, tmp_path):
+    config, trainer, learner = make("dpo", model_dir, tmp_path / "run")
+    checkpoints = checkpoints_of(config, trainer, learner)
+    checkpoints.save(Progress(step=1))
+    checkpoints.wait()
+    trainer.order.num_items = 81
+    with pytest.raises(UserError, match="num_items was 80 in the checkpoint and is now 81"):
+        checkpoints_of(config, trainer, learner).resume()
+
+
+@pytest.mark.parametrize("had_held_out", [True, False])
+def test_accuracies_of_other_held_out_pairs_are_not_called_the_ones_before(model_dir, tmp_path, had_held_out):
+    """The key data.eval_file is free: a resumed run may be given one, or another."""
+    _, trainer, _ = make("dpo", model_dir, tmp_path / "run")
+    progress = Progress()
+    if had_held_out:
+        trainer.evaluate(progress)
+        assert trainer.summary(progress).endswith(" after")
+    _, trainer, _ = make("dpo", model_dir, tmp_path / "run", num_held_out=25)
+    progress.step = 2
+    trainer.evaluate(progress)
+    assert "before" not in trainer.summary(progress) and ", " not in trainer.summary(progress)
+    progress.step = NUM_STEPS
+    trainer.evaluate(progress)
+    assert "on 25 held-out pairs: " in trainer.summary(progress) and " at step 2, " in trainer.summary(progress)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_the_best_checkpoint_is_no_part_of_these_runs(model_dir, tmp_path, kind):
+    with pytest.raises(UserError, match=r"'checkpoint.keep_best' is true.*remove it"):
+        make(kind, model_dir, tmp_path / "run", ["checkpoint.keep_best=true"])

@@ -1,0 +1,152 @@
+"""Preference runs on a real small model: the two passes add up to the loss's own gradient, and pairs get in order."""
+
+import json
+
+import numpy as np
+import pytest
+from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
+
+from mindrlhf.config.schema import load_dpo_config, load_reward_model_config
+from mindrlhf.errors import UserError
+from mindrlhf.training.preflight import RunInputs
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return export_model(tmp_path_factory)
+
+
+def make_trainer(config, rank_length=32):
+    from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team
+
+    learner = _build_learner(config, rank_length, Rank(0, 1))
+    inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
+    return PreferenceTrainer(config, inputs, Team(learner, [])), learner
+
+
+def run(trainer):
+    """Train to the end; return the metrics of each step and what the user is told."""
+    from mindrlhf.training.checkpoints.run import Progress
+    from mindrlhf.training.offline.run import run_steps
+
+    sinks, progress = Sinks(), Progress()
+    assert run_steps(trainer, progress, NoCheckpoints(), sinks)
+    return sinks.metrics, trainer.summary(progress)
+
+
+def test_dpo_learns_the_order_of_pairs(model_dir, tmp_path):
+    config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}))
+    metrics, summary = run(make_trainer(config)[0])
+    assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
+    assert list(metrics) == list(range(1 + 3 * 10))
+    assert [step for step, values in metrics.items() if "eval/accuracy" in values] == [0, 30]
+    assert metrics[30]["eval/accuracy"] > 0.9
+    assert summary.startswith("preference accuracy on 24 held-out pairs: 50.0%")
+
+
+def test_a_live_reference_gives_what_a_precomputed_one_gives(model_dir, tmp_path):
+    losses = []
+    for reference in ("precomputed", "live"):
+        options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
+        config = load_dpo_config(
+            write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3", "preference.pack=false"]
+        )
+        metrics, _ = run(make_trainer(config)[0])
+        losses.append([metrics[step]["loss"] for step in (1, 2, 3)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_two_passes_give_the_gradient_of_the_loss(model_dir, tmp_path):
+    """The accumulated gradient is the slope of the loss along a random direction of the weights."""
+    config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5}))
+    trainer, learner = make_trainer(config)
+    pairs = trainer._pairs.take(range(6))
+    gradients = {}
+    learner.apply = lambda lr: gradients.update(accumulated(learner)) or 0.0
+    trainer.update(pairs, 0.0)
+    generator = np.random.default_rng(0)
+    direction = {name: generator.standard_normal(value.shape) for name, value in gradients.items()}
+    slope = sum((gradients[name] * direction[name]).sum() for name in gradients)
+    start = {parameter.name: parameter.asnumpy().copy() for parameter in learner.network.trainable_params()}
+    assert start.keys() == gradients.keys()
+    losses = []
+    for distance in (1e-3, -1e-3):
+        move(learner.network, {name: value + distance * direction[name] for name, value in start.items()})
+        losses.append(trainer._evaluate(pairs).losses.mean())
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=2e-2)
+
+
+def move(network, values):
+    import mindspore as ms
+
+    for parameter in network.trainable_params():
+        parameter.set_data(ms.Tensor(values[parameter.name].astype(np.float32)))
+
+
+def accumulated(learner):
+    learner.policy.collect_weight_gradient(learner._head_accumulator.asnumpy())
+    return {
+        target.name.removeprefix("grad."): target.asnumpy().astype(np.float64) for target in learner._step.accumulators
+    }
+
+
+def test_reward_model_learns_and_comes_back_from_disk(model_dir, tmp_path):
+    from mindrlhf.training.worker.scorer import load_scorer
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
+    trainer, learner = make_trainer(config)
+    metrics, _ = run(trainer)
+    assert metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
+    assert metrics[30]["eval/accuracy"] > 0.9
+    learner.export(tmp_path / "final", None)
+    exported = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert exported["architectures"] == ["Qwen2ForSequenceClassification"]
+    again = dict(iter_hf_tensors(load_scorer(config.model, str(tmp_path / "final"), config.run, 32)))
+    for name, array in iter_hf_tensors(learner.network):
+        np.testing.assert_array_equal(array, again[name])
+    assert again["score.weight"].shape == (1, 32) and "lm_head.weight" not in again
+
+
+def test_a_score_is_that_of_the_text_up_to_the_token(model_dir, tmp_path):
+    """The score of a response equals that of the same tokens as the end of a shorter row, packed or not."""
+    from mindrlhf.algorithms.scores import TokenScores
+    from mindrlhf.data.packing import TokenSequence
+    from mindrlhf.training.batch import RowOptions, make_batch
+    from mindrlhf.training.worker.learner import row_tensors
+
+    config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
+    _, learner = make_trainer(config)
+    prompt, response = np.arange(5, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
+
+    def scores(after_token, pack, sequences):
+        batch = make_batch(sequences, RowOptions((32,), 2, 1, pack))
+        cell = TokenScores(learner.network, after_token=after_token)
+        shares = [{f"{i}.y": cell(*row_tensors(rows))[0].asnumpy() for i, rows in enumerate(batch.micro_batches)}]
+        return batch.collect(shares, "y")
+
+    whole = TokenSequence(prompt, response, {})
+    after = scores(True, True, [whole, whole])
+    before = scores(False, False, [whole])[0]
+    np.testing.assert_allclose(after[0], after[1], atol=1e-5)
+    # A value before token t + 1 is the score after token t.
+    np.testing.assert_allclose(after[0][:-1], before[1:], atol=1e-5)
+    shorter = scores(True, False, [TokenSequence(prompt, response[:3], {})])[0]
+    np.testing.assert_allclose(after[0][:3], shorter, atol=1e-5)
+    assert np.abs(after[0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("load", "sections", "message"),
+    [
+        (load_dpo_config, {"dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.label_smoothing"),
+        (load_dpo_config, {"dpo": {"loss": "sigmoidal"}}, "sigmoid"),
+        (load_reward_model_config, {"reward_model": {"centring": 1}}, "centering"),
+        (load_reward_model_config, {"dpo": {"beta": 0.1}}, "dpo"),
+    ],
+)
+def test_contradictions(model_dir, tmp_path, load, sections, message):
+    with pytest.raises(UserError, match=message):
+        load(write_config(tmp_path / "config.yaml", model_dir, **sections))

@@ -1,0 +1,165 @@
+"""The supervised loop over ranks that only count: steps, epochs, shares and the numbers reported."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from offline_cases import NoCheckpoints, Sinks
+
+from mindrlhf.config import sections
+from mindrlhf.config.schema import SftConfig
+from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.training.batch import unpack_share
+from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.offline.run import run_steps
+from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
+from mindrlhf.training.preflight import RunInputs
+
+
+class Records:
+    """Record i has a prompt of one token, i + 1, and a response of ``lengths[i]`` tokens."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+        self.blocks = []
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def read(self, indices):
+        self.blocks.append(len(indices))
+        return [
+            PromptRecord(np.array([i + 1], np.int32), np.full(self.lengths[i], i + 1, np.int32), "", f"s:{i}")
+            for i in indices
+        ]
+
+
+class Rank:
+    """Its loss is its share of the tokens, so that the shares of a step add up to 1."""
+
+    def __init__(self):
+        self.updates, self.evaluations = [], []
+
+    def update(self, lr, **share):
+        micro_batches, num_tokens = unpack_share(share)
+        count = sum(float(rows.mask.sum()) for rows in micro_batches)
+        # The last prompt position of each record carries its number; padding rows carry none.
+        records = [
+            int(row[position])
+            for rows in micro_batches
+            for row, mask in zip(rows.labels, rows.mask)
+            for position in np.flatnonzero(mask)
+        ]
+        self.updates.append((lr, num_tokens, Counter(records)))
+        return {
+            "statistics": np.array([count / num_tokens, 2 * count]),
+            "grad_norm": 0.25,
+            "recompiles": 1,
+            "memory/peak_rss_gb": 0.1,
+        }
+
+    def evaluate(self, **share):
+        micro_batches, num_tokens = unpack_share(share)
+        count = sum(float(rows.mask.sum()) for rows in micro_batches)
+        self.evaluations.append(count)
+        return {"logprob_sum": -3.0 * count}
+
+
+class LocalTeam:
+    def __init__(self, world_size):
+        self.ranks = [Rank() for _ in range(world_size)]
+        self.world_size = world_size
+
+    def call(self, method, per_rank=None, **common):
+        own = per_rank or [{}] * self.world_size
+        return [getattr(rank, method)(**{**common, **extra}) for rank, extra in zip(self.ranks, own, strict=True)]
+
+
+def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed=0, optimizer=None, **supervised):
+    options = {"rows_per_step": 2 * world_size, "batch_size": 1, "epochs": 1, "pack": False, **supervised}
+    config = SftConfig(
+        model=sections.ModelSection(path="model"),
+        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer", shuffle=shuffle),
+        run=sections.RunSection(max_steps=max_steps, seed=seed),
+        supervised=sections.SupervisedSection(**options),
+        optimizer=sections.OptimizerSection(**(optimizer or {"start_lr": 1.0})),
+    )
+    team, sinks = LocalTeam(world_size), Sinks()
+    inputs = RunInputs(None, Records(lengths), Records(held_out) if held_out else None, (8, 16), 0)
+    assert run_steps(SupervisedTrainer(config, inputs, team), Progress(), NoCheckpoints(), sinks)
+    return team, sinks.metrics
+
+
+LENGTHS = [3, 5, 2, 15, 9]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_epoch_trains_on_every_token_once(world_size, pack):
+    team, metrics = run(LENGTHS, world_size=world_size, epochs=3, pack=pack)
+    total = sum((records for rank in team.ranks for _, _, records in rank.updates), Counter())
+    assert total == {i + 1: 3 * length for i, length in enumerate(LENGTHS)}
+    assert list(metrics) == list(range(1, len(metrics) + 1))
+    for step, values in metrics.items():
+        # Divided by the tokens of the step, over all ranks: the parts of the loss add up to a mean.
+        assert values["loss"] == pytest.approx(1.0)
+        assert values["entropy"] == pytest.approx(2.0)
+        assert values["lr"] == 1.0 and values["grad_norm"] == 0.25
+        assert len({rank.updates[step - 1][1] for rank in team.ranks}) == 1
+    assert all(len(rank.updates) == len(metrics) for rank in team.ranks)
+
+
+def test_the_last_step_of_an_epoch_is_shorter():
+    team, metrics = run(LENGTHS, epochs=2)
+    # Five rows, two to a step: 2 + 2 + 1, twice.
+    assert [len(records) for _, _, records in team.ranks[0].updates] == [2, 2, 1, 2, 2, 1]
+    for _, num_tokens, records in team.ranks[0].updates:
+        assert num_tokens == sum(LENGTHS[record - 1] for record in records)
+
+
+@pytest.mark.parametrize(("max_steps", "num_steps"), [(0, 6), (4, 4), (99, 6)])
+def test_max_steps_cuts_the_run_short(max_steps, num_steps):
+    _, metrics = run(LENGTHS, epochs=2, max_steps=max_steps)
+    assert list(metrics) == list(range(1, num_steps + 1))
+
+
+def orders(**options):
+    team, _ = run(LENGTHS, epochs=2, rows_per_step=1, **options)
+    records = [next(iter(records)) for _, _, records in team.ranks[0].updates]
+    return records[:5], records[5:]
+
+
+def test_the_order_is_anew_in_each_epoch_and_a_function_of_the_seed():
+    first, second = orders(seed=3)
+    assert sorted(first) == sorted(second) == [1, 2, 3, 4, 5]
+    assert first != second
+    assert orders(seed=3) == (first, second)
+    assert orders(seed=4) != (first, second)
+
+
+def test_without_shuffling_epochs_are_alike():
+    first, second = orders(shuffle=False)
+    assert first == second
+
+
+def test_the_schedule_spans_all_steps():
+    optimizer = {"start_lr": 1.0, "end_lr": 0.0, "lr_schedule": "linear"}
+    _, metrics = run(LENGTHS, epochs=2, optimizer=optimizer)
+    assert [values["lr"] for values in metrics.values()] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_held_out_loss_is_a_mean_over_its_tokens(world_size):
+    team, metrics = run(LENGTHS, world_size=world_size, held_out=[4, 7, 1, 1])
+    assert [step for step, values in metrics.items() if "eval/loss" in values] == [len(metrics)]
+    assert metrics[len(metrics)]["eval/loss"] == pytest.approx(3.0)
+    assert sum(count for rank in team.ranks for count in rank.evaluations) == 13
+
+
+def test_records_are_read_in_blocks():
+    records = Records([1] * 10)
+    sequences = read_sequences(records, block=4)
+    assert records.blocks == [4, 4, 2]
+    assert [int(sequence.prompt_ids[0]) for sequence in sequences] == list(range(1, 11))
+    assert dataclasses.asdict(sequences[0])["values"] == {}

@@ -1,0 +1,80 @@
+"""AdamW whose update can be withheld: MindFormers' numbers when it is made, nothing at all when it is not."""
+
+import numpy as np
+import pytest
+
+from mindrlhf.config.sections import OptimizerSection
+
+OPTIONS = OptimizerSection(weight_decay=0.1)
+SHAPES = {"matrix": (8, 6), "vector": (6,)}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Build an optimiser over parameters of equal values, and return a step and a look at all its state."""
+    import mindspore as ms
+    from mindspore import nn
+
+    from mindrlhf.checkpoint.optimizer import optimizer_state
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.sharded.optimizer import WithholdableAdamW
+    from mindrlhf.training.worker.cells import make_optimizer
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+
+    class Step(nn.Cell):
+        def __init__(self, optimizer):
+            super().__init__(auto_prefix=False)
+            self.optimizer = optimizer
+
+        def construct(self, gradients, applies):
+            if applies is None:
+                return self.optimizer(gradients)
+            return self.optimizer(gradients, ms.Tensor([1.0], ms.float32), applies)
+
+    def build(is_withholdable):
+        random = np.random.default_rng(0)
+        parameters = [
+            ms.Parameter(ms.Tensor(random.standard_normal(shape).astype(np.float32)), name=name)
+            for name, shape in SHAPES.items()
+        ]
+        optimizer = make_optimizer(parameters, OPTIONS, WithholdableAdamW if is_withholdable else None)
+        cell = Step(optimizer)
+
+        def step(seed, applies=True):
+            random = np.random.default_rng(seed)
+            gradients = tuple(ms.Tensor(random.standard_normal(shape).astype(np.float32)) for shape in SHAPES.values())
+            optimizer.learning_rate.set_data(ms.Tensor(0.01 * seed, ms.float32))
+            cell(gradients, ms.Tensor([float(applies)], ms.float32) if is_withholdable else None)
+            state = {name: one.asnumpy().copy() for name, one in optimizer_state(optimizer).items()}
+            return state | {one.name: one.asnumpy().copy() for one in parameters}
+
+        return step
+
+    return build
+
+
+def test_updates_are_those_of_mindformers(make):
+    plain, withholdable = make(False), make(True)
+    for seed in (1, 2, 3):
+        expected, found = plain(seed), withholdable(seed)
+        assert expected.keys() == found.keys()
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-8, err_msg=name)
+
+
+def test_an_update_that_is_withheld_changes_no_bit(make):
+    step = make(True)
+    before = step(1)
+    for name, array in step(2, applies=False).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    after = step(3)
+    assert after["global_step"] == before["global_step"] + 1
+    assert np.abs(after["matrix"] - before["matrix"]).min() > 0
+
+
+def test_the_first_update_may_be_withheld(make):
+    first = make(True)(1, applies=False)
+    assert first["global_step"] == 0
+    assert all(np.all(array == 0) for name, array in first.items() if name.startswith("exp_avg"))
+    assert all(np.isfinite(array).all() for array in first.values())

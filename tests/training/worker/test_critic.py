@@ -1,0 +1,284 @@
+"""Actor and critic of one rank on a real small model: values, gradients, checkpoints, turns on the device."""
+
+import json
+
+import numpy as np
+import pytest
+import xxhash
+
+from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.training.batch import RowOptions, make_batch
+
+VOCABULARY = 64
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+LENGTHS = ((3, 4), (6, 1), (2, 9), (5, 5), (4, 7), (1, 2))  # prompt, response
+PACKED = RowOptions((32,), 4, 1, True)
+# Few shapes, since each is compiled.
+CUTTINGS = {
+    "one row a micro-batch": RowOptions((32,), 1, 1, True),
+    "one response a row": RowOptions((32,), 4, 1, False),
+    "rows of two lengths": RowOptions((16, 32), 1, 1, False),
+    "two ranks": RowOptions((32,), 1, 2, True),
+    "four ranks": RowOptions((32,), 1, 4, False),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory):
+    """A language model, and a reward model with other weights."""
+    import mindspore as ms
+
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.worker.scorer import scorer_config
+    from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    ms.set_context(runtime_num_threads=1)
+    directory = tmp_path_factory.mktemp("critic")
+    export_hf(random_hf_weights(MODEL, 3), MODEL, directory / "policy")
+    scorer = scorer_config(MODEL)
+    export_hf(random_hf_weights(scorer, 4), scorer, directory / "reward")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def make_worker(model_dirs):
+    """Return a function that builds the worker of a rank, as a run does."""
+
+    def make(critic="reward", **sections):
+        from mindrlhf.training.preflight import RunInputs
+        from mindrlhf.training.reinforcement import _build_actor
+        from mindrlhf.training.runtime import Rank
+
+        path = model_dirs / "config.yaml"
+        content = {
+            "model": {"path": str(model_dirs / "policy")},
+            "data": {"train_file": "unread", "tokenizer_dir": "unread"},
+            "reward": {"verifier_function": "accuracy_reward"},
+            "algorithm": {"name": "ppo"},
+            "critic": {"path": str(model_dirs / critic), "start_lr": 0.01, **sections.pop("critic_keys", {})},
+            "optimizer": {"start_lr": 0.001, "max_grad_norm": 0},
+            **sections,
+        }
+        path.write_text(json.dumps(content))
+        inputs = RunInputs(None, None, None, (32,), 1)
+        return _build_actor(load_grpo_config(path), inputs, Rank(0, 1))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def worker(make_worker):
+    """One for most tests, since each graph takes seconds to compile: none relies on its weights."""
+    return make_worker()
+
+
+def make_sequences(seed=0):
+    stream = np.random.default_rng(seed)
+    sequences = []
+    for prompt, response in LENGTHS:
+        ids = stream.integers(1, VOCABULARY, prompt + response).astype(np.int32)
+        names = ("weights", "advantages", "returns")
+        values = {name: stream.standard_normal(response).astype(np.float32) for name in names}
+        values["weights"] = np.ones(response, np.float32)
+        sequences.append(TokenSequence(ids[:prompt], ids[prompt:], values))
+    return sequences
+
+
+def send(worker, batch, rank=0, num_ranks=1):
+    worker.receive_batch(is_first=True, **batch.share(rank, num_ranks))
+    return worker.compute_values(0)
+
+
+def gradients(worker, sequences, rows):
+    """Return values by sequence, and the critic's gradients summed over the ranks, one after the other here."""
+    batch = make_batch(sequences, rows)
+    shares = []
+    for rank in range(rows.num_ranks):
+        shares.append(send(worker, batch, rank, rows.num_ranks))
+        micro_batches, num_tokens = worker._batches[0]
+        for packed in micro_batches:
+            # The old values are off, so that some of the new ones are clipped.
+            old = packed.tokens["values"] - 0.3 * packed.tokens["returns"]
+            worker.critic.accumulate(packed, [old, packed.tokens["returns"]], num_tokens)
+    result = {name: array.copy() for name, array in worker.critic.gradients()}
+    worker.critic.apply(0.0)  # clears them
+    return batch.collect(shares, "values"), result
+
+
+def test_values_do_not_see_the_token_they_are_for(worker):
+    """The value before token t is the score of the text up to t - 1, computed on that text alone."""
+    from mindrlhf.training.worker.learner import row_tensors
+
+    batch = make_batch(make_sequences(), PACKED)
+    values = batch.collect([send(worker, batch)], "values")
+    network = worker.critic.network
+    for sequence, found in zip(make_sequences(), values, strict=True):
+        ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+        for position in (0, len(found) - 1):
+            alone = TokenSequence(ids[: len(sequence.prompt_ids) + position], np.array([7], np.int32), {})
+            rows = make_batch([alone], RowOptions((32,), 1, 1, False)).micro_batches[0]
+            hidden = network(*row_tensors(rows)[:2]).asnumpy()[0, len(alone.prompt_ids) - 1]
+            expected = hidden.astype(np.float64) @ network.score_weight.asnumpy()[0].astype(np.float64)
+            assert found[position] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert np.concatenate(values).std() > 0.1
+
+
+def test_a_critic_from_a_language_model_begins_at_zero_and_learns(make_worker):
+    worker = make_worker("policy", critic_keys={"clip_range": 0})
+    batch = make_batch(make_sequences(), PACKED)
+    assert not np.concatenate(batch.collect([send(worker, batch)], "values")).any()
+    losses = [worker.update_critic(0, 0.01)["statistics"][0] for _ in range(15)]
+    returns = np.concatenate([sequence.values["returns"] for sequence in make_sequences()]).astype(np.float64)
+    assert losses[0] == pytest.approx((returns**2).mean() / 2, rel=1e-5)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("cutting", CUTTINGS)
+def test_the_cutting_of_a_batch_changes_nothing(worker, cutting):
+    values, plain = gradients(worker, make_sequences(), PACKED)
+    cut_values, cut = gradients(worker, make_sequences(), CUTTINGS[cutting])
+    np.testing.assert_allclose(np.concatenate(cut_values), np.concatenate(values), rtol=1e-4, atol=1e-5)
+    assert cut.keys() == plain.keys() and "score.weight" in plain
+    for name, gradient in plain.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(cut[name], gradient, rtol=0, atol=2e-5 * scale + 1e-9, err_msg=name)
+
+
+def update_critic(worker, batch):
+    send(worker, batch)
+    result = worker.update_critic(0, 0.01)
+    return *result["statistics"], result["grad_norm"]
+
+
+def weights_of(learner):
+    return {parameter.name: parameter.asnumpy().copy() for parameter in learner.network.get_parameters()}
+
+
+def assert_equal_weights(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def test_a_restored_critic_goes_on_with_the_same_bits(worker, make_worker, tmp_path):
+    """The actor's part is tested with the checkpoints."""
+    first, second = (make_batch(make_sequences(seed), PACKED) for seed in (1, 2))
+    begun = weights_of(worker.critic)
+    update_critic(worker, first)
+    assert any((begun[name] != array).any() for name, array in weights_of(worker.critic).items())
+    saved, captured = tmp_path / "saved", tmp_path / "captured"
+    saved.mkdir(), captured.mkdir()
+    checksums = worker.save(saved)
+    write = worker.capture()
+    expected = update_critic(worker, second)  # the copy does not see it
+    captured_checksums = write(captured)
+    assert {path.name for path in saved.iterdir()} == {
+        *("model", "optimizer.safetensors"),
+        *("critic", "critic_optimizer.safetensors"),
+    }
+    files = [path.relative_to(saved) for path in saved.rglob("*.safetensors")]
+    for path in files:
+        assert (saved / path).read_bytes() == (captured / path).read_bytes(), path
+    # None has to be read again.
+    expected_checksums = {str(path): xxhash.xxh3_64_hexdigest((saved / path).read_bytes()) for path in files}
+    assert checksums == captured_checksums == expected_checksums
+    size_bytes = sum((saved / path).stat().st_size for path in files)
+    assert worker.state_size_bytes() == pytest.approx(size_bytes, rel=0.1)
+    other = make_worker()
+    other.restore(str(captured))
+    found = update_critic(other, second)
+    assert found == expected
+    assert_equal_weights(weights_of(worker.critic), weights_of(other.critic))
+    assert_equal_weights(weights_of(worker), weights_of(other))
+
+
+def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apart(worker):
+    rows = RowOptions((32,), 2, 1, True)  # as no other test has them
+    num_before = worker.process_statistics()["recompiles"]
+    actor, critic = weights_of(worker), weights_of(worker.critic)
+    worker.warm_up([32], 2, ["old_logprobs"])
+    assert_equal_weights(weights_of(worker), actor)
+    assert_equal_weights(weights_of(worker.critic), critic)
+    num_compiled = worker.process_statistics()["recompiles"]
+    assert num_compiled == num_before + 4  # values, critic, log-probabilities and actor
+    update_critic(worker, make_batch(make_sequences(), rows))
+    assert_equal_weights(weights_of(worker), actor)
+    after = weights_of(worker.critic)
+    assert all((after[name] != critic[name]).any() for name in critic if "bias" not in name)
+    worker.update(0, 0.001, 0.0)
+    assert_equal_weights(weights_of(worker.critic), after)
+    assert any((array != actor[name]).any() for name, array in weights_of(worker).items())
+    assert worker.process_statistics()["recompiles"] == num_compiled
+
+
+def test_the_critic_is_exported_before_the_actor(worker, tmp_path, monkeypatch):
+    from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.weights.hf import open_tensors, read_hf_config
+
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "left_by_a_killed_run").write_text("")
+    export = Actor.export
+    order = []
+
+    def note(self, directory, tokenizer_dir):
+        order.append((tmp_path / "critic" / "config.json").exists())
+        export(self, directory, tokenizer_dir)
+
+    monkeypatch.setattr(Actor, "export", note)
+    worker.export(tmp_path / "final", None)
+    assert order == [True]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["critic", "final"]
+    assert not (tmp_path / "critic" / "left_by_a_killed_run").exists()
+    assert read_hf_config(tmp_path / "critic")["architectures"] == ["Qwen2ForSequenceClassification"]
+    score = open_tensors(tmp_path / "critic").read("score.weight")
+    np.testing.assert_array_equal(score, worker.critic.network.score_weight.asnumpy())
+    assert "lm_head.weight" in open_tensors(tmp_path / "final").names()
+
+
+class Parameter:
+    def __init__(self, journal, name):
+        self._journal, self._name = journal, name
+
+    def _offload(self):
+        self._journal.append(f"- {self._name}")
+
+    def _load(self):
+        self._journal.append(f"+ {self._name}")
+
+
+@pytest.mark.parametrize("device", ["ascend", "cpu"])
+def test_a_model_comes_to_the_device_when_the_other_has_left(device):
+    from mindrlhf.training.worker.critic import Turns
+
+    journal = []
+    models = {"actor": [Parameter(journal, "a"), Parameter(journal, "b")], "critic": [Parameter(journal, "c")]}
+    turns = Turns(device, models)
+    for name in ("critic", "actor", "actor", "critic"):
+        turns.take(name)
+        journal.append(name)
+    moves = ["- a", "- b", "critic", "- c", "+ a", "+ b", "actor", "actor", "- a", "- b", "+ c", "critic"]
+    assert journal == (moves if device == "ascend" else ["critic", "actor", "actor", "critic"])
+
+
+def test_the_state_of_a_model_is_all_that_training_holds(worker):
+    names = [parameter.name for parameter in worker.critic.state_parameters()]
+    assert len(names) == len(set(names))
+    trained = [parameter.name for parameter in worker.critic.network.trainable_params()]
+    assert {*trained, *(f"grad.{name}" for name in trained)} <= set(names)
+    size_bytes = sum(parameter.nbytes for parameter in worker.critic.state_parameters())
+    weights = sum(parameter.nbytes for parameter in worker.critic.network.get_parameters())
+    assert size_bytes == pytest.approx(4 * weights, rel=0.01)  # weights, gradients, two moments
