@@ -21,6 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 # proc(5): fields 14, 15 and 52, counted from 1; fields[0] is field 3.
 _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
+_START_TIME_FIELD = 22 - 3
 _EXIT_CODE_FIELD = 52 - 3
 # wait(2)
 _CORE_DUMPED = 0x80
@@ -63,6 +64,12 @@ def cpu_time_s(pid: int) -> float:
     if not fields:
         return 0.0
     return (int(fields[_USER_TIME_FIELD]) + int(fields[_SYSTEM_TIME_FIELD])) / os.sysconf("SC_CLK_TCK")
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the machine's boot; 0 when it has ended or never was."""
+    fields = _stat_fields(pid)
+    return int(fields[_START_TIME_FIELD]) if fields and fields[0] not in "ZX" else 0
 
 
 def read_environment(pid: int) -> dict[str, str]:
