@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.config.loader import load
-from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.parse import load
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure, UserError
 
 ROOT = Path(__file__).resolve().parents[1]

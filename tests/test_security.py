@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
-from mindrlhf.config.loader import read_yaml
+from mindrlhf.config.parse import read_yaml
 from mindrlhf.data.handlers import Example, Message, RecordError
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import key
-from mindrlhf.debugging.dump_paths import CELL_LEVEL, KEY_DATA_LEVEL, STAGES
+
+# In the order in which a step runs them: the first that differs between two dumps is where they parted.
+STAGES = ("rollout", "old_log_prob", "reference", "update")
+KEY_DATA_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 
 @dataclass(frozen=True)

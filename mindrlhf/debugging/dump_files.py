@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.msprobe_section import CELL_LEVEL, MsprobeSection
 from mindrlhf.config.sections import RunSection
 from mindrlhf.debugging import dump_paths as layout
 from mindrlhf.debugging.statistics import describe
@@ -63,7 +63,7 @@ class StageDump:
         logger.level = max(logger.level, _WARNING)
         self._directory = directory
         self._names = [layout.KEY_DATA_NAME]
-        if level == layout.CELL_LEVEL:
+        if level == CELL_LEVEL:
             self._names = [layout.STACK_NAME, layout.CONSTRUCT_NAME, layout.CELLS_NAME]
         self._counts: Counter[str] = Counter()
         self._writer = DataWriter()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.resume import config_differences
-from mindrlhf.config.loader import read_yaml
+from mindrlhf.config.parse import read_yaml
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.trajectory import PARTS, TRAJECTORY_NAME

@@ -4,14 +4,14 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.critic_checks import needs_critic
+from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
-from mindrlhf.debugging.dump_paths import CELL_LEVEL
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import check_feasible, is_split

@@ -2,8 +2,9 @@
 
 import pytest
 
-from mindrlhf.config.loader import dotted_keys, load, read_yaml
-from mindrlhf.config.schema import GrpoConfig, SftConfig, load_grpo_config, load_sft_config
+from mindrlhf.config.load import load_grpo_config, load_sft_config
+from mindrlhf.config.parse import dotted_keys, load, read_yaml
+from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.errors import UserError
 
 REQUIRED = {

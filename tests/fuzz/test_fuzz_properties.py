@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, DamagedDirectory, verify
-from mindrlhf.config.loader import dotted_keys
-from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.parse import dotted_keys
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile, index_path
 from mindrlhf.errors import UserError
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message

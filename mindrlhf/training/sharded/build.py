@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from mindrlhf.config.checks import resolve_data_parallel
+from mindrlhf.config.derived import resolve_data_parallel
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ModelSection, ParallelSection
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
