@@ -43,7 +43,7 @@ class _StrictLoader(yaml.SafeLoader):
                     num_keys += len(part.value)
                 if num_keys > MAX_MERGED_KEYS:
                     line = key_node.start_mark.line + 1
-                    raise UserError(f"merges ('<<') make more than {MAX_MERGED_KEYS} keys (line {line}): write them out")
+                    raise UserError(f"merges ('<<') make over {MAX_MERGED_KEYS} keys (line {line}): write them out")
         super().flatten_mapping(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
