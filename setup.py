@@ -15,6 +15,7 @@ CORE = [
     "pyarrow>=15",
     "pyyaml>=6",
     "safetensors>=0.4",
+    "scipy>=1.10",
     "sentencepiece>=0.2",
     "tensorboard>=2.14",
     "tokenizers>=0.20",
