@@ -44,14 +44,14 @@ class Sample:
 
 
 class SampleRewards(Protocol):
-    """Rewards that need all samples of a draw at once."""
+    """Rewards that need all samples at once."""
 
     def add_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with further rewards."""
 
 
 class Sampler:
-    """Draws samples from a generator and has them verified while others are still being generated.
+    """Samples completions from a generator and has them verified while others are still being generated.
 
     Args:
         generator: completes prompts.

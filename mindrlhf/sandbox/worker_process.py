@@ -72,6 +72,7 @@ class WorkerProcess:
     def __init__(self, module: str, settings: Any, output: WorkerOutput):
         self._mark = uuid.uuid4().hex
         self._kill_lock = threading.Lock()
+        self._ending: str | None = None  # how it ended, once it is killed
         clock_fd = os.memfd_create("mindrlhf-call-clock")
         their_requests_fd, self.requests_fd = os.pipe()
         self.responses_fd, their_responses_fd = os.pipe()
@@ -166,7 +167,7 @@ class WorkerProcess:
     def kill(self) -> str:
         """End the process and all it has started; say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
         with self._kill_lock:
-            if self._process.returncode is None:  # once it is reaped, its number may belong to others
+            if self._ending is None:  # once it is reaped, its number may belong to others
                 is_mute = self.has_hung_up and not self._exits_soon()
                 kill_tree(self._process.pid)
                 code = self._process.wait()

@@ -25,7 +25,7 @@ class Activity:
 
 
 class IdleWatch:
-    """Tells a group of processes that waits in vain from one that works, or would if it were given a processor.
+    """Tells a group of processes that is stuck from one that works, or would if it were given a processor.
 
     Processes do nothing when they have used next to no processor time during the whole limit, did not wait for a disk,
     and were asleep in most looks. The last sign is for busy machines: of a processor that hundreds share, one that

@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 
+from mindrlhf.rewards import worker_process
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
@@ -18,7 +19,7 @@ from mindrlhf.tools.pool import ToolPool
 pytestmark = pytest.mark.timeout(240)
 
 CODE = """
-import json, os, subprocess, sys, time
+import json, os, select, subprocess, sys, threading, time
 from mindrlhf.sandbox.pipes import pack_message
 
 
@@ -60,8 +61,19 @@ def do(deed, note):
         json.encoder.c_make_encoder = json.encoder.encode_basestring_ascii = None
     elif deed == "patch modules":
         os.write = os.read = os.getpid = time.monotonic = None
+    elif deed == "steal":
+        for fd in descriptors():
+            try:
+                if select.select([fd], [], [], 0.2)[0]:
+                    os.read(fd, 1 << 20)
+            except OSError:
+                pass
+    elif deed == "write junk later":
+        threading.Thread(target=lambda: (time.sleep(0.05), write_everywhere(b"junk"))).start()
     elif deed == "fork and return":
         os.fork()
+    elif deed == "wait":
+        time.sleep(0.005)
     elif deed == "print":
         print("heard on stdout", flush=True)
         os.write(2, b"heard on stderr\\\\n")
@@ -180,6 +192,16 @@ def test_every_sample_may_break_its_worker(reward_pool):
     """More deaths in a row than the pool allows where no sample is to blame."""
     results = score(reward_pool, ["replace all", "write junk"] * 4)
     assert all(result.parts["verifier"] == -1.0 for result in results)
+
+
+@pytest.mark.parametrize("deed", ["steal", "write junk later"])
+def test_samples_of_a_worker_that_lost_them_are_scored_again(reward_pool, monkeypatch, deed):
+    """Nobody can say what the verifier did it to: what it read, or what was scored when the junk came."""
+    monkeypatch.setattr(worker_process, "MAX_SILENCE_S", 1.0)
+    deeds = ["a", "wait", *["bb"] * 18, deed, *["wait"] * 20] * 5
+    results = score(reward_pool, deeds)
+    right = [result.parts["verifier"] == len(done) for result, done in zip(results, deeds, strict=True)]
+    assert sum(right) >= len(deeds) - 5, [result.failures for result in results if result.failures]
 
 
 def output_of(run, capfd):
