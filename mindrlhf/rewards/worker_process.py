@@ -79,7 +79,9 @@ class RewardWorker(WorkerProcess):
         """Whether it holds tasks and has done nothing about them for long; to be asked every second or so."""
         if not self.tasks or self.clock.running() is not None:
             self._last_sign_s = time.monotonic()
-        return time.monotonic() - self._last_sign_s > MAX_SILENCE_S
+        if time.monotonic() - self._last_sign_s <= MAX_SILENCE_S:
+            return False
+        return not self.is_runnable()  # on a busy machine it may have waited for a processor
 
 
 def _is_outcome(outcome: Any, position: int, task: Task) -> bool:

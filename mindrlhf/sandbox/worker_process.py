@@ -12,6 +12,7 @@ from typing import Any
 from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message
 from mindrlhf.sandbox.time_limit import CallClock, Running
 from mindrlhf.sandbox.worker import PIPES_LOST_EXIT_CODE
+from mindrlhf.system.idle import Activity
 from mindrlhf.system.processes import kill_marked, kill_tree
 
 READ_SIZE_BYTES = 1 << 18
@@ -163,6 +164,10 @@ class WorkerProcess:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # someone else has reaped it
             return True
+
+    def is_runnable(self) -> bool:
+        """Whether the process runs, or waits for a processor."""
+        return Activity.of([self._process.pid]).is_runnable
 
     def kill(self) -> str:
         """End the process and all it has started; say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
