@@ -58,6 +58,13 @@ def state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def thread_states(pid: int) -> set[str]:
+    """Return the letters of ``state`` for all threads of a process; none when there is no such process."""
+    with contextlib.suppress(OSError):
+        return {fields[0] for tid in os.listdir(f"/proc/{pid}/task") if (fields := _stat_fields(f"{pid}/task/{tid}"))}
+    return set()
+
+
 def cpu_time_s(pid: int) -> float:
     """Return the processor time that a process has used, in seconds; 0 when there is no such process."""
     fields = _stat_fields(pid)
@@ -215,8 +222,8 @@ def _environment(pid: int) -> bytes | None:
         return None
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on; none when there is no such process."""
+def _stat_fields(pid: int | str) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on; none when there is no such process, or thread."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
