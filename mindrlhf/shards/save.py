@@ -16,6 +16,7 @@ from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.specs import find_spec
+from mindrlhf.system.files import write_json
 from mindrlhf.weights.convert import file_dtype, without_drafts
 from mindrlhf.weights.hf import SHARDED_NAME
 from mindrlhf.weights.shard_files import ShardWriter
@@ -27,7 +28,6 @@ from mindrlhf.weights.sharded import (
     ShardedArray,
     ShardedManifest,
     rank_file,
-    write_json,
 )
 
 _FILE_FORMAT = "safetensors"

@@ -24,7 +24,7 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.sources import ArraySource, HuggingFaceSource, ShardedSource
 from mindrlhf.shards.strategy_files import read_strategy, write_strategy_directory
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import partial_path, write_file, write_json
 from mindrlhf.weights.hf import SHARDED_NAME, read_json_object
 from mindrlhf.weights.shard_files import (
     FILE_FORMATS,
@@ -32,7 +32,6 @@ from mindrlhf.weights.shard_files import (
     ShardWriter,
     checksum,
     file_size_bytes,
-    partial_path,
 )
 from mindrlhf.weights.sharded import (
     GLOBAL_STEP_NAME,
@@ -42,7 +41,6 @@ from mindrlhf.weights.sharded import (
     ShardedArray,
     ShardedManifest,
     rank_file,
-    write_json,
 )
 from mindrlhf.weights.writer import TOKENIZER_FILES
 
@@ -274,13 +272,12 @@ class _Sharding:
         }
         write_json(writer.path.parent / RANK_MANIFEST_NAME, manifest)
         writer.finish()
-        sync(writer.path.parent)
 
     def _copy_companions(self) -> None:
         write_json(self._out / "config.json", self._source.hf_config)
         for name in TOKENIZER_FILES:
             if (self._source.directory / name).is_file():
-                shutil.copyfile(self._source.directory / name, self._out / name)
+                write_file(self._out / name, (self._source.directory / name).read_bytes())
 
     def _finished_manifest(self) -> ShardedManifest:
         """The manifest with the checksums that the ranks' manifests hold."""

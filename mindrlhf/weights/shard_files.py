@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import partial_path, put_in_place
 from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 from mindrlhf.weights.hf import FILE_CODES, STORAGE_DTYPES, SafetensorsFile, release_pages
 
@@ -92,20 +93,14 @@ class ShardWriter:
 
     def finish(self) -> str | None:
         """Force the data to the disk and give the file its name; return its checksum if it was written in order."""
-        self._file.sync()
         self._file.close()
-        os.replace(self._partial, self.path)
+        put_in_place(self._partial, self.path)
         return self._checksum.value(self.size_bytes)
 
     def discard(self) -> None:
         """Remove what was written; nothing happens after `finish`."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
-
-
-def partial_path(path: Path) -> Path:
-    """The name of a file that is being written."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def file_size_bytes(infos: Mapping[str, ArrayInfo], file_format: str) -> int:

@@ -13,7 +13,6 @@ NAME, and `global_step`, whole on each rank).
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,6 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
-from mindrlhf.system.files import sync
 from mindrlhf.weights.hf import (
     SHARDED_NAME,
     STORAGE_DTYPES,
@@ -338,19 +336,3 @@ class ShardedDirectory(TensorDirectory):
 
 def _is_slice_entry(entry: object) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("checksum"), str)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object; it appears whole or not at all.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.errors import UserError
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import whole_directory
 from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
 from mindrlhf.weights.hf import FILE_CODES, INDEX_NAME, SINGLE_NAME, STORAGE_DTYPES
 
@@ -100,24 +100,19 @@ def model_directory(
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UserError(f"{out_dir} exists already: choose another output directory or remove it")
-    temporary = out_dir.parent / f".{out_dir.name}.partial-{os.getpid()}"
+    unfinished = out_dir.parent / f".{out_dir.name}.partial-{os.getpid()}"
     try:
-        temporary.mkdir(parents=True)
-        files = TensorFiles(temporary, plan, file_format, max_shard_bytes)
-        yield files
-        files.finish()
-        _write_json(temporary / "config.json", config)
-        if tokenizer_dir is not None:
-            for name in TOKENIZER_FILES:
-                if (Path(tokenizer_dir) / name).is_file():
-                    shutil.copyfile(Path(tokenizer_dir) / name, temporary / name)
-        sync(temporary)
-        os.replace(temporary, out_dir)
-        sync(out_dir.parent)
+        with whole_directory(out_dir, temporary=unfinished) as directory:
+            files = TensorFiles(directory, plan, file_format, max_shard_bytes)
+            yield files
+            files.finish()
+            _write_json(directory / "config.json", config)
+            if tokenizer_dir is not None:
+                for name in TOKENIZER_FILES:
+                    if (Path(tokenizer_dir) / name).is_file():
+                        shutil.copyfile(Path(tokenizer_dir) / name, directory / name)
     except OSError as error:
         raise UserError(f"{out_dir} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class TensorFiles:
@@ -159,11 +154,9 @@ class TensorFiles:
         assert num_rows == plan.shape[0], f"tensor {name!r} comes with {num_rows} rows instead of {plan.shape[0]}"
 
     def finish(self) -> None:
-        """Force all files to the disk and write their index; every planned tensor must have been written."""
+        """Write the index of the files; every planned tensor must have been written."""
         left = next(iter(self._places), None)
         assert left is None, f"{len(self._places)} planned tensors were not given, {left!r} first"
-        for file_name in self._size_bytes:
-            sync(self._directory / file_name)
         if len(self._size_bytes) > 1:
             total = sum(tensor.size_bytes for tensor in self._plan.values())
             _write_json(self._directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": self._file_of})
@@ -207,4 +200,3 @@ def _header(names: list[str], plan: dict[str, TensorPlan], file_format: str) -> 
 
 def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(path)
