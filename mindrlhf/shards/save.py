@@ -18,8 +18,9 @@ from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.system.files import write_json
 from mindrlhf.weights.convert import file_dtype, without_drafts
+from mindrlhf.weights.file_writer import TensorFileWriter
 from mindrlhf.weights.hf import SHARDED_NAME
-from mindrlhf.weights.shard_files import ShardWriter
+from mindrlhf.weights.shard_files import shard_layout
 from mindrlhf.weights.sharded import (
     GLOBAL_STEP_NAME,
     RANK_MANIFEST_NAME,
@@ -87,7 +88,7 @@ def write_rank(
     infos = manifest.infos_of_rank(rank)
     path = rank_file(directory, rank, manifest.file_format)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(path, infos, manifest.file_format)
+    writer = TensorFileWriter(path, shard_layout(infos, manifest.file_format))
     try:
         entries = {}
         for name, array in slices:
@@ -95,7 +96,7 @@ def write_rank(
             entries[name] = {
                 "offset": [part.start for part in box],
                 "shape": list(array.shape),
-                "checksum": writer.write(name, np.ascontiguousarray(array)),
+                "checksum": writer.write_summed(name, array),
                 "whole": "",
             }
         assert entries.keys() == infos.keys(), f"rank {rank} did not give {sorted(infos.keys() ^ entries.keys())[:3]}"

@@ -25,14 +25,9 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.sources import ArraySource, HuggingFaceSource, ShardedSource
 from mindrlhf.shards.strategy_files import read_strategy, write_strategy_directory
 from mindrlhf.system.files import partial_path, write_file, write_json
+from mindrlhf.weights.file_writer import FileLayout, TensorFileWriter, checksum
 from mindrlhf.weights.hf import SHARDED_NAME, read_json_object
-from mindrlhf.weights.shard_files import (
-    FILE_FORMATS,
-    SHARD_DTYPES,
-    ShardWriter,
-    checksum,
-    file_size_bytes,
-)
+from mindrlhf.weights.shard_files import FILE_FORMATS, shard_layout
 from mindrlhf.weights.sharded import (
     GLOBAL_STEP_NAME,
     PROGRESS_NAME,
@@ -42,6 +37,7 @@ from mindrlhf.weights.sharded import (
     ShardedManifest,
     rank_file,
 )
+from mindrlhf.weights.tensors import SHARD_DTYPES
 from mindrlhf.weights.writer import TOKENIZER_FILES
 
 DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
@@ -200,13 +196,16 @@ class _Sharding:
         return manifest.get("plan") == self._manifest.plan and manifest.get("size_bytes") == path.stat().st_size
 
     def _check_space(self, ranks: Sequence[int]) -> None:
-        needed = sum(file_size_bytes(self._infos[rank], self._manifest.file_format) for rank in ranks) + _SPARE_BYTES
+        needed = sum(self._file_layout(rank).size_bytes for rank in ranks) + _SPARE_BYTES
         free = shutil.disk_usage(self._out).free
         if needed > free:
             raise UserError(
                 f"the slices need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
                 "or choose another --out"
             )
+
+    def _file_layout(self, rank: int) -> FileLayout:
+        return shard_layout(self._infos[rank], self._manifest.file_format)
 
     def _remove_leftovers(self) -> None:
         for rank in range(self._manifest.num_ranks):
@@ -231,12 +230,12 @@ class _Sharding:
         return sum(array.info.size_bytes for array in self._manifest.arrays.values() if stage in array.layout.stages)
 
     def _write_batch(self, ranks: Sequence[int]) -> None:
-        writers: dict[int, ShardWriter] = {}
+        writers: dict[int, TensorFileWriter] = {}
         try:
             for rank in ranks:
                 path = rank_file(self._out, rank, self._manifest.file_format)
                 path.parent.mkdir(exist_ok=True)
-                writers[rank] = ShardWriter(path, self._infos[rank], self._manifest.file_format)
+                writers[rank] = TensorFileWriter(path, self._file_layout(rank))
             with worker_pool(self._num_workers) as pool:
                 entries = list(pool.map(lambda name: self._write_array(name, writers), self._infos[ranks[0]]))
                 list(pool.map(lambda rank: self._finish_rank(rank, writers[rank], entries), ranks))
@@ -244,7 +243,7 @@ class _Sharding:
             for writer in writers.values():
                 writer.discard()
 
-    def _write_array(self, name: str, writers: Mapping[int, ShardWriter]) -> dict[str, Any]:
+    def _write_array(self, name: str, writers: Mapping[int, TensorFileWriter]) -> dict[str, Any]:
         """Write one array's slices; return the checksums of its tensors, else of the whole, and of each slice."""
         layout = self._manifest.arrays[name].layout
         whole, tensors = self._source.read(name)
@@ -256,13 +255,13 @@ class _Sharding:
                 slices[rank] = {
                     "offset": [start for start, _ in box],
                     "shape": list(layout.slice_shape),
-                    "checksum": writers[rank].write(name, part),
+                    "checksum": writers[rank].write_summed(name, part),
                 }
         entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "slices": slices}
         self._source.release(name)
         return entry
 
-    def _finish_rank(self, rank: int, writer: ShardWriter, entries: Sequence[Mapping[str, Any]]) -> None:
+    def _finish_rank(self, rank: int, writer: TensorFileWriter, entries: Sequence[Mapping[str, Any]]) -> None:
         manifest = {
             "plan": self._manifest.plan,
             "rank": rank,

@@ -19,16 +19,11 @@ from mindrlhf.weights.convert import (
     with_dtype,
     without_drafts,
 )
-from mindrlhf.weights.hf import (
-    SHARDED_NAME,
-    STORAGE_DTYPES,
-    SafetensorsDirectory,
-    convert_dtype,
-    read_hf_config,
-    read_json_object,
-)
-from mindrlhf.weights.shard_files import checksum
+from mindrlhf.weights.file_writer import checksum
+from mindrlhf.weights.hf import SHARDED_NAME, SafetensorsDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory
+from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
 class ArraySource(Protocol):
@@ -68,9 +63,7 @@ def open_source(directory: str | os.PathLike, optimizer_file: str | os.PathLike 
     Raises:
         UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.weights.sharded.ShardedDirectory`.
     """
-    if (Path(directory) / SHARDED_NAME).is_file():
-        return ShardedSource(directory)
-    return HuggingFaceSource(directory, optimizer_file=optimizer_file)
+    return ShardedSource(directory) if is_sharded(directory) else HuggingFaceSource(directory, None, optimizer_file)
 
 
 class HuggingFaceSource:
@@ -95,7 +88,7 @@ class HuggingFaceSource:
         check_checkpoint(self._files, self.spec, self.dims)
         self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
         self.tensors = {
-            name: file_dtype(rule, dtype) or self._files.info(name)[0]
+            name: file_dtype(rule, dtype) or self._files.info(name).dtype
             for rule in self._rules.values()
             for name in rule.hf_names
         }
@@ -140,7 +133,7 @@ class HuggingFaceSource:
 
         def read_tensor(hf_name: str) -> np.ndarray:
             stored = self.tensors[hf_name]
-            original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name)[0], stored)
+            original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name).dtype, stored)
             checksums[hf_name] = checksum(original)
             return convert_dtype(original, stored, self.dtypes[name])
 

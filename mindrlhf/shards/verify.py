@@ -13,8 +13,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import DEFAULT_WORKERS, worker_pool
 from mindrlhf.shards.strategy_files import identifying_dims
 from mindrlhf.weights.convert import hf_shapes, ignored_names
-from mindrlhf.weights.hf import SafetensorsDirectory, convert_dtype, read_hf_config
+from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.sharded import ShardedArray, ShardedDirectory
+from mindrlhf.weights.tensors import convert_dtype
 
 Box = tuple[tuple[int, int], ...]
 
@@ -97,7 +98,7 @@ def verify_directory(
         num_tensors=len(shards.names()),
         num_slices=sum(len(array.layout.ranks) for array in arrays.values()),
         whole_bytes=sum(array.info.size_bytes for array in arrays.values()),
-        slice_bytes=sum(array.slice_info.size_bytes * len(array.layout.ranks) for array in arrays.values()),
+        slice_bytes=sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays.values()),
         replicas=(min(replicas), max(replicas)),
         compared_with=str(against),
     )
@@ -185,7 +186,7 @@ def _open_original(shards: ShardedDirectory, hf_dir: str | os.PathLike) -> Safet
 
 
 def _check_original(shards: ShardedDirectory, original: SafetensorsDirectory, name: str, tensor: np.ndarray) -> None:
-    expected = convert_dtype(original.read(name), original.info(name)[0], shards.info(name)[0])
+    expected = convert_dtype(original.read(name), original.info(name).dtype, shards.info(name).dtype)
     if not np.array_equal(_bits(tensor), _bits(expected)):
         raise UserError(
             f"{name} in {shards.directory} differs from {original.directory}: it was cut from another; shard again"

@@ -24,15 +24,10 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
-from mindrlhf.weights.hf import (
-    SHARDED_NAME,
-    STORAGE_DTYPES,
-    TensorDirectory,
-    convert_dtype,
-    read_hf_config,
-    read_json_object,
-)
-from mindrlhf.weights.shard_files import FILE_FORMATS, SHARD_DTYPES, ArrayInfo, checksum, open_shard
+from mindrlhf.weights.file_writer import checksum
+from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.shard_files import FILE_FORMATS, open_shard
+from mindrlhf.weights.tensors import SHARD_DTYPES, STORAGE_DTYPES, TensorInfo, convert_dtype
 
 FORMAT_VERSION = 1
 PROGRESS_NAME = "progress.json"  # stands for sharded.json while the directory is being written
@@ -63,14 +58,14 @@ class ShardedArray:
     checksum: str = ""
 
     @property
-    def slice_info(self) -> ArrayInfo:
-        """Dtype and shape of each slice."""
-        return ArrayInfo(self.dtype, self.layout.slice_shape)
+    def shard_info(self) -> TensorInfo:
+        """Name, dtype and shape of each shard."""
+        return TensorInfo(self.layout.name, self.dtype, self.layout.slice_shape)
 
     @property
-    def info(self) -> ArrayInfo:
-        """Dtype and shape of the whole."""
-        return ArrayInfo(self.dtype, self.layout.shape)
+    def info(self) -> TensorInfo:
+        """Name, dtype and shape of the whole."""
+        return TensorInfo(self.layout.name, self.dtype, self.layout.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +88,10 @@ class ShardedManifest:
     arrays: dict[str, ShardedArray]
     tensors: dict[str, tuple[str, str]]
 
-    def infos_of_rank(self, rank: int) -> dict[str, ArrayInfo]:
-        """Dtype and shape of each slice of a rank."""
+    def infos_of_rank(self, rank: int) -> dict[str, TensorInfo]:
+        """What the file of a rank holds, by name."""
         return {
-            name: array.slice_info
+            name: array.shard_info
             for name, array in self.arrays.items()
             if rank // array.layout.stage_size in array.layout.stages
         }
@@ -232,17 +227,20 @@ class ShardedDirectory(TensorDirectory):
         if set(file.names()) != infos.keys() or slices.keys() != infos.keys():
             raise UserError(f"{path} does not hold the arrays of rank {rank}: {again}")
         for name, info in infos.items():
-            if ArrayInfo(*file.info(name)) != info:
-                raise UserError(f"{path} holds {name} as {file.info(name)}, not {info.dtype} {info.shape}: {again}")
+            found = file.info(name)
+            if found != info:
+                raise UserError(
+                    f"{path} holds {name} as {found.dtype} {found.shape}, not {info.dtype} {info.shape}: {again}"
+                )
         self._files[rank], self._slices[rank] = file, slices
 
     def names(self) -> list[str]:
         """Every Hugging Face name, in the order of the forward pass."""
         return list(self._rule_of)
 
-    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype name and shape of a Hugging Face tensor."""
-        return self.manifest.tensors[name][0], self._shapes[name]
+    def info(self, name: str) -> TensorInfo:
+        """Name, dtype and shape of a Hugging Face tensor."""
+        return TensorInfo(name, self.manifest.tensors[name][0], self._shapes[name])
 
     def read(self, name: str) -> np.ndarray:
         """A Hugging Face tensor. Those that share a parameter are best read one after the other."""
