@@ -1,4 +1,4 @@
-"""Put the slices of all ranks together again: `mindrlhf weights merge`."""
+"""Put the shards of all ranks together again: `mindrlhf weights merge`."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def merge_directory(
 ) -> None:
     """Write the Hugging Face directory that a sharded directory was made from: every tensor equal to the bit.
 
-    It appears whole or not at all. Each slice and each tensor is compared with its checksum on the way.
+    It appears whole or not at all. Each shard and each tensor is compared with its checksum on the way.
 
     Args:
         optimizer_file: where to write the optimiser state, as a run's checkpoint has it; replaced when it is there.

@@ -244,7 +244,7 @@ class _Sharding:
                 writer.discard()
 
     def _write_array(self, name: str, writers: Mapping[int, TensorFileWriter]) -> dict[str, Any]:
-        """Write one array's slices; return the checksums of its tensors, else of the whole, and of each slice."""
+        """Write one array's shards; return the checksums of its tensors, else of the whole, and of each shard."""
         layout = self._manifest.arrays[name].layout
         whole, tensors = self._source.read(name)
         slices = {}

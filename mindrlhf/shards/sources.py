@@ -1,4 +1,4 @@
-"""Whole arrays, parameters and optimiser state, to be cut: from a Hugging Face directory or from slices."""
+"""Whole arrays, parameters and optimiser state, to be sharded: from a Hugging Face directory or from shards."""
 
 import os
 from pathlib import Path
@@ -58,7 +58,7 @@ class ArraySource(Protocol):
 
 
 def open_source(directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
-    """Open a Hugging Face directory, or one of slices, whose optimiser state is in it.
+    """Open a Hugging Face directory, or one of shards, whose optimiser state is in it.
 
     Raises:
         UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.weights.sharded.ShardedDirectory`.
@@ -197,7 +197,7 @@ def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
 
 
 class ShardedSource:
-    """The arrays of a sharded directory, put together from its slices; see `ArraySource`."""
+    """The arrays of a sharded directory, put together from its shards; see `ArraySource`."""
 
     def __init__(self, directory: str | os.PathLike):
         self._shards = ShardedDirectory(directory)
@@ -223,4 +223,4 @@ class ShardedSource:
         return np.ascontiguousarray(whole[layout.slice_of(rank)])
 
     def release(self, name: str) -> None:
-        """Nothing: the slices were released when the array was put together."""
+        """Nothing: the shards were released when the array was put together."""
