@@ -15,7 +15,7 @@ from mindrlhf.training.team import Team, connect, serve
 
 
 class Steps(Protocol):
-    """The steps of a run on rank 0.
+    """The steps of a run on rank 0; ``begin``, ``check`` and ``saving`` do nothing where nobody says otherwise.
 
     Attributes:
         progress: where the run is; ``step`` moves it on.
@@ -47,6 +47,7 @@ class Steps(Protocol):
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Return a context around the saving of a checkpoint."""
+        return contextlib.nullcontext()
 
 
 class Training(Protocol):
@@ -63,7 +64,7 @@ class Training(Protocol):
     shown_steps: int | None
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
-        """On rank 0, start what takes long, before anything else."""
+        """On rank 0, start what takes long, before anything else; by default nothing."""
 
     def build_worker(self, rank: Rank) -> Any:
         """Return this rank's worker, with the model that the run starts from."""

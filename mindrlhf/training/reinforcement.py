@@ -48,8 +48,8 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
 
 
-class ReinforcementTraining:
-    """Reinforcement learning as the life cycle of a run needs it; see :class:`~life_cycle.Training`."""
+class ReinforcementTraining(life_cycle.Training):
+    """Reinforcement learning: ranks, generator and rewards, and the trainer over them."""
 
     def __init__(self, config: GrpoConfig, inputs: RunInputs):
         self.shown_steps = inputs.num_steps

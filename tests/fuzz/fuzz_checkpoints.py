@@ -25,6 +25,7 @@ def checkpoint_manifest(directory: Path) -> Case:
 
 
 def checkpoint_state(directory: Path) -> Case:
+    from mindrlhf.checkpoint.algorithm_state import AlgorithmState
     from mindrlhf.checkpoint.leftover import load_leftover
     from mindrlhf.checkpoint.resume import check_resumable
     from mindrlhf.checkpoint.state import STATE_NAME, read_state
@@ -41,6 +42,7 @@ def checkpoint_state(directory: Path) -> Case:
         check_resumable(found.config, config)
         PromptStream(100, found.seed).restore(found.prompt_stream)
         load_leftover(checkpoint, found.carried)
+        AlgorithmState.from_json(found.algorithm_state, str(path))
 
     return case
 

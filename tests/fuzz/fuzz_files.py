@@ -90,6 +90,7 @@ def make_sharded(directory: Path, file_format: str) -> Path:
 
 def make_checkpoint(directory: Path) -> Path:
     """Write a checkpoint with a state, carried arrays and a manifest."""
+    from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
     from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, save_leftover
     from mindrlhf.checkpoint.state import RunState, write_state
     from mindrlhf.checkpoint.store import CheckpointStore
@@ -104,7 +105,7 @@ def make_checkpoint(directory: Path) -> Path:
         prompt_stream=PromptStream(100, 1).state(),
         config={"run": {"max_steps": 10}, "optimizer": {"start_lr": 1e-6, "lr_schedule": "constant"}},
         evaluations=[{"step": 0, "accuracy": 0.5}],
-        algorithm_state={"kl_coefficient": 0.1},
+        algorithm_state=AlgorithmState(kl=KlState(0.1), guards=GuardsState(norms=[0.5])).to_json(),
         carried=leftover_records(samples),
     )
     store = CheckpointStore(directory / "checkpoints", keep_last=2)

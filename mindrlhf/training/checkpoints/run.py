@@ -1,4 +1,4 @@
-"""When a run's state is saved, and how a run picks it up again; the lead rank's part."""
+"""When a run's state is saved, and how a run picks it up again; rank 0's part."""
 
 import contextlib
 import dataclasses

@@ -13,6 +13,7 @@ from mindrlhf.observe.trajectory import digest_weights, sample_parts
 from mindrlhf.rollout.samples import Sample, sample_record
 from mindrlhf.training.batch import Batch, make_batch
 from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.life_cycle import Steps
 from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples, from_leftover, to_leftover
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.objective import Objective
@@ -23,8 +24,8 @@ from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
 from mindrlhf.training.schedule import learning_rate
 
 
-class Trainer:
-    """Policy optimisation over rewards; see :class:`mindrlhf.training.life_cycle.Steps`."""
+class Trainer(Steps):
+    """Policy optimisation over rewards."""
 
     def __init__(self, config: GrpoConfig, parts: Parts, progress: Progress, num_steps: int):
         self.config = config
@@ -71,7 +72,7 @@ class Trainer:
         self.timer.finish_step()
 
     def step(self) -> dict[str, float]:
-        """Do one step and return its metrics; see :meth:`mindrlhf.training.life_cycle.Steps.step`."""
+        """Do one step and return its metrics; see ``Steps.step``."""
         index = self.progress.step
         key_data = self._begin_key_data(index + 1)
         samples, greedy = self._sample(index)

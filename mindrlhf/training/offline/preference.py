@@ -86,7 +86,7 @@ class Pairs:
 
 
 def run_preference_rank(config: Config, *, resume: bool = False) -> None:
-    """Do this rank's part of a preference run: the lead drives the loop, the others serve it.
+    """Do this rank's part of a preference run: rank 0 drives the loop, the others serve it.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.

@@ -62,8 +62,8 @@ def run_rank(
     life_cycle.run_rank(config, OfflineTraining(config, build_learner, make_trainer), resume=resume)
 
 
-class OfflineSteps:
-    """The steps of a trainer; see :class:`mindrlhf.training.life_cycle.Steps`."""
+class OfflineSteps(life_cycle.Steps):
+    """The steps of a trainer."""
 
     def __init__(self, trainer: Trainer, progress: Progress):
         self.progress = progress
@@ -73,9 +73,6 @@ class OfflineSteps:
     def num_steps(self) -> int:
         """Number of steps of the whole run."""
         return self._trainer.num_steps
-
-    def begin(self) -> None:
-        """Nothing comes before the first step."""
 
     def step(self) -> dict[str, float]:
         """Train on the items of the next step and return its metrics."""
@@ -89,16 +86,9 @@ class OfflineSteps:
         """Return the metrics of the evaluation that is due, empty when none is."""
         return self._trainer.evaluate(self.progress)
 
-    def check(self) -> None:
-        """No step stops the run."""
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """The saving of a checkpoint is not timed."""
-        return contextlib.nullcontext()
-
-
-class OfflineTraining:
-    """A run on fixed data; see :class:`mindrlhf.training.life_cycle.Training` and :func:`run_rank`."""
+class OfflineTraining(life_cycle.Training):
+    """A run on fixed data; see :func:`run_rank`."""
 
     shown_steps = None
 
@@ -106,11 +96,12 @@ class OfflineTraining:
         self, config: Config, build_learner: Callable[[Rank], Learner], make_trainer: Callable[[Team], Trainer]
     ):
         self._config = config
-        self.build_worker = build_learner
+        self._build_learner = build_learner
         self._make_trainer = make_trainer
 
-    def start_early(self, stack: contextlib.ExitStack) -> None:
-        """Nothing takes long."""
+    def build_worker(self, rank: Rank) -> Learner:
+        """Return the learner."""
+        return self._build_learner(rank)
 
     def connect(self, worker: Learner, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
         """Connect the ranks and make the trainer."""

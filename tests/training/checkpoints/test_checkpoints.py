@@ -1,5 +1,6 @@
 """When a run saves, what a checkpoint brings back, and what a broken-off step leaves of it."""
 
+import json
 import os
 import signal
 import threading
@@ -11,7 +12,8 @@ import pytest
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
 from mindrlhf.checkpoint.leftover import LeftoverSample
-from mindrlhf.checkpoint.state import read_state
+from mindrlhf.checkpoint.manifest import write_manifest
+from mindrlhf.checkpoint.state import STATE_NAME, read_state
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
@@ -280,3 +282,17 @@ def test_the_best_step_is_that_of_the_prompts_that_the_run_has_now(tmp_path):
         run.progress.evaluations.append(evaluation(run.progress.step, accuracy, questions))
         run.checkpoints.save(run.progress)
     assert run.steps() == [2, 3]
+
+
+def test_a_state_with_a_key_of_another_release_is_refused_by_name(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    path = newest_checkpoint(run.config) / STATE_NAME
+    state = json.loads(path.read_text())
+    state["algorithm_state"]["momentum"] = 0.9
+    path.write_text(json.dumps(state))
+    write_manifest(path.parent)
+    with pytest.raises(UserError, match=f"^{path} is damaged: algorithm_state.momentum is unknown"):
+        Run(tmp_path).checkpoints.resume()

@@ -267,6 +267,20 @@ def test_failed_verifiers_never_stop_a_run_that_wants_none_of_it(open_guards):
         guards.check()
 
 
+def test_of_several_failures_in_a_step_the_skipped_updates_are_named(open_guards, step):
+    limits = {"max_failed_steps": 1, "max_skipped_updates": 2, "max_rollout_diff": 1.0}
+    guards = open_guards(**limits)
+    guards.review_rewards(1, WHOLLY)
+    guards.review(step.record(1, np.nan), 9.0)
+    with pytest.raises(RunFailure, match="verifier second failed"):
+        guards.check()
+    guards = open_guards(**limits)
+    guards.review_rewards(1, WHOLLY)
+    guards.review(step.record(1, np.nan, np.nan), 9.0)
+    with pytest.raises(RunFailure, match="^2 updates in a row"):
+        guards.check()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_shares_are_merged_in_the_order_of_the_batch(num_ranks):
     samples = [make_sample(index, 3) for index in range(6)]

@@ -39,7 +39,7 @@ class Guards:
         return GuardsState(self._skipped.num_in_a_row, list(self._spikes.norms), dict(self._verifiers.num_steps))
 
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
-        """Look at all samples that a step, from 1, drew, whether trained on or not; call it before ``review``."""
+        """Look at all samples that a step, from 1, generated, whether trained on or not; call it before ``review``."""
         for guard in self._guards:
             guard.review_rewards(step, samples)
 

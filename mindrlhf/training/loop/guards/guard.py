@@ -24,7 +24,7 @@ class Guard:
     failure = ""
 
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
-        """Look at all samples that a step, from 1, drew, whether trained on or not."""
+        """Look at all samples that a step, from 1, generated, whether trained on or not."""
 
     def review_update(self, record: StepRecord, number: int) -> bool:
         """Look at update ``number``, from 0, of a step and return whether something is wrong with it."""
