@@ -114,6 +114,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.training.batch import RowOptions
     from mindrlhf.training.checkpoints.requests import SaveRequests
     from mindrlhf.training.loop.guards import Guards
+    from mindrlhf.training.loop.policy import Policy
     from mindrlhf.training.loop.reward_model import RewardModel
     from mindrlhf.training.loop.trainer import Parts, Trainer
     from mindrlhf.training.replica_team import ReplicaTeam
@@ -131,6 +132,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     board = stack.enter_context(actor.create_board())
     team.call("attach_board", path=board.path)
     generator.use_board(board.path)
+    policy = Policy(team, board)
     # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
     num_epochs = None if config.algorithm.dynamic_sampling else training.epochs
     stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
@@ -147,7 +149,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     first_step = progress.step + 1 if resume else 0
     parts = Parts(
         team=team,
-        board=board,
+        policy=policy,
         generator=generator,
         sampler=Sampler(source, rewards, inputs.tokenizer, reward_model),
         prompts=inputs.prompts,
@@ -163,9 +165,9 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
         rows=rows,
         stop_token_ids=inputs.tokenizer.eos_token_ids,
         checkpoints=checkpoints,
-        guards=Guards(config, team, first_step=first_step, state=progress.algorithm_state.get("guards")),
+        guards=Guards(config, policy, first_step=first_step, state=progress.algorithm_state.get("guards")),
         trajectory=TrajectoryWriter(output_dir / TRAJECTORY_NAME, first_step=first_step),
-        key_data=_key_data(config, team),
+        key_data=_key_data(config, policy),
     )
     stack.callback(parts.sinks.close)
     stack.callback(parts.sample_writer.close)
@@ -201,10 +203,10 @@ def _finish(config: GrpoConfig, actor, progress, parts) -> None:
     print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {report}", flush=True)
 
 
-def _key_data(config: GrpoConfig, team) -> KeyData | None:
+def _key_data(config: GrpoConfig, policy) -> KeyData | None:
     if not config.msprobe.enabled:
         return None
-    return KeyData(config.msprobe, dump_dir(config.msprobe, config.run), team)
+    return KeyData(config.msprobe, dump_dir(config.msprobe, config.run), policy)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:

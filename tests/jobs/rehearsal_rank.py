@@ -63,9 +63,9 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
             actor.restore(work["checkpoint"])
         actor._board = None  # a run has one for good
         actor.attach_board(board)
-        contributions.append(actor.publish(1)["contribution"])
+        contributions.append(actor.publish(1).contribution)
     actor.begin_saving(work["save"], copies=True)
-    checksums = actor.end_saving()["checksums"]
+    checksums = actor.end_saving().checksums
     report = {
         "contributions": contributions,
         "state_size_bytes": actor.state_size_bytes(),

@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.errors import UserError
+from mindrlhf.training.records import SavedShards, SavingState
 from mindrlhf.training.replica_team import ReplicaTeam
 
 
@@ -46,18 +46,18 @@ class SavesSlices:
         else:
             self._write_slices(self.state_writer(lambda _, arrays: arrays), Path(directory))
 
-    def is_saving(self) -> dict[str, Any]:
+    def is_saving(self) -> SavingState:
         """Return whether this rank is still writing."""
-        return {"is_saving": self._slice_writer.is_running}
+        return SavingState(self._slice_writer.is_running)
 
-    def end_saving(self) -> dict[str, Any]:
-        """Return the checksums of what was written, when it is; see :data:`StateWriter`.
+    def end_saving(self) -> SavedShards:
+        """Return the checksums of what was written, when it is.
 
         Raises:
             UserError: the disk refused.
         """
         self._slice_writer.wait()
-        return {"checksums": self._checksums}
+        return SavedShards(self._checksums)
 
     def _write_slices(self, write: StateWriter, directory: Path) -> None:
         try:
@@ -125,12 +125,12 @@ class SliceCheckpoints:
         """
         if self._pending is None:
             return
-        if not wait and any(result["is_saving"] for result in self._team.call("is_saving")):
+        if not wait and any(result.is_saving for result in self._team.call("is_saving")):
             return
         pending, self._pending = self._pending, None
         with pending.writing as stack:
             for result in self._team.call("end_saving"):
-                pending.checksums.update(result["checksums"])
+                pending.checksums.update(result.checksums)
             pending.write_rest(pending.directory)
             in_place = stack.pop_all()
         self._writer.start(in_place.close)

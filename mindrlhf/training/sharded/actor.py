@@ -6,7 +6,6 @@ See mindrlhf.training.worker.actor.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.specs import ParameterRule
 from mindrlhf.training.checkpoints.slices import SavesSlices
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, Share, TokenArrays
 from mindrlhf.training.sharded.learner import ParallelLearner, SlicedModel
 from mindrlhf.training.worker.received_batches import ReceivedBatches
 from mindrlhf.weights.board import TensorInfo, WeightBoard
@@ -65,11 +65,11 @@ class ParallelActor(ReceivedBatches, SavesSlices):
         if self._reference is not None:
             self._reference.load(reference)
 
-    def receive_batch(self, is_first: bool, **share: Any) -> None:
+    def receive_batch(self, share: Share, is_first: bool) -> None:
         """Take this rank's share; see :meth:`ReceivedBatches.receive_batch`."""
         if is_first:
             self._old_logprobs = {}
-        super().receive_batch(is_first, **share)
+        super().receive_batch(share, is_first)
 
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Run the compiled graphs on rows of weight 0, while the generator is still starting."""
@@ -79,39 +79,36 @@ class ParallelActor(ReceivedBatches, SavesSlices):
                 self._model_of(name).logprobs(rows)
             self.learner.warm_up(rows)
 
-    def compute_logprobs(self, name: str, batch: int) -> dict[str, np.ndarray]:
-        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``.
+    def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
+        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it.
 
-        Returns:
-            "<index>.logprobs" float32 [rows, length] for each micro-batch; zeros before the last pipeline stage.
+        Zeros before the last pipeline stage.
         """
-        results = {}
-        for index, rows in enumerate(self._batches[batch][0]):
+        micro_batches = self._batches[batch].micro_batches
+        for index, rows in enumerate(micro_batches):
             self._count_compile(name, rows)
             rows.tokens[name] = self._model_of(name).logprobs(rows)
             if name == "old_logprobs":
                 self._old_logprobs[batch, index] = rows.tokens[name]
-            results[f"{index}.logprobs"] = rows.tokens[name]
-        return results
+        return TokenArrays(tuple(rows.tokens[name] for rows in micro_batches))
 
-    def update(self, batch: int, lr: float, kl_coefficient: float) -> dict[str, Any]:
+    def update(self, batch: int, lr: float, kl_coefficient: float) -> PolicyUpdateResult:
         """Make one optimiser update from received batch number ``batch``.
 
         Returns:
-            "statistics" float64 [7]: sums over the tokens of all ranks on ranks of the first copy, zeros on others, so
-            that they add up; "grad_norm"; and "<index>.logprobs" [rows, length] for each micro-batch, under the weights
-            before the first update of the step, which a pass of its own computes unless it was asked for before.
+            Statistics [7]: sums over the tokens of all ranks on ranks of the first replica, zeros on others, so that
+            they add up; and log-probabilities under the weights before the first update of the step, which a pass of
+            its own computes unless it was asked for before.
         """
-        micro_batches, num_tokens = self._batches[batch]
-        results: dict[str, Any] = {}
-        for index, rows in enumerate(micro_batches):
+        share, logprobs = self._batches[batch], []
+        for index, rows in enumerate(share.micro_batches):
             if (batch, index) not in self._old_logprobs:
                 self._old_logprobs[batch, index] = self.model.logprobs(rows)
-            results[f"{index}.logprobs"] = self._old_logprobs[batch, index]
-        result = self.learner.update(micro_batches, num_tokens, lr, kl_coefficient)
-        is_first_copy = self.model.layout.coordinates(self.model.rank).data == 0
-        statistics = result.statistics if is_first_copy else np.zeros_like(result.statistics)
-        return {"statistics": statistics, "grad_norm": result.grad_norm, **results, **self._process_statistics()}
+            logprobs.append(self._old_logprobs[batch, index])
+        result = self.learner.update(share.micro_batches, share.num_tokens, lr, kl_coefficient)
+        is_first = self.model.layout.coordinates(self.model.rank).data == 0
+        statistics = result.statistics if is_first else np.zeros_like(result.statistics)
+        return PolicyUpdateResult(statistics, result.grad_norm, self._process_statistics(), tuple(logprobs))
 
     def create_board(self) -> WeightBoard:
         """Make the weight board of this node; the lead rank's part."""
@@ -123,13 +120,13 @@ class ParallelActor(ReceivedBatches, SavesSlices):
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
-    def publish(self, version: int) -> dict[str, Any]:
-        """Write what this rank holds, and no other rank writes, to the board; return what was written, for the seal."""
+    def publish(self, version: int) -> Published:
+        """Write what this rank holds, and no other rank writes, to the board."""
         self._board.begin(version)
         for name, array in self.model.slices():
             if name in self._publication:
                 write_slices(self._board, {name: self._publication[name]}, {name: array})
-        return {"contribution": self._board.contribution()}
+        return Published(self._board.contribution())
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""
@@ -172,8 +169,8 @@ class ParallelActor(ReceivedBatches, SavesSlices):
     def _count_compile(self, graph: str, rows: PackedRows) -> None:
         self._shapes_seen.add((graph, rows.input_ids.shape))
 
-    def _process_statistics(self) -> dict[str, float]:
-        return {"recompiles": len(self._shapes_seen), "memory/peak_rss_gb": peak_rss_gb()}
+    def _process_statistics(self) -> ProcessStatistics:
+        return ProcessStatistics(len(self._shapes_seen), peak_rss_gb())
 
 
 def _if_there(path: Path) -> Path | str:

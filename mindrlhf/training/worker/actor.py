@@ -8,14 +8,14 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import POLICY_INPUTS
+from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.training.batch import unpack_share
+from mindrlhf.training.records import PolicyUpdateResult, Published, Share, TokenArrays
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.learner import Learner
@@ -56,64 +56,59 @@ class Actor(ReceivedBatches, Learner):
         """Compile the graphs for every row length on rows of weight 0, while the generator is still starting."""
         for length in row_lengths:
             rows = padding_rows((rows_per_micro_batch, length))
-            self._batches = [([rows], 1)]
+            self._batches = [Share((rows,), 1)]
             for name in graphs:
                 self.compute_logprobs(name, 0)
             self.accumulate(rows, [*[rows.mask] * len(POLICY_INPUTS), np.float32(0.0)], 1)
         self._batches = []
 
-    def compute_logprobs(self, name: str, batch: int) -> dict[str, np.ndarray]:
-        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``.
-
-        Returns:
-            "<index>.logprobs" float32 [rows, length] for each micro-batch.
-        """
+    def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
+        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
         cell = self.policy if name == "old_logprobs" else self._reference
-        results = {}
+        micro_batches = self._batches[batch].micro_batches
         if self._cell_dump is not None:
             stage = "old_log_prob" if name == "old_logprobs" else "reference"
-            self._cell_dump.forward(stage, cell, self._batches[batch][0])
-        for index, rows in enumerate(self._batches[batch][0]):
+            self._cell_dump.forward(stage, cell, micro_batches)
+        for rows in micro_batches:
             self.count_compile(name, rows)
             rows.tokens[name] = self.logprobs(cell, rows)
-            results[f"{index}.logprobs"] = rows.tokens[name]
-        return results
+        return TokenArrays(tuple(rows.tokens[name] for rows in micro_batches))
 
-    def update(self, batch: int, lr: float, kl_coefficient: float) -> dict[str, Any]:
+    def update(self, batch: int, lr: float, kl_coefficient: float) -> PolicyUpdateResult:
         """Make one optimiser update from received batch number ``batch``.
 
         Returns:
-            "statistics" float64 [7], sums over this rank's tokens (``POLICY_STATISTICS``); "grad_norm"; and
-            "<index>.logprobs" [rows, length] for each micro-batch, under the weights before the update. A norm that is
-            not finite says that there was no update; see :meth:`Learner.apply`.
+            Statistics [7] (``POLICY_STATISTICS``), and log-probabilities under the weights before the update. A norm
+            that is not finite says that there was no update; see :meth:`Learner.apply`.
         """
-        micro_batches, num_tokens = self._batches[batch]
-        results: dict[str, Any] = {}
-        total = 0.0
+        share = self._batches[batch]
+        micro_batches, logprobs = share.micro_batches, []
+        total = np.zeros(len(POLICY_STATISTICS))
         if self._cell_dump is not None:
             self._cell_dump.forward("update", self.policy, micro_batches)
-        for index, rows in enumerate(micro_batches):
+        for rows in micro_batches:
             unread = np.zeros_like(rows.mask)
             values = [rows.tokens.get(name, unread) for name in POLICY_INPUTS]
             values.append(np.float32(kl_coefficient))
-            statistics, results[f"{index}.logprobs"] = self.accumulate(rows, values, num_tokens)
-            total = total + statistics
+            statistics, computed = self.accumulate(rows, values, share.num_tokens)
+            total += statistics
+            logprobs.append(computed)
         if self._cell_dump is not None:
             self._cell_dump.gradients(self.policy, self.gradients())
         norm = self.apply(lr, loss=float(total[0]))
-        return {"statistics": total, "grad_norm": norm, **results, **self.process_statistics()}
+        return PolicyUpdateResult(total, norm, self.process_statistics(), tuple(logprobs))
 
     def use_reward_model(self, scores: TokenScores) -> None:
         """Take the model that ``score_responses`` runs."""
         self._reward_model = scores
 
-    def score_responses(self, **share: Any) -> dict[str, np.ndarray]:
-        """Return the reward model's "<index>.scores", float32 [rows, length], of each micro-batch of a share."""
-        results = {}
-        for index, rows in enumerate(unpack_share(share)[0]):
+    def score_responses(self, share: Share) -> TokenArrays:
+        """Return the reward model's scores of a share."""
+        scores = []
+        for rows in share.micro_batches:
             self.count_compile("reward_model", rows)
-            results[f"{index}.scores"] = self.logprobs(self._reward_model, rows)
-        return results
+            scores.append(self.logprobs(self._reward_model, rows))
+        return TokenArrays(tuple(scores))
 
     def use_cell_dump(self, cell_dump: CellDump) -> None:
         """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``."""
@@ -137,12 +132,12 @@ class Actor(ReceivedBatches, Learner):
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
-    def publish(self, version: int) -> dict[str, Any]:
-        """Write this rank's share of the tensors to the board; return what was written, for the seal."""
+    def publish(self, version: int) -> Published:
+        """Write this rank's share of the tensors to the board."""
         self._board.begin(version)
         for name, array in iter_hf_tensors(self.network, self.rank.index, self.rank.world_size):
             self._board.write(name, array)
-        return {"contribution": self._board.contribution()}
+        return Published(self._board.contribution())
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint, in bytes; see :meth:`Learner.state_size_bytes`."""

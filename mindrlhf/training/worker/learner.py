@@ -19,6 +19,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, open_source, saved_state
+from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
@@ -134,9 +135,9 @@ class Learner:
         """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""
         self._shapes_seen.add((graph, rows.input_ids.shape))
 
-    def process_statistics(self) -> dict[str, float]:
+    def process_statistics(self) -> ProcessStatistics:
         """Return the compilations so far and the peak memory of this rank."""
-        return {"recompiles": len(self._shapes_seen), "memory/peak_rss_gb": peak_rss_gb()}
+        return ProcessStatistics(len(self._shapes_seen), peak_rss_gb())
 
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""

@@ -64,7 +64,7 @@ class LocalTeam:
 
     def call(self, method, per_rank=None, **common):
         assert per_rank is None
-        return [getattr(worker, method)(**common) or {} for worker in self.workers]
+        return [getattr(worker, method)(**common) for worker in self.workers]
 
 
 class Run:

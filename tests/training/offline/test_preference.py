@@ -124,8 +124,7 @@ def test_a_score_is_that_of_the_text_up_to_the_token(model_dir, tmp_path):
     def scores(after_token, pack, sequences):
         batch = make_batch(sequences, RowOptions((32,), 2, 1, pack))
         cell = TokenScores(learner.network, after_token=after_token)
-        shares = [{f"{i}.y": cell(*row_tensors(rows))[0].asnumpy() for i, rows in enumerate(batch.micro_batches)}]
-        return batch.collect(shares, "y")
+        return batch.collect([[cell(*row_tensors(rows))[0].asnumpy() for rows in batch.micro_batches]])
 
     whole = TokenSequence(prompt, response, {})
     after = scores(True, True, [whole, whole])
