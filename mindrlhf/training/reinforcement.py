@@ -61,43 +61,40 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if is_split(config.parallel_config):
-        from mindrlhf.training.sharded.build import build_parallel_actor
+        from mindrlhf.training.sharded.build import build_sharded_actor
 
-        return build_parallel_actor(config, inputs.row_lengths, rank)
+        return build_sharded_actor(config, inputs.row_lengths, rank)
     return _build_whole_actor(config, inputs, rank)
 
 
 def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
+    from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.worker.actor import Actor
     from mindrlhf.training.worker.cell_dump import CellDump
     from mindrlhf.training.worker.critic import ActorCritic, build_critic
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.model import WholeModel
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
-    from mindrlhf.training.worker.scorer import load_scorer
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
-    length = inputs.row_lengths[-1]
+    length, temperature = inputs.row_lengths[-1], config.rollout.temperature
     network = load_model(model, model.path, config.run, length)
+    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
+    learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0:
         reference_network = load_model(model, model.reference_path or model.path, config.run, length)
-        reference = PolicyLogProbs(reference_network, config.rollout.temperature, device)
-    loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, device))
-    options = {
-        "network": network,
-        "loss": loss,
-        "optimizer": config.optimizer,
-        "rank": rank,
-        "device": device,
-        "reference": reference,
-        "saves_reference": algorithm.sync_ref_model,
-    }
-    actor = ActorCritic(build_critic(config, length, rank), **options) if needs_critic(config) else Actor(**options)
+        reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
+    options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
+    if needs_critic(config):
+        actor = ActorCritic(build_critic(config, length, rank), device, **options)
+    else:
+        actor = Actor(**options)
     if config.reward.model_path:
         scorer = load_scorer(model, config.reward.model_path, config.run, length)
-        actor.use_reward_model(TokenScores(scorer, after_token=True))
+        actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), rank))
     if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
         actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
     return actor

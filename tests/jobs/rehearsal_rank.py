@@ -48,7 +48,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.sharded.build import build_parallel_actor
+    from mindrlhf.training.sharded.build import build_sharded_actor
 
     simulation.set_rank(index, work["world_size"])
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -56,7 +56,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     init()
     prepare_mindformers("ascend", directory / "mindformers")
     config = build(GrpoConfig, work["config"])
-    actor = build_parallel_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
+    actor = build_sharded_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
     contributions = []
     for board in work["boards"]:
         if contributions:

@@ -19,6 +19,7 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.trajectory import digest_arrays
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.checkpoints.run import Progress
@@ -30,8 +31,8 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.learner import Learner, load_model
-from mindrlhf.training.worker.scorer import load_scorer
+from mindrlhf.training.worker.learner import Learner
+from mindrlhf.training.worker.model import WholeModel
 
 Config = DpoConfig | RewardModelConfig
 Objective = DpoObjective | RewardModelObjective
@@ -43,17 +44,17 @@ class PreferenceLearner(Learner):
 
     Args:
         loss: :class:`mindrlhf.algorithms.losses.CoefficientLoss`.
-        reference: log-probabilities under the reference model, None when the run has no such model in memory.
+        reference: the reference model, None when the run has no such model in memory.
     """
 
-    def __init__(self, network: Any, loss: Any, config: Config, rank: Rank, reference: PolicyLogProbs | None):
+    def __init__(self, network: Any, loss: Any, config: Config, rank: Rank, reference: WholeModel | None):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
         self._reference = reference
 
     def measure(self, share: Share, name: str) -> TokenArrays:
         """Return the outputs for a share of the "policy" or the "reference"."""
-        policy = self.policy if name == "policy" else self._reference
-        return TokenArrays(tuple(self.logprobs(policy, rows) for rows in share.micro_batches))
+        model = self.model if name == "policy" else self._reference
+        return TokenArrays(tuple(model.logprobs(rows) for rows in share.micro_batches))
 
     def update(self, share: Share, lr: float) -> UpdateResult:
         """Make one optimiser update from the "coefficients" of the tokens; the statistics are those of the loss."""
@@ -108,7 +109,7 @@ def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner
     reference = None
     if model.reference_path or config.dpo.reference == "live":
         reference_network = load_model(model, model.reference_path or model.path, run, length)
-        reference = PolicyLogProbs(reference_network, 1.0, run.device)
+        reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device), rank)
     loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
     return PreferenceLearner(network, loss, config, rank, reference)
 

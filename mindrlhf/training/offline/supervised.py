@@ -11,6 +11,7 @@ from mindrlhf.algorithms.losses import SupervisedLoss
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import TokenSequence, plan_rows
+from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import run_rank
@@ -20,7 +21,7 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Results, Team
 from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.learner import Learner, load_model
+from mindrlhf.training.worker.learner import Learner
 
 
 class SupervisedLearner(Learner):
@@ -37,7 +38,7 @@ class SupervisedLearner(Learner):
 
     def evaluate(self, share: Share) -> HeldOutLogProbs:
         """Return the summed log-probability of this rank's response tokens."""
-        return HeldOutLogProbs(sum(float(self.logprobs(self.policy, rows).sum()) for rows in share.micro_batches))
+        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in share.micro_batches))
 
 
 def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:

@@ -14,12 +14,12 @@ from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS, Value
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows, padding_rows
+from mindrlhf.models.load import load_scorer
 from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.records import ProcessStatistics, Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.learner import Learner
-from mindrlhf.training.worker.scorer import load_scorer
 
 
 class Critic(Learner):
@@ -30,7 +30,7 @@ class Critic(Learner):
     def values(self, rows: PackedRows) -> np.ndarray:
         """Return the values of one micro-batch, float32 [rows, length], 0 outside the responses."""
         self.count_compile("values", rows)
-        return self.logprobs(self.policy, rows)
+        return self.model.logprobs(rows)
 
     def update(self, share: Share, lr: float) -> UpdateResult:
         """Make one optimiser update.
@@ -86,17 +86,16 @@ class ActorCritic(Actor):
 
     Args:
         critic: the critic.
-        device, others: of :class:`mindrlhf.training.worker.actor.Actor`.
+        device: "cpu" or "ascend".
+        others: of :class:`mindrlhf.training.worker.actor.Actor`.
     """
 
-    def __init__(self, critic: Critic, *, device: str, **others: Any):
-        super().__init__(device=device, **others)
+    def __init__(self, critic: Critic, device: str, **others: Any):
+        super().__init__(**others)
         self.critic = critic
-        reference = self._reference.model.get_parameters() if self._reference is not None else ()
-        self._turns = Turns(
-            device,
-            {"actor": [*self.state_parameters(), *reference], "critic": critic.state_parameters()},
-        )
+        reference = self.reference.network.get_parameters() if self.reference is not None else ()
+        actor = [*self.learner.state_parameters(), *reference]
+        self._turns = Turns(device, {"actor": actor, "critic": critic.state_parameters()})
 
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
@@ -142,7 +141,7 @@ class ActorCritic(Actor):
         return super().state_size_bytes() + self.critic.state_size_bytes()
 
     def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`Learner.state_writer`; of both models."""
+        """See :meth:`SavesState.state_writer`; of both models."""
         writers = (super().state_writer(hold), self.critic.state_writer(hold))
 
         return lambda directory: writers[0](directory) | writers[1](directory)

@@ -61,15 +61,16 @@ def config(tmp_path_factory) -> GrpoConfig:
 @pytest.fixture(scope="module")
 def actor(config, tmp_path_factory):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, "cpu"))
-    actor = Actor(network, loss, config.optimizer, rank, "cpu", reference=None, saves_reference=False)
+    actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
     actor.create_board()
     return actor
 
@@ -83,11 +84,11 @@ def started_runtime(actor, monkeypatch):
 
 
 def weights(actor) -> dict[str, np.ndarray]:
-    return {parameter.name: parameter.asnumpy().copy() for parameter in actor.network.get_parameters()}
+    return {parameter.name: parameter.asnumpy().copy() for parameter in actor.learner.network.get_parameters()}
 
 
 def optimizer_state(actor) -> list[np.ndarray]:
-    optimizer = actor.optimizer
+    optimizer = actor.learner.optimizer
     return [item.asnumpy().copy() for item in (*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.global_step)]
 
 
@@ -199,7 +200,7 @@ def test_other_weights_are_said_to_be_other_weights(skipped, config):
 
 
 def write_other(config):
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.models.load import load_model
     from mindrlhf.weights.convert import export_hf, iter_hf_tensors
 
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
@@ -210,9 +211,9 @@ def write_other(config):
 
 def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradients_are(actor):
     before, state = weights(actor), optimizer_state(actor)
-    assert np.isnan(actor.apply(1.0, loss=float("inf")))
+    assert np.isnan(actor.learner.apply(1.0, loss=float("inf")))
     for name, array in weights(actor).items():
         np.testing.assert_array_equal(array, before[name])
     for one, other in zip(optimizer_state(actor), state, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert actor.apply(0.0) == 0.0, "nothing of it is left in the accumulators"
+    assert actor.learner.apply(0.0) == 0.0, "nothing of it is left in the accumulators"

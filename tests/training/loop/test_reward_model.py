@@ -143,12 +143,13 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team as RealTeam
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.model import WholeModel
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
-    from mindrlhf.training.worker.scorer import load_scorer
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
     prepare_mindformers("cpu", tmp_path / "log")
@@ -163,9 +164,9 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     )
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
-    actor = Actor(network, loss, config.optimizer, Rank(0, 1), "cpu", None, saves_reference=False)
+    actor = Actor(PolicyLearner(network, loss, config.optimizer, Rank(0, 1), "cpu"), None, saves_reference=False)
     scorer = load_scorer(config.model, config.reward.model_path, config.run, 32)
-    actor.use_reward_model(TokenScores(scorer, after_token=True))
+    actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), Rank(0, 1)))
     model = RewardModel(RealTeam(actor), RowOptions((32,), 2, 1, True), config.reward)
     generator = np.random.default_rng(0)
     before = [

@@ -42,7 +42,7 @@ def model_dirs(tmp_path_factory):
     import mindspore as ms
 
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.worker.scorer import scorer_config
+    from mindrlhf.models.load import scorer_config
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
@@ -121,7 +121,7 @@ def gradients(worker, sequences, rows):
 
 def test_values_do_not_see_the_token_they_are_for(worker):
     """The value before token t is the score of the text up to t - 1, computed on that text alone."""
-    from mindrlhf.training.worker.learner import row_tensors
+    from mindrlhf.training.worker.model import row_tensors
 
     batch = make_batch(make_sequences(), PACKED)
     values = batch.collect([send(worker, batch)])
@@ -203,25 +203,25 @@ def test_a_restored_critic_goes_on_with_the_same_bits(worker, make_worker, tmp_p
     found = update_critic(other, second)
     assert found == expected
     assert_equal_weights(weights_of(worker.critic), weights_of(other.critic))
-    assert_equal_weights(weights_of(worker), weights_of(other))
+    assert_equal_weights(weights_of(worker.learner), weights_of(other.learner))
 
 
 def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apart(worker):
     rows = RowOptions((32,), 2, 1, True)  # as no other test has them
     num_before = worker.process_statistics().recompiles
-    actor, critic = weights_of(worker), weights_of(worker.critic)
+    actor, critic = weights_of(worker.learner), weights_of(worker.critic)
     worker.warm_up([32], 2, ["old_logprobs"])
-    assert_equal_weights(weights_of(worker), actor)
+    assert_equal_weights(weights_of(worker.learner), actor)
     assert_equal_weights(weights_of(worker.critic), critic)
     num_compiled = worker.process_statistics().recompiles
     assert num_compiled == num_before + 4  # values, critic, log-probabilities and actor
     update_critic(worker, make_batch(make_sequences(), rows))
-    assert_equal_weights(weights_of(worker), actor)
+    assert_equal_weights(weights_of(worker.learner), actor)
     after = weights_of(worker.critic)
     assert all((after[name] != critic[name]).any() for name in critic if "bias" not in name)
     worker.update(0, 0.001, 0.0)
     assert_equal_weights(weights_of(worker.critic), after)
-    assert any((array != actor[name]).any() for name, array in weights_of(worker).items())
+    assert any((array != actor[name]).any() for name, array in weights_of(worker.learner).items())
     assert worker.process_statistics().recompiles == num_compiled
 
 
