@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.cli import _parse, build_parser
-from mindrlhf.config.loader import dotted_keys
+from mindrlhf.config.parse import dotted_keys
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError

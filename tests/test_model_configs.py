@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.config.loader import read_yaml
-from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.parse import read_yaml
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec

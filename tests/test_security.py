@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
-from mindrlhf.config.loader import read_yaml
+from mindrlhf.config.parse import read_yaml
 from mindrlhf.data.handlers import Example, Message, RecordError
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -26,7 +26,8 @@ from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.hf import SafetensorsFile, open_tensors
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("mindrlhf/**/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("examples/**/*.py")])

@@ -19,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from mindrlhf.config.schema import CONFIG_LOADERS
+    from mindrlhf.config.load import CONFIG_LOADERS
 
     CONFIG_LOADERS[arguments.kind](arguments.config, arguments.overrides, world_size=arguments.workers)
     print(f"{arguments.config}: ok for {arguments.workers} rank{'s' if arguments.workers > 1 else ''}")

@@ -21,7 +21,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from mindrlhf.config.schema import load_grpo_config
+    from mindrlhf.config.load import load_grpo_config
     from mindrlhf.errors import UserError
     from mindrlhf.evaluation.comparison import compare, difference_text
     from mindrlhf.evaluation.models import EvaluationJob, describe, evaluate_models

@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import signal
     from pathlib import Path
 
-    from mindrlhf.config.schema import CONFIG_LOADERS
+    from mindrlhf.config.load import CONFIG_LOADERS
     from mindrlhf.launch.launch import launch
     from mindrlhf.launch.restarts import run_with_restarts
     from mindrlhf.training.checkpoints.run import check_output, newest_checkpoint

@@ -2,19 +2,17 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
-from mindrlhf.config.presets import PRESETS, correction_weight
+from mindrlhf.config.derived import correction_weight
+from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import AlgorithmSection
 from mindrlhf.errors import UserError
 
-if TYPE_CHECKING:
-    from mindrlhf.config.schema import GrpoConfig
-    from mindrlhf.config.sections import AlgorithmSection
 
-
-def check_algorithm(config: "GrpoConfig", given: frozenset[str]) -> None:
+def check_algorithm(config: GrpoConfig, given: frozenset[str]) -> None:
     """Check the sections `algorithm` and `correction`; ``given`` are the keys the user set."""
     _check_estimator(config.algorithm)
     _check_kl(config.algorithm)
@@ -26,7 +24,7 @@ def check_algorithm(config: "GrpoConfig", given: frozenset[str]) -> None:
     _check_unread(config, given)
 
 
-def _check_estimator(algorithm: "AlgorithmSection") -> None:
+def _check_estimator(algorithm: AlgorithmSection) -> None:
     needs = advantages.find(algorithm.advantage).NEEDS
     if "group" in needs and algorithm.num_generations < 2:
         raise UserError(
@@ -41,7 +39,7 @@ def _check_estimator(algorithm: "AlgorithmSection") -> None:
         )
 
 
-def _check_kl(algorithm: "AlgorithmSection") -> None:
+def _check_kl(algorithm: AlgorithmSection) -> None:
     if algorithm.beta == 0 and algorithm.kl_target is not None:
         raise UserError(
             "'algorithm.kl_target' is set, but algorithm.beta is 0, so there is no reference model to measure the KL "
@@ -66,7 +64,7 @@ def _check_kl(algorithm: "AlgorithmSection") -> None:
         )
 
 
-def _check_reference(algorithm: "AlgorithmSection", given: frozenset[str]) -> None:
+def _check_reference(algorithm: AlgorithmSection, given: frozenset[str]) -> None:
     if algorithm.sync_ref_model and algorithm.beta == 0:
         raise UserError(
             "'algorithm.sync_ref_model' is true, but beta is 0, so there is no reference model: set beta above 0"
@@ -75,7 +73,7 @@ def _check_reference(algorithm: "AlgorithmSection", given: frozenset[str]) -> No
         raise UserError("'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true")
 
 
-def _check_levels(algorithm: "AlgorithmSection") -> None:
+def _check_levels(algorithm: AlgorithmSection) -> None:
     """Refuse advantages that vary within a response under a loss that has one ratio for all of it."""
     if algorithm.loss not in ("gspo", "sequence_clip"):
         return
@@ -89,7 +87,7 @@ def _check_levels(algorithm: "AlgorithmSection") -> None:
         )
 
 
-def _check_dynamic_sampling(algorithm: "AlgorithmSection") -> None:
+def _check_dynamic_sampling(algorithm: AlgorithmSection) -> None:
     if not algorithm.dynamic_sampling:
         return
     if "group" not in advantages.find(algorithm.advantage).NEEDS:
@@ -104,7 +102,7 @@ def _check_dynamic_sampling(algorithm: "AlgorithmSection") -> None:
         )
 
 
-def _check_correction(config: "GrpoConfig") -> None:
+def _check_correction(config: GrpoConfig) -> None:
     algorithm, correction = config.algorithm, config.correction
     ratio = policy_losses.traits(algorithm.loss).ratio
     weight = correction_weight(config)
@@ -130,7 +128,7 @@ def _check_correction(config: "GrpoConfig") -> None:
         )
 
 
-def _check_overlong(config: "GrpoConfig") -> None:
+def _check_overlong(config: GrpoConfig) -> None:
     buffer = config.algorithm.overlong_buffer
     if buffer and "overlong_penalty" in config.reward.verifier_function:
         raise UserError(
@@ -140,7 +138,7 @@ def _check_overlong(config: "GrpoConfig") -> None:
         )
 
 
-def _check_unread(config: "GrpoConfig", given: frozenset[str]) -> None:
+def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
     """Refuse keys that were changed, but that none of the chosen parts reads."""
     algorithm, correction = config.algorithm, config.correction
     losses = {name: policy_losses.traits(name).options for name in policy_losses.names()}

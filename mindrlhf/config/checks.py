@@ -1,18 +1,15 @@
 """Rules between keys. Each message says which value to change, and to what."""
 
-from typing import TYPE_CHECKING
-
 from mindrlhf.config import sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
+from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.errors import UserError
-from mindrlhf.rewards.types import REWARD_MODEL_NAME
-
-if TYPE_CHECKING:
-    from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 
-def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | None) -> None:
+def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> None:
     """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
     _check_device(config.run, config.model, config.parallel_config)
     check_algorithm(config, given)
@@ -31,7 +28,7 @@ def check_grpo(config: "GrpoConfig", given: frozenset[str], world_size: int | No
         resolve_data_parallel(config.parallel_config, world_size)
 
 
-def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> None:
+def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None:
     """Check a `mindrlhf sft` config."""
     _check_device(config.run, config.model, config.parallel_config)
     _check_schedule(config.optimizer, given)
@@ -44,12 +41,11 @@ def check_sft(config: "SftConfig", given: frozenset[str], world_size: int) -> No
     if config.supervised.rows_per_step % unit:
         raise UserError(
             f"'supervised.rows_per_step' is {config.supervised.rows_per_step}, not a multiple of batch_size * ranks "
-            f"= {unit}: "
-            f"set it to {_next_multiple(config.supervised.rows_per_step, unit)}"
+            f"= {unit}: set it to {-(-config.supervised.rows_per_step // unit) * unit}"
         )
 
 
-def check_preference(config: "DpoConfig | RewardModelConfig", given: frozenset[str], world_size: int) -> None:
+def check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int) -> None:
     """Check what `mindrlhf dpo` and `mindrlhf reward-model` configs share."""
     _check_device(config.run, config.model, config.parallel_config)
     _check_schedule(config.optimizer, given)
@@ -61,7 +57,7 @@ def check_preference(config: "DpoConfig | RewardModelConfig", given: frozenset[s
     resolve_data_parallel(config.parallel_config, world_size)
 
 
-def check_dpo(config: "DpoConfig", given: frozenset[str]) -> None:
+def check_dpo(config: DpoConfig, given: frozenset[str]) -> None:
     """Check the objective of a `mindrlhf dpo` config."""
     if config.dpo.loss != "sigmoid" and config.dpo.label_smoothing:
         raise UserError(
@@ -75,28 +71,6 @@ def _check_keeps_no_best(checkpoint: sections.CheckpointSection) -> None:
         raise UserError(
             "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
         )
-
-
-def resolve_data_parallel(parallel: sections.ParallelSection, world_size: int) -> int:
-    """Return data_parallel, filled from the world size when it is 0.
-
-    Raises:
-        UserError: the layout does not use exactly ``world_size`` ranks.
-    """
-    fixed = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
-    parts = "model_parallel * pipeline_stage * context_parallel"
-    if world_size % fixed:
-        raise UserError(
-            f"{world_size} ranks do not divide by {parts} = {fixed}: start {_next_multiple(world_size, fixed)} workers "
-            "or change 'parallel_config'"
-        )
-    if parallel.data_parallel and parallel.data_parallel * fixed != world_size:
-        raise UserError(
-            f"'parallel_config.data_parallel' is {parallel.data_parallel}, which with {parts} = {fixed} makes "
-            f"{parallel.data_parallel * fixed} ranks, but {world_size} were started: set data_parallel to "
-            f"{world_size // fixed}, or start {parallel.data_parallel * fixed} workers"
-        )
-    return world_size // fixed
 
 
 def _check_device(run: sections.RunSection, model: sections.ModelSection, parallel: sections.ParallelSection) -> None:
@@ -133,7 +107,7 @@ def _check_device(run: sections.RunSection, model: sections.ModelSection, parall
         raise UserError("'parallel_config.enable_parallel_optimizer' needs run.device=ascend: set it to false")
 
 
-def _check_batches(config: "GrpoConfig") -> None:
+def _check_batches(config: GrpoConfig) -> None:
     training, algorithm = config.training, config.algorithm
     num_samples = training.chunk_size * training.num_rollouts * algorithm.num_generations
     if num_samples % training.num_minibatches:
@@ -227,7 +201,7 @@ def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, 
         )
 
 
-def _check_msprobe(config: "GrpoConfig", given: frozenset[str]) -> None:
+def _check_msprobe(config: GrpoConfig, given: frozenset[str]) -> None:
     section = config.msprobe
     unused = sorted(name for name in given if name.startswith("msprobe.") and name != "msprobe.enabled")
     if unused and not section.enabled and "msprobe.enabled" not in given:
@@ -239,7 +213,3 @@ def _check_msprobe(config: "GrpoConfig", given: frozenset[str]) -> None:
         )
     if not section.stages:
         raise UserError("'msprobe.stages' is empty: name at least one, or set msprobe.enabled to false")
-
-
-def _next_multiple(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

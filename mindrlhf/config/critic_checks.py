@@ -1,21 +1,13 @@
 """Rules between the critic's keys and the others."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-from mindrlhf.algorithms import advantages
+from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 
-if TYPE_CHECKING:
-    from mindrlhf.config.schema import GrpoConfig
 
-
-def needs_critic(config: "GrpoConfig") -> bool:
-    """Return whether the advantages are computed with the values of a critic."""
-    return "values" in advantages.find(config.algorithm.advantage).NEEDS
-
-
-def check_critic(config: "GrpoConfig", given: frozenset[str]) -> None:
+def check_critic(config: GrpoConfig, given: frozenset[str]) -> None:
     """Check the section `critic`; ``given`` are the keys the user set."""
     critic, advantage = config.critic, config.algorithm.advantage
     if not needs_critic(config):
@@ -35,7 +27,7 @@ def check_critic(config: "GrpoConfig", given: frozenset[str]) -> None:
         )
 
 
-def _check_unread(config: "GrpoConfig", given: frozenset[str]) -> None:
+def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
     for field in dataclasses.fields(config.critic):
         name = f"critic.{field.name}"
         # What a run wrote to its config.yaml holds every key, and must load again.

@@ -1,12 +1,6 @@
 """The algorithms by name: what each sets in the `algorithm` section where the user sets nothing."""
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
-
-from mindrlhf.algorithms.policy_losses import traits
-
-if TYPE_CHECKING:
-    from mindrlhf.config.schema import GrpoConfig
+from typing import Any
 
 # Preset -> keys of `algorithm` that differ from the defaults of the section, which are GRPO's.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -54,35 +48,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Chen et al. 2025 (arXiv:2508.10751)
     "pass_at_k": {"advantage": "pass_at_k"},
 }
-
-
-def apply_preset(config: "GrpoConfig", given: frozenset[str]) -> "GrpoConfig":
-    """Return the config with the keys of its preset filled in; ``given`` are the keys that the user set."""
-    preset = PRESETS[config.algorithm.name]
-    values = {name: value for name, value in preset.items() if f"algorithm.{name}" not in given}
-    return dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, **values))
-
-
-def correction_weight(config: "GrpoConfig") -> str:
-    """Return `correction.weight` with `auto` worked out.
-
-    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected.
-    """
-    if config.correction.weight != "auto":
-        return config.correction.weight
-    same = config.run.device == "cpu" and config.rollout.dtype == config.model.compute_dtype
-    if same or config.correction.bypass:
-        return "none"
-    return "sequence" if traits(config.algorithm.loss).ratio == "sequence" else "token"
-
-
-def is_on_policy(config: "GrpoConfig") -> bool:
-    """Return whether the only update of a step is made with the weights that drew all of its samples."""
-    is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
-    return is_single_update and not config.algorithm.dynamic_sampling
-
-
-def is_corrected(config: "GrpoConfig") -> bool:
-    """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
-    correction = config.correction
-    return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0

@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 
-from mindrlhf.config.loader import type_name
+from mindrlhf.config.parse import type_name
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 
 _HEAD = """# Configuration reference

@@ -1,15 +1,11 @@
-"""The kinds of run, and the one function that gives a checked config."""
+"""The kinds of run: which sections each has."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from mindrlhf.config import checks, sections
+from mindrlhf.config import offline_sections, sections
 from mindrlhf.config.keys import section
-from mindrlhf.config.loader import load, root_config
 from mindrlhf.config.msprobe_section import MsprobeSection
-from mindrlhf.config.presets import apply_preset
-from mindrlhf.errors import UserError
+from mindrlhf.config.parse import root_config
 
 
 @root_config
@@ -44,7 +40,7 @@ class SftConfig:
     model: sections.ModelSection = section(sections.ModelSection, "the model")
     data: sections.DataSection = section(sections.DataSection, "the records")
     run: sections.RunSection = section(sections.RunSection, "the run")
-    supervised: sections.SupervisedSection = section(sections.SupervisedSection, "the batches")
+    supervised: offline_sections.SupervisedSection = section(offline_sections.SupervisedSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
@@ -59,8 +55,8 @@ class DpoConfig:
     model: sections.ModelSection = section(sections.ModelSection, "the model")
     data: sections.DataSection = section(sections.DataSection, "the pairs")
     run: sections.RunSection = section(sections.RunSection, "the run")
-    preference: sections.PreferenceSection = section(sections.PreferenceSection, "the batches")
-    dpo: sections.DpoSection = section(sections.DpoSection, "the objective")
+    preference: offline_sections.PreferenceSection = section(offline_sections.PreferenceSection, "the batches")
+    dpo: offline_sections.DpoSection = section(offline_sections.DpoSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
@@ -75,55 +71,9 @@ class RewardModelConfig:
     model: sections.ModelSection = section(sections.ModelSection, "the model")
     data: sections.DataSection = section(sections.DataSection, "the pairs")
     run: sections.RunSection = section(sections.RunSection, "the run")
-    preference: sections.PreferenceSection = section(sections.PreferenceSection, "the batches")
-    reward_model: sections.RewardModelSection = section(sections.RewardModelSection, "the objective")
+    preference: offline_sections.PreferenceSection = section(offline_sections.PreferenceSection, "the batches")
+    reward_model: offline_sections.RewardModelSection = section(offline_sections.RewardModelSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
-
-
-def load_grpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int | None = 1) -> GrpoConfig:
-    """Read and check a `mindrlhf train` config for a number of ranks; None leaves out what depends on it.
-
-    Raises:
-        UserError: any mistake that can be seen before a device is touched.
-    """
-    config, given = load(GrpoConfig, path, overrides)
-    config = apply_preset(config, given)
-    checks.check_grpo(config, given, world_size)
-    return config
-
-
-def load_sft_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int = 1) -> SftConfig:
-    """Read and check a `mindrlhf sft` config for a number of ranks; raises UserError like the other."""
-    config, given = load(SftConfig, path, overrides)
-    checks.check_sft(config, given, world_size)
-    return config
-
-
-def load_dpo_config(path: str | Path, overrides: Iterable[str] = (), *, world_size: int = 1) -> DpoConfig:
-    """Read and check a `mindrlhf dpo` config for a number of ranks; raises UserError like the others."""
-    config, given = load(DpoConfig, path, overrides)
-    checks.check_preference(config, given, world_size)
-    checks.check_dpo(config, given)
-    return config
-
-
-def load_reward_model_config(
-    path: str | Path, overrides: Iterable[str] = (), *, world_size: int = 1
-) -> RewardModelConfig:
-    """Read and check a `mindrlhf reward-model` config for a number of ranks; raises UserError like the others."""
-    config, given = load(RewardModelConfig, path, overrides)
-    checks.check_preference(config, given, world_size)
-    if "model.reference_path" in given:
-        raise UserError("'model.reference_path' is set, but a reward model is trained without reference: remove it")
-    return config
-
-
-CONFIG_LOADERS = {
-    "train": load_grpo_config,
-    "sft": load_sft_config,
-    "dpo": load_dpo_config,
-    "reward-model": load_reward_model_config,
-}

@@ -8,12 +8,17 @@ from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.config.keys import REQUIRED, key
 from mindrlhf.config.presets import PRESETS
 
+REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
+
 
 @dataclass(frozen=True)
 class RunSection:
     """What the run is called, where it writes and what it runs on."""
 
-    output_dir: str = key("runs/default", "directory for metrics, checkpoints, samples, logs and the report")
+    output_dir: str = key(
+        "runs/default", "directory for metrics, checkpoints, samples, logs and the report",
+        is_path=True,
+    )
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
     device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
     deterministic: bool = key(
@@ -29,8 +34,11 @@ class RunSection:
 class ModelSection:
     """The model to train."""
 
-    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)")
-    reference_path: str = key("", "Hugging Face directory of the reference model; empty means `model.path`")
+    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_path=True)
+    reference_path: str = key(
+        "", "Hugging Face directory of the reference model; empty means `model.path`",
+        is_path=True,
+    )
     random_init: bool = key(
         False, "ignore weights in `model.path` and draw them from `run.seed`; needs only config.json"
     )
@@ -45,9 +53,9 @@ class ModelSection:
 class DataSection:
     """The prompts, and the tokenizer they were built with."""
 
-    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`")
-    tokenizer_dir: str = key(REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file")
-    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation")
+    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`", is_path=True)
+    tokenizer_dir: str = key(REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file", is_path=True)
+    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation", is_path=True)
     shuffle: bool = key(True, "shuffle the prompts anew in each epoch")
 
 
@@ -56,7 +64,8 @@ class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
     python: str = key(
-        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one"
+        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
+        is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
@@ -115,7 +124,8 @@ class RewardSection:
     )
     verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
     model_path: str = key(
-        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none"
+        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
+        is_path=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
     num_workers: int = key(1, "verifier processes", minimum=1, maximum=256)
@@ -228,6 +238,7 @@ class CriticSection:
         "",
         "Hugging Face directory that the critic starts from: a reward model, or a language model such as `model.path`, "
         "whose values begin at 0",
+        is_path=True,
     )
     start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
     end_lr: float | None = key(
@@ -319,7 +330,7 @@ class CheckpointSection:
     asynchronous: bool = key(
         True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
     )
-    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`")
+    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
 
 
 @dataclass(frozen=True)
@@ -355,57 +366,3 @@ class ObserveSection:
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
     tensorboard: bool = key(True, "write TensorBoard event files")
     samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
-
-
-@dataclass(frozen=True)
-class SupervisedSection:
-    """Supervised fine-tuning on prompt and response pairs."""
-
-    rows_per_step: int = key(64, "rows per optimiser update, over all ranks", minimum=1)
-    epochs: int = key(1, "passes over the training records", minimum=1)
-    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
-    row_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest record", minimum=8
-    )
-    pack: bool = key(True, "put several records into one row")
-
-
-@dataclass(frozen=True)
-class PreferenceSection:
-    """Batches of pairs: two responses to one prompt, of which one is preferred."""
-
-    pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
-    epochs: int = key(1, "passes over the training pairs", minimum=1)
-    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
-    row_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest response with its prompt", minimum=8
-    )
-    pack: bool = key(True, "put several responses into one row")
-    eval_every_steps: int = key(
-        0, "steps between evaluations on `data.eval_file`; 0 means only before and after", minimum=0
-    )
-
-
-@dataclass(frozen=True)
-class DpoSection:
-    """Direct preference optimisation."""
-
-    loss: str = key("sigmoid", "loss of a pair's margin", choices=("sigmoid", "hinge", "ipo"))
-    beta: float = key(0.1, "strength of the pull to the reference model", minimum=0, exclusive_minimum=True)
-    label_smoothing: float = key(
-        0.0, "share of pairs assumed to be the wrong way round (sigmoid only)", minimum=0, maximum=0.499
-    )
-    sft_weight: float = key(0.0, "weight of the likelihood of preferred responses beside the loss", minimum=0)
-    reference: str = key(
-        "precomputed",
-        "when the reference model is run: once for all pairs, before training, or live with each update",
-        choices=("precomputed", "live"),
-    )
-
-
-@dataclass(frozen=True)
-class RewardModelSection:
-    """Bradley-Terry reward model."""
-
-    label_smoothing: float = key(0.0, "share of pairs assumed to be the wrong way round", minimum=0, maximum=0.499)
-    centering: float = key(0.01, "weight of the squared sum of a pair's scores, which keeps them near 0", minimum=0)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.msprobe_section import CELL_LEVEL, MsprobeSection
 from mindrlhf.config.sections import RunSection
 from mindrlhf.debugging import dump_paths as layout
 from mindrlhf.debugging.statistics import describe
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import put_in_place
 
 INSTALL = "pip install 'mindstudio-probe>=26.2,<27' 'numpy<2'"
 # msprobe refuses to write to other paths.
@@ -63,7 +63,7 @@ class StageDump:
         logger.level = max(logger.level, _WARNING)
         self._directory = directory
         self._names = [layout.KEY_DATA_NAME]
-        if level == layout.CELL_LEVEL:
+        if level == CELL_LEVEL:
             self._names = [layout.STACK_NAME, layout.CONSTRUCT_NAME, layout.CELLS_NAME]
         self._counts: Counter[str] = Counter()
         self._writer = DataWriter()
@@ -130,8 +130,7 @@ class StageDump:
             yield
             for name in self._names:
                 if (new / name).is_file():
-                    sync(new / name)
-                    os.replace(new / name, self._directory / name)
+                    put_in_place(new / name, self._directory / name)
 
     def _save_array(self, name: str, array: np.ndarray) -> str:
         file_name = f"{name}.npy"

@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-# In the order in which a step runs them: the first that differs between two dumps is where they parted.
-STAGES = ("rollout", "old_log_prob", "reference", "update")
+from mindrlhf.config.msprobe_section import STAGES
+
 DEFAULT_NAME = "dump"  # in the run's output directory
-# File names and levels as msprobe has them.
-KEY_DATA_LEVEL, CELL_LEVEL = "debug", "L0"
+# File names as msprobe has them.
 KEY_DATA_NAME, CELLS_NAME, CONSTRUCT_NAME, STACK_NAME = "debug.json", "dump.json", "construct.json", "stack.json"
 TENSORS_NAME = "dump_tensor_data"
 # Key data of the update that it computes itself, after its cells; the rest of its key data goes into them.

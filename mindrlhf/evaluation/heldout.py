@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.trajectory import digest_json
-from mindrlhf.rewards.types import REWARD_MODEL_NAME
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
@@ -16,7 +17,6 @@ from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.selection import Selection
-from mindrlhf.rewards.types import REWARD_MODEL_NAME
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record

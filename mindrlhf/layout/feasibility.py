@@ -1,7 +1,7 @@
 """Whether a model can be cut by a config, checked before anything is compiled; each refusal names the fix."""
 
 from mindrlhf.algorithms import policy_losses
-from mindrlhf.config.presets import correction_weight
+from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError

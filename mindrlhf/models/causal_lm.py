@@ -114,42 +114,27 @@ def build_model(
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
     """
-    from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
-    from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
-
     parallel_config = dict(parallel_config or {})
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    config_class = MLATransformerConfig if dims.latent else TransformerConfig
-    config = config_class(
-        **spec.mcore_config(dims),
-        **{mf_key: parallel_config[key] for key, mf_key in _PARALLEL_KEYS.items() if key in parallel_config},
+    config = _transformer_config(
+        spec,
+        dims,
+        parallel_config,
         seq_length=seq_length,
         use_flash_attention=device != "cpu",
         params_dtype=param_dtype,
         compute_dtype=compute_dtype,
-        layernorm_compute_dtype="float32",
-        softmax_compute_dtype="float32",
-        rotary_dtype="float32",
         recompute=recompute,
-        offset=list(Layout(pipeline_stage=parallel_config.get("pipeline_stage", 1)).layer_offsets(dims.num_layers)),
     )
     if device == "cpu":
         from mindrlhf.models import cpu_decoder as cells
     else:
         from mindrlhf.models import ascend_cells as cells
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=cells.decoder_spec(config, dims),
-        vocab_size=dims.vocab_size,
-        max_sequence_length=seq_length,
-        position_embedding_type=config.position_embedding_type,
-        rotary_base=dims.rope_theta,
-        share_embeddings_and_output_weights=dims.tied,
-    )
+    model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
     if device != "cpu" and dims.experts:
         cells.drop_balancing_loss(model)
     shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
@@ -158,6 +143,36 @@ def build_model(
     inputs = cells.DecoderInputs(model, config, seq_length, dims)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
+
+
+def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict, **options):
+    """Return MindFormers' config of the cells; ``options`` are further keys of it."""
+    from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
+
+    config_class = MLATransformerConfig if dims.latent else TransformerConfig
+    return config_class(
+        **spec.mcore_config(dims),
+        **{mf_key: parallel_config[key] for key, mf_key in _PARALLEL_KEYS.items() if key in parallel_config},
+        layernorm_compute_dtype="float32",
+        softmax_compute_dtype="float32",
+        rotary_dtype="float32",
+        offset=list(Layout(pipeline_stage=parallel_config.get("pipeline_stage", 1)).layer_offsets(dims.num_layers)),
+        **options,
+    )
+
+
+def _gpt_model(config, dims: ModelDims, decoder_spec) -> nn.Cell:
+    from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=decoder_spec,
+        vocab_size=dims.vocab_size,
+        max_sequence_length=config.seq_length,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=dims.rope_theta,
+        share_embeddings_and_output_weights=dims.tied,
+    )
 
 
 def _check_cpu(compute_dtype: str, param_dtype: str, parallel_config: dict) -> None:

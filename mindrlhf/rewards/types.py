@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
-
 
 @dataclass(frozen=True)
 class RewardInput:

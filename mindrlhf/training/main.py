@@ -42,7 +42,7 @@ def guarded(program: str, run: Callable[[], None]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from mindrlhf.config.schema import CONFIG_LOADERS
+    from mindrlhf.config.load import CONFIG_LOADERS
 
     load_config = CONFIG_LOADERS[arguments.task]
     config = load_config(arguments.config, arguments.overrides, world_size=num_ranks_from_environment())

@@ -3,11 +3,11 @@
 import contextlib
 from pathlib import Path
 
-from mindrlhf.config.critic_checks import needs_critic
-from mindrlhf.config.loader import write_config
+from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.msprobe_section import CELL_LEVEL
+from mindrlhf.config.parse import write_config
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.debugging.dump_files import dump_dir
-from mindrlhf.debugging.dump_paths import CELL_LEVEL
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.layout import Layout

@@ -4,9 +4,10 @@ import pytest
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.config import sections
-from mindrlhf.config.loader import write_config
-from mindrlhf.config.presets import PRESETS, correction_weight, is_corrected
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.derived import correction_weight, is_corrected
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.parse import write_config
+from mindrlhf.config.presets import PRESETS
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]

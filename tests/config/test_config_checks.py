@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindrlhf.config.schema import load_grpo_config, load_sft_config
+from mindrlhf.config.load import load_grpo_config, load_sft_config
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]

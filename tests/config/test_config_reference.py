@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mindrlhf.config.loader import dotted_keys
+from mindrlhf.config.parse import dotted_keys
 from mindrlhf.config.reference import render
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 

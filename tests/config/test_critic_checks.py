@@ -2,9 +2,9 @@
 
 import pytest
 
-from mindrlhf.config.critic_checks import needs_critic
-from mindrlhf.config.loader import write_config
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.parse import write_config
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]

@@ -6,8 +6,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from mindrlhf.config.loader import build
 from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.parse import build
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import RunSection
 from mindrlhf.debugging import dump_files

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.config.loader import write_config
+from mindrlhf.config.parse import write_config
 from mindrlhf.errors import RunFailure, UserError
 
 ROOT = Path(__file__).parents[2]

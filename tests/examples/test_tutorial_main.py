@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "grpo" / "qwen_grpo_tutorial"

@@ -11,7 +11,7 @@ from fuzz_target import Case
 def config_file(directory: Path) -> Case:
     import yaml
 
-    from mindrlhf.config.schema import load_grpo_config
+    from mindrlhf.config.load import load_grpo_config
 
     text = (REPOSITORY / "examples" / "quickstart" / "config.yaml").read_bytes()
     path, tree = directory / "config.yaml", yaml.safe_load(text)
@@ -42,8 +42,9 @@ def config_file(directory: Path) -> Case:
 
 
 def config_override(directory: Path) -> Case:
-    from mindrlhf.config.loader import dotted_keys
-    from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+    from mindrlhf.config.load import load_grpo_config
+    from mindrlhf.config.parse import dotted_keys
+    from mindrlhf.config.schema import GrpoConfig
 
     path = REPOSITORY / "examples" / "quickstart" / "config.yaml"
     keys = [dotted for dotted, _, _ in dotted_keys(GrpoConfig)]

@@ -44,7 +44,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     import mindspore as ms
     from mindspore.communication import init
 
-    from mindrlhf.config.loader import build
+    from mindrlhf.config.parse import build
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank

@@ -13,7 +13,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from mindrlhf.config.schema import GrpoConfig, load_grpo_config
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.training.main import guarded

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.compile.collectives import summarize
 from mindrlhf.dryrun.compile.strategy import ALL_LAYERS, ROLLOUT_NAME, CompiledStrategy, compile_strategy
 from mindrlhf.errors import UserError

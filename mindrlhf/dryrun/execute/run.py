@@ -125,45 +125,57 @@ def execute(
         RunFailure: a rank failed or was too slow; its log is named.
         WeightBoardError: the ranks did not publish each element exactly once.
     """
-    from safetensors.numpy import save_file
-
     world_size = jobs[0].layout.world_size
     for job in jobs:
         assert len(job.graphs) == job.layout.world_size == world_size, f"{job.name}: one graph for each of its ranks"
     directory = Path(directory).absolute()
-    for job in jobs:
-        (directory / job.name).mkdir(parents=True, exist_ok=True)
-    save_file(_contiguous(weights), directory / WEIGHTS_NAME)
-    inputs = {f"{step}.{index}": array for step, batch in enumerate(batches) for index, array in enumerate(batch)}
-    save_file(_contiguous(inputs), directory / BATCHES_NAME)
     boards = {job.name: {moment: _create_board(hf_config) for moment in PUBLICATIONS} for job in jobs}
-    spec = {
+    options = {
         "hf_config": hf_config,
         "learning_rate": learning_rate,
         "timeout_s": timeout_s,
         "is_last": list(is_last) or [True] * len(batches),
-        "num_inputs": len(batches[0]),
-        "jobs": [
-            {
-                "name": job.name,
-                "layout": job.layout.to_dict(),
-                "graphs": [os.path.abspath(graph) for graph in job.graphs],
-                "num_pieces": job.num_pieces,
-                "num_logprob_pieces": job.num_logprob_pieces,
-                "logprob_input": job.logprob_input,
-                "logprob_graphs": [os.path.abspath(graph) for graph in job.logprob_graphs],
-                "boards": {moment: board.path for moment, board in boards[job.name].items()},
-            }
-            for job in jobs
-        ],
     }
-    (directory / SPEC_NAME).write_text(json.dumps(spec))
+    _write_inputs(directory, jobs, boards, weights, batches, options)
     command = ["-m", "mindrlhf.dryrun.execute.rank", str(directory)]
     environment = {"OMP_NUM_THREADS": "1", "MS_NODE_TIMEOUT": str(max(30, int(timeout_s)))}
     code = launch(command, world_size, directory / "logs", env=environment, out=StringIO())
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")
     return [_collect(job, hf_config, directory / job.name, boards[job.name]) for job in jobs]
+
+
+def _write_inputs(
+    directory: Path,
+    jobs: Sequence[ExecutionJob],
+    boards: Mapping[str, Mapping[str, WeightBoard]],
+    weights: Mapping[str, np.ndarray],
+    batches: Sequence[Sequence[np.ndarray]],
+    options: dict,
+) -> None:
+    """Write what the ranks read: the weights, the inputs of all calls, and the jobs beside ``options``."""
+    from safetensors.numpy import save_file
+
+    for job in jobs:
+        (directory / job.name).mkdir(parents=True, exist_ok=True)
+    save_file(_contiguous(weights), directory / WEIGHTS_NAME)
+    inputs = {f"{step}.{index}": array for step, batch in enumerate(batches) for index, array in enumerate(batch)}
+    save_file(_contiguous(inputs), directory / BATCHES_NAME)
+    described = [
+        {
+            "name": job.name,
+            "layout": job.layout.to_dict(),
+            "graphs": [os.path.abspath(graph) for graph in job.graphs],
+            "num_pieces": job.num_pieces,
+            "num_logprob_pieces": job.num_logprob_pieces,
+            "logprob_input": job.logprob_input,
+            "logprob_graphs": [os.path.abspath(graph) for graph in job.logprob_graphs],
+            "boards": {moment: board.path for moment, board in boards[job.name].items()},
+        }
+        for job in jobs
+    ]
+    spec = options | {"num_inputs": len(batches[0]), "jobs": described}
+    (directory / SPEC_NAME).write_text(json.dumps(spec))
 
 
 def _create_board(hf_config: dict) -> WeightBoard:

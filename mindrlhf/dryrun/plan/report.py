@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.compiled import compile_plan
 from mindrlhf.dryrun.plan.json_values import plan_json
 from mindrlhf.dryrun.plan.picture import render_picture

@@ -14,7 +14,7 @@ from mindrlhf.checkpoint.carried import CarriedSample, carried_records, load_car
 from mindrlhf.checkpoint.resume import check_resumable
 from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, StateWriter, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
-from mindrlhf.config.critic_checks import needs_critic
+from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.stream import PromptStream

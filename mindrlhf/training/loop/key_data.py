@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.msprobe_section import CELL_LEVEL, KEY_DATA_LEVEL, MsprobeSection
 from mindrlhf.debugging.dump_files import StageDump
-from mindrlhf.debugging.dump_paths import CELL_LEVEL, KEY_DATA_LEVEL, rank_dir
+from mindrlhf.debugging.dump_paths import rank_dir
 
 if TYPE_CHECKING:
     from mindrlhf.rollout.samples import Sample

@@ -9,7 +9,7 @@ from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
 from mindrlhf.algorithms.overlong import complete, soft_punishment
-from mindrlhf.config.presets import is_corrected, is_on_policy
+from mindrlhf.config.derived import is_corrected, is_on_policy
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample

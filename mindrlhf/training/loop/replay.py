@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.config.loader import build
+from mindrlhf.config.parse import build
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError

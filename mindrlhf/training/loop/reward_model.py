@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mindrlhf.config.sections import RewardSection
+from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.rewards.types import REWARD_MODEL_NAME
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.team import Team

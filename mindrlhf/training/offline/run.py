@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mindrlhf.config.loader import write_config
+from mindrlhf.config.parse import write_config
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.observe.sinks import SinkGroup, open_sinks

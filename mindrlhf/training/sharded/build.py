@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.config.checks import resolve_data_parallel
+from mindrlhf.config.derived import resolve_data_parallel
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ModelSection, ParallelSection
 from mindrlhf.data.packing import padding_rows

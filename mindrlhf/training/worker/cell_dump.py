@@ -14,10 +14,10 @@ import numpy as np
 from mindspore import Parameter, nn
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.msprobe_section import CELL_LEVEL, MsprobeSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
-from mindrlhf.debugging.dump_paths import CELL_LEVEL, rank_dir
+from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.training.runtime import run_eagerly
 from mindrlhf.training.worker.model import row_tensors
 

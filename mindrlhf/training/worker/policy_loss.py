@@ -3,7 +3,7 @@
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.algorithms.corrections import RolloutCorrection
 from mindrlhf.algorithms.losses import PolicyLoss
-from mindrlhf.config.presets import correction_weight, is_corrected, is_on_policy
+from mindrlhf.config.derived import correction_weight, is_corrected, is_on_policy
 from mindrlhf.config.schema import GrpoConfig
 
 

@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.plan import Machine, Plan, make_plan, read_model
 
 ROOT = Path(__file__).parents[3]

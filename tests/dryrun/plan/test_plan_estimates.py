@@ -6,7 +6,7 @@ import math
 import pytest
 from plan_cases import DEVICE_BYTES, ROOT, example, plan_of
 
-from mindrlhf.config.schema import load_grpo_config
+from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logit_bytes
 from mindrlhf.dryrun.plan.compiled import step_estimate
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model

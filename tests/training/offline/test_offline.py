@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
 
-from mindrlhf.config import schema
+from mindrlhf.config import load
 from mindrlhf.errors import UserError
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
@@ -41,7 +41,7 @@ def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
         values = json.loads(path.read_text())
         del values["preference"]
         path.write_text(json.dumps(values))
-        config = schema.load_sft_config(path, overrides)
+        config = load.load_sft_config(path, overrides)
         learner = supervised._build_learner(config, 32, Rank(0, 1))
         return config, supervised.SupervisedTrainer(config, inputs, Team(learner)), learner
     sections["preference"] = {
@@ -52,8 +52,8 @@ def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
         "eval_every_steps": 2,
     }
     path = write_config(output_dir / "config.yaml", model_dir, **sections)
-    load = schema.load_reward_model_config if kind == "reward-model" else schema.load_dpo_config
-    config = load(path, overrides)
+    loader = load.load_reward_model_config if kind == "reward-model" else load.load_dpo_config
+    config = loader(path, overrides)
     learner = preference._build_learner(config, 32, Rank(0, 1))
     return config, preference.PreferenceTrainer(config, inputs, Team(learner)), learner
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
 
-from mindrlhf.config.schema import load_dpo_config, load_reward_model_config
+from mindrlhf.config.load import load_dpo_config, load_reward_model_config
 from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import RunInputs
 

@@ -8,6 +8,7 @@ import pytest
 from offline_cases import NoCheckpoints, Sinks
 
 from mindrlhf.config import sections
+from mindrlhf.config.offline_sections import SupervisedSection
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.training.checkpoints.run import Progress
@@ -76,7 +77,7 @@ def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed
         model=sections.ModelSection(path="model"),
         data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer", shuffle=shuffle),
         run=sections.RunSection(max_steps=max_steps, seed=seed),
-        supervised=sections.SupervisedSection(**options),
+        supervised=SupervisedSection(**options),
         optimizer=sections.OptimizerSection(**(optimizer or {"start_lr": 1.0})),
     )
     team, sinks = LocalTeam(world_size), Sinks()

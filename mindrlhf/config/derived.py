@@ -1,0 +1,58 @@
+"""What follows from the keys of several sections together."""
+
+from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.errors import UserError
+
+
+def needs_critic(config: GrpoConfig) -> bool:
+    """Return whether the advantages are computed with the values of a critic."""
+    return "values" in advantages.find(config.algorithm.advantage).NEEDS
+
+
+def correction_weight(config: GrpoConfig) -> str:
+    """Return `correction.weight` with `auto` worked out.
+
+    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected.
+    """
+    if config.correction.weight != "auto":
+        return config.correction.weight
+    same = config.run.device == "cpu" and config.rollout.dtype == config.model.compute_dtype
+    if same or config.correction.bypass:
+        return "none"
+    return "sequence" if policy_losses.traits(config.algorithm.loss).ratio == "sequence" else "token"
+
+
+def is_on_policy(config: GrpoConfig) -> bool:
+    """Return whether the only update of a step is made with the weights that drew all of its samples."""
+    is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
+    return is_single_update and not config.algorithm.dynamic_sampling
+
+
+def is_corrected(config: GrpoConfig) -> bool:
+    """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
+    correction = config.correction
+    return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0
+
+
+def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
+    """Return data_parallel, filled from the world size when it is 0.
+
+    Raises:
+        UserError: the layout does not use exactly ``world_size`` ranks.
+    """
+    fixed = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
+    parts = "model_parallel * pipeline_stage * context_parallel"
+    if world_size % fixed:
+        raise UserError(
+            f"{world_size} ranks do not divide by {parts} = {fixed}: start {-(-world_size // fixed) * fixed} workers "
+            "or change 'parallel_config'"
+        )
+    if parallel.data_parallel and parallel.data_parallel * fixed != world_size:
+        raise UserError(
+            f"'parallel_config.data_parallel' is {parallel.data_parallel}, which with {parts} = {fixed} makes "
+            f"{parallel.data_parallel * fixed} ranks, but {world_size} were started: set data_parallel to "
+            f"{world_size // fixed}, or start {parallel.data_parallel * fixed} workers"
+        )
+    return world_size // fixed
