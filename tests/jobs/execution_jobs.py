@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
+from cpu_execution.run import ExecutionJob, ExecutionResult, execute
 from execution_cases import EPSILON, IS_LAST, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, mf_weights
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
-from mindrlhf.dryrun.execute.run import ExecutionJob, ExecutionResult, execute
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.rows import num_logprob_pieces, num_update_pieces
 

@@ -1,12 +1,12 @@
 """Run compiled parallel graphs on CPU ranks: the parent's side.
 
 Every rank is a real process of ``msrun`` that executes the graph compiled for it (lowered by
-:mod:`mindrlhf.dryrun.execute.lower`) on its own slices and talks to the others through real collectives. So what a
+:mod:`cpu_execution.lower`) on its own slices and talks to the others through real collectives. So what a
 cluster would compute can be compared, number by number, with one process that knows nothing of parallelism; and what it
 would publish, with the tensors themselves. The model and the batches must be small: this is the check of a layout, not
 a way to train.
 
-MindSpore is imported in the ranks (:mod:`mindrlhf.dryrun.execute.rank`), not here.
+MindSpore is imported in the ranks (:mod:`cpu_execution.rank`), not here.
 """
 
 import json
@@ -31,6 +31,7 @@ SPEC_NAME = "execution.json"
 RESULT_NAME = "rank_{rank}.json"
 SLICES_NAME = "rank_{rank}.safetensors"
 LOGPROBS_NAME = "logprobs_{rank}.safetensors"
+_MODULES = str(Path(__file__).parents[1])  # where ranks find this package
 # The moments at which ranks publish to a board of their own.
 PUBLICATIONS = ("before", "after")
 
@@ -137,8 +138,12 @@ def execute(
         "is_last": list(is_last) or [True] * len(batches),
     }
     _write_inputs(directory, jobs, boards, weights, batches, options)
-    command = ["-m", "mindrlhf.dryrun.execute.rank", str(directory)]
-    environment = {"OMP_NUM_THREADS": "1", "MS_NODE_TIMEOUT": str(max(30, int(timeout_s)))}
+    command = ["-m", "cpu_execution.rank", str(directory)]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "MS_NODE_TIMEOUT": str(max(30, int(timeout_s))),
+        "PYTHONPATH": os.pathsep.join((_MODULES, *filter(None, [os.environ.get("PYTHONPATH")]))),
+    }
     code = launch(command, world_size, directory / "logs", env=environment, out=StringIO())
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")

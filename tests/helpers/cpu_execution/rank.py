@@ -1,8 +1,8 @@
 """Run compiled parallel graphs on CPU ranks: one rank's side, the program that ``msrun`` starts.
 
-    python -m mindrlhf.dryrun.execute.rank DIRECTORY
+    python -m cpu_execution.rank DIRECTORY
 
-The directory is one that :func:`mindrlhf.dryrun.execute.run.execute` has prepared.
+The directory is one that :func:`cpu_execution.run.execute` has prepared.
 """
 
 import json
@@ -19,9 +19,9 @@ from mindspore.communication import create_group, get_rank, init
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
-from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
-from mindrlhf.dryrun.execute.run import (
+from cpu_execution.lower import LoweredGraph, lower_graph
+from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
+from cpu_execution.run import (
     BATCHES_NAME,
     LOGPROBS_NAME,
     PUBLICATIONS,
