@@ -61,43 +61,40 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if is_split(config.parallel_config):
-        from mindrlhf.training.sharded.build import build_parallel_actor
+        from mindrlhf.training.sharded.build import build_sharded_actor
 
-        return build_parallel_actor(config, inputs.row_lengths, rank)
+        return build_sharded_actor(config, inputs.row_lengths, rank)
     return _build_whole_actor(config, inputs, rank)
 
 
 def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
+    from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.worker.actor import Actor
     from mindrlhf.training.worker.cell_dump import CellDump
     from mindrlhf.training.worker.critic import ActorCritic, build_critic
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.model import WholeModel
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
-    from mindrlhf.training.worker.scorer import load_scorer
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
-    length = inputs.row_lengths[-1]
+    length, temperature = inputs.row_lengths[-1], config.rollout.temperature
     network = load_model(model, model.path, config.run, length)
+    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
+    learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0:
         reference_network = load_model(model, model.reference_path or model.path, config.run, length)
-        reference = PolicyLogProbs(reference_network, config.rollout.temperature, device)
-    loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, device))
-    options = {
-        "network": network,
-        "loss": loss,
-        "optimizer": config.optimizer,
-        "rank": rank,
-        "device": device,
-        "reference": reference,
-        "saves_reference": algorithm.sync_ref_model,
-    }
-    actor = ActorCritic(build_critic(config, length, rank), **options) if needs_critic(config) else Actor(**options)
+        reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
+    options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
+    if needs_critic(config):
+        actor = ActorCritic(build_critic(config, length, rank), device, **options)
+    else:
+        actor = Actor(**options)
     if config.reward.model_path:
         scorer = load_scorer(model, config.reward.model_path, config.run, length)
-        actor.use_reward_model(TokenScores(scorer, after_token=True))
+        actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), rank))
     if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
         actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
     return actor
@@ -114,6 +111,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     from mindrlhf.training.batch import RowOptions
     from mindrlhf.training.checkpoints.requests import SaveRequests
     from mindrlhf.training.loop.guards import Guards
+    from mindrlhf.training.loop.policy import Policy
     from mindrlhf.training.loop.reward_model import RewardModel
     from mindrlhf.training.loop.trainer import Parts, Trainer
     from mindrlhf.training.replica_team import ReplicaTeam
@@ -131,6 +129,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     board = stack.enter_context(actor.create_board())
     team.call("attach_board", path=board.path)
     generator.use_board(board.path)
+    policy = Policy(team, board)
     # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
     num_epochs = None if config.algorithm.dynamic_sampling else training.epochs
     stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
@@ -147,7 +146,7 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
     first_step = progress.step + 1 if resume else 0
     parts = Parts(
         team=team,
-        board=board,
+        policy=policy,
         generator=generator,
         sampler=Sampler(source, rewards, inputs.tokenizer, reward_model),
         prompts=inputs.prompts,
@@ -163,9 +162,9 @@ def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, 
         rows=rows,
         stop_token_ids=inputs.tokenizer.eos_token_ids,
         checkpoints=checkpoints,
-        guards=Guards(config, team, first_step=first_step, state=progress.algorithm_state.get("guards")),
+        guards=Guards(config, policy, first_step=first_step, state=progress.algorithm_state.get("guards")),
         trajectory=TrajectoryWriter(output_dir / TRAJECTORY_NAME, first_step=first_step),
-        key_data=_key_data(config, team),
+        key_data=_key_data(config, policy),
     )
     stack.callback(parts.sinks.close)
     stack.callback(parts.sample_writer.close)
@@ -201,10 +200,10 @@ def _finish(config: GrpoConfig, actor, progress, parts) -> None:
     print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {report}", flush=True)
 
 
-def _key_data(config: GrpoConfig, team) -> KeyData | None:
+def _key_data(config: GrpoConfig, policy) -> KeyData | None:
     if not config.msprobe.enabled:
         return None
-    return KeyData(config.msprobe, dump_dir(config.msprobe, config.run), team)
+    return KeyData(config.msprobe, dump_dir(config.msprobe, config.run), policy)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:

@@ -74,7 +74,7 @@ def train_plainly(computes_logprobs):
     loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
     learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
     rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
-    logprobs = [learner.logprobs(learner.policy, one) for one in rows] if computes_logprobs else []
+    logprobs = [learner.model.logprobs(one) for one in rows] if computes_logprobs else []
     losses = []
     for call, (inputs, is_last) in enumerate(zip(batches(), IS_LAST)):
         if logprobs:

@@ -21,7 +21,7 @@ from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.slices import SliceCheckpoints
+from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
@@ -96,8 +96,8 @@ class RunCheckpoints:
         self._requests = requests
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
         self._writer = BackgroundWriter()
-        # Where every rank holds a part of the model.
-        self._slices = SliceCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
+        # Where every rank holds a shard of the model.
+        self._shards = ShardCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
         self._begun: tuple[RunState, list[CarriedSample]] | None = None
         self._saved_step: int | None = None
@@ -108,8 +108,8 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._slices:
-            self._slices.settle(wait=False)
+        if self._shards:
+            self._shards.settle(wait=False)
         self._writer.check()
         self._begun = self._state(progress), list(progress.carried)
 
@@ -158,8 +158,8 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._slices:
-            self._slices.settle(wait=True)
+        if self._shards:
+            self._shards.settle(wait=True)
         self._writer.wait()
 
     def close(self) -> None:
@@ -227,8 +227,8 @@ class RunCheckpoints:
 
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
-        if self._slices:
-            self._slices.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
+        if self._shards:
+            self._shards.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
             if not self._section.asynchronous:
                 self.wait()
         elif self._section.asynchronous:

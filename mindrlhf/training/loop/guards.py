@@ -16,15 +16,13 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.loop.skipped_batches import SkippedBatch, merge_shares, save_skipped
-from mindrlhf.training.team import Team
+from mindrlhf.training.loop.policy import Policy, PolicyUpdate
+from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 
 EVENTS_NAME, SKIPPED_NAME = "guards.jsonl", "skipped"
 MAX_SAVED_BATCHES = 16  # enough to see what they share; a run that goes wrong for days must not fill the disk
 _MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates
 _SAMPLES_PER_REPORT = 3  # of each kind
-
-Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +32,7 @@ class StepRecord:
     step: int  # from 1
     samples: Sequence[Sample]
     batches: Sequence[Batch]  # the samples in order, one for each update of a pass
-    results: Sequence[Results]  # of each update, passes in order
+    updates: Sequence[PolicyUpdate]  # passes in order
     kl_coefficient: float
     weights: str  # digest of the weights that the step began with
 
@@ -49,15 +47,15 @@ class Guards:
 
     Args:
         config: of the run; its section ``guard`` holds the limits.
-        team: the ranks, which keep the batches of a step until the next one.
+        policy: keeps the batches of a step until the next one.
         first_step: see :class:`mindrlhf.observe.records.JsonlWriter`.
         state: what :meth:`state` returned at the checkpoint that the run goes on from.
     """
 
-    def __init__(self, config: GrpoConfig, team: Team, *, first_step: int, state: Mapping[str, Any] | None = None):
+    def __init__(self, config: GrpoConfig, policy: Policy, *, first_step: int, state: Mapping[str, Any] | None = None):
         self._config = config
         self._limits = config.guard
-        self._team = team
+        self._policy = policy
         self._output_dir = Path(config.run.output_dir)
         self._events = JsonlWriter(self._output_dir / EVENTS_NAME, first_step=first_step)
         state = state or {}
@@ -83,8 +81,8 @@ class Guards:
             rollout_diff: its ``rollout_diff/mean_abs``, in nats.
         """
         counts = {"guard/skipped_updates": 0, "guard/grad_spikes": 0}
-        for number, ranks in enumerate(record.results):
-            norm = ranks[0]["grad_norm"]
+        for number, update in enumerate(record.updates):
+            norm = update.grad_norm
             if not math.isfinite(norm):
                 is_first = counts["guard/skipped_updates"] == number  # no update of the step was made yet
                 self._note_skipped(record, number, record.weights if is_first else "")
@@ -138,9 +136,8 @@ class Guards:
 
     def _note_skipped(self, record: StepRecord, number: int, weights: str) -> None:
         self._num_skipped += 1
-        ranks = record.results[number]
-        loss, norm = sum(float(share["statistics"][0]) for share in ranks), ranks[0]["grad_norm"]
-        directory = self._save(record, number, weights, loss)
+        loss, norm = record.updates[number].loss, record.updates[number].grad_norm
+        directory = self._save(record, number, weights)
         self._events.write(
             {
                 "step": record.step,
@@ -162,31 +159,29 @@ class Guards:
                 f"those of the last good update; lower optimizer.start_lr or optimizer.max_grad_norm{advice}"
             )
 
-    def _save(self, record: StepRecord, number: int, weights: str, loss: float) -> Path | None:
+    def _save(self, record: StepRecord, number: int, weights: str) -> Path | None:
         """Save the batch of a skipped update; None when enough are saved, or the disk refuses."""
         parent = self._output_dir / SKIPPED_NAME
         directory = parent / f"step_{record.step:08d}" / f"update_{number + 1}"
         if not directory.exists() and len(list(parent.glob("step_*/update_*"))) >= MAX_SAVED_BATCHES:
             return None
         position = number % len(record.batches)
-        batch, ranks = record.batches[position], record.results[number]
-        arrays = merge_shares(self._team.call("batch_arrays", batch=position))
-        logprobs = {name: array for name, array in merge_shares(ranks).items() if name.endswith(".logprobs")}
+        batch, update = record.batches[position], record.updates[number]
         skipped = SkippedBatch(
             step=record.step,
             update=number + 1,
             num_micro_batches=len(batch.micro_batches),
             num_tokens=batch.num_tokens,
             kl_coefficient=record.kl_coefficient,
-            loss=str(loss),
-            grad_norm=str(ranks[0]["grad_norm"]),
+            loss=str(update.loss),
+            grad_norm=str(update.grad_norm),
             weights=weights,
             placed=[list(place) for place in batch.placed],
             samples=[_describe(sample) for sample in record.samples_of(position)],
             config=json.loads(json.dumps(dataclasses.asdict(self._config))),
         )
         try:
-            save_skipped(directory, skipped, arrays | logprobs)
+            save_skipped(directory, skipped, saved_arrays(self._policy.held_rows(position), update.logprobs))
         except OSError as error:
             _warn(f"the batch of step {record.step} cannot be saved in {directory}: {error.strerror or error}")
             return None
@@ -201,9 +196,9 @@ class Guards:
             return False
         position = number % len(record.batches)
         batch = record.batches[position]
-        shares = self._team.call("batch_arrays", batch=position)
-        advantages = np.array([np.abs(part).max() for part in batch.collect(shares, "tokens.advantages")])
-        logprobs = np.array([part.min() for part in batch.collect(record.results[number], "logprobs")])
+        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position)]
+        advantages = np.array([np.abs(values).max() for values in batch.responses(given)])
+        logprobs = np.array([values.min() for values in batch.responses(record.updates[number].logprobs)])
         samples = record.samples_of(position)
         self._events.write(
             {

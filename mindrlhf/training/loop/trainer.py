@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
-from mindrlhf.observe.trajectory import TrajectoryWriter, digest_weights, sample_parts
+from mindrlhf.observe.trajectory import TrajectoryWriter, sample_parts
 from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record, verifier_names
 from mindrlhf.rollout.types import Generator
@@ -27,13 +26,11 @@ from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples, f
 from mindrlhf.training.loop.guards import Guards, StepRecord
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.objective import Objective
+from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.prompts import Drawing
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
-from mindrlhf.weights.board import WeightBoard
-
-Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Parts:
     """What the loop works with, made by :mod:`mindrlhf.training.main`."""
 
     team: Team
-    board: WeightBoard
+    policy: Policy
     generator: Generator
     sampler: Sampler
     prompts: PromptFile
@@ -63,6 +60,7 @@ class Trainer:
     def __init__(self, config: GrpoConfig, parts: Parts, progress: Progress, num_steps: int):
         self.config = config
         self.parts = parts
+        self.policy = parts.policy
         self.progress = progress
         self.num_steps = num_steps
         self.timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
@@ -97,13 +95,7 @@ class Trainer:
         """Compile all graphs and read small prompt files whole; none of it needs the generator."""
         graphs = ["old_logprobs"] if self.objective.needs_old_logprobs or self.num_critic_steps else []
         graphs += ["reference_logprobs"] if self.objective.needs_reference else []
-        rows = self.parts.rows
-        self.parts.team.call(
-            "warm_up",
-            row_lengths=list(rows.row_lengths),
-            rows_per_micro_batch=rows.rows_per_micro_batch,
-            graphs=graphs,
-        )
+        self.policy.warm_up(self.parts.rows, graphs)
         self._drawing.read_small_file()
 
     def run(self) -> bool:
@@ -145,11 +137,7 @@ class Trainer:
         """Put the current weights on the board and have the generator load them."""
         self.progress.weights_version += 1
         version = self.progress.weights_version
-        self.parts.board.begin(version)
-        results = self.parts.team.call("publish", version=version)
-        contributions = [result["contribution"] for result in results]
-        self.parts.board.seal(contributions)
-        self._weights = digest_weights(contributions)
+        self._weights = self.policy.publish(version)
         self.parts.generator.wake()
         self.parts.generator.update_weights(version)
 
@@ -173,17 +161,17 @@ class Trainer:
         with self.timer.stage("pack"):
             batches = self._batches(samples)
         with self.timer.stage("distribute"):
-            self._distribute(batches)
+            self.policy.distribute(batches)
         trains_actor = index >= self.num_critic_steps
-        old, reference = self._logprobs(batches, needs_old=not trains_actor)
-        old_logprobs = self._old_logprobs(step_samples, batches, old)
+        old, reference = self._logprobs(needs_old=not trains_actor)
+        old_logprobs = self._old_logprobs(step_samples, old)
         values = self.critic.values(batches) if self.critic else None
         with self.timer.stage("pack"):
-            extra = self._send_advantages(samples, greedy, batches, old_logprobs, reference, values)
+            extra = self._send_advantages(samples, greedy, old_logprobs, reference, values)
         if self.critic:
             extra |= self.critic.update(batches, index)
-        results = self._update(batches, index) if trains_actor else []
-        record = StepRecord(index + 1, samples, batches, results, self.objective.kl.coefficient, self._weights)
+        updates = self._update(len(batches), index) if trains_actor else []
+        record = StepRecord(index + 1, samples, batches, updates, self.objective.kl.coefficient, self._weights)
         if key_data:
             with self.timer.stage("dump"):
                 key_data.finish(record)
@@ -192,7 +180,7 @@ class Trainer:
         self.progress.step += 1
         self._write_samples(samples)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        metrics = self._metrics(step_samples, batches, old or results, results) | extra
+        metrics = self._metrics(step_samples, batches, old or self.policy.responses(updates), updates) | extra
         metrics |= self._account(step_samples)
         self.parts.guards.review_rewards(index + 1, step_samples.drawn)
         metrics |= self.parts.guards.review(record, metrics["rollout_diff/mean_abs"])
@@ -213,32 +201,21 @@ class Trainer:
                 batches.append(make_batch(sequences, self.parts.rows))
         return batches
 
-    def _distribute(self, batches: Sequence[Batch]) -> None:
-        team = self.parts.team
-        for position, batch in enumerate(batches):
-            shares = [batch.share(rank, team.world_size) for rank in range(team.world_size)]
-            team.call("receive_batch", per_rank=shares, is_first=position == 0)
-
-    def _logprobs(self, batches: Sequence[Batch], *, needs_old: bool) -> tuple[list[Results], list[Results]]:
-        """Have the ranks compute, for each batch, the old log-probabilities and the reference's, where needed.
+    def _logprobs(self, *, needs_old: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Have the ranks compute the old log-probabilities and the reference's, where needed; return them by sample.
 
         ``needs_old`` asks for the former where the objective does not: nothing else measures the actor in this step.
         """
-        team, positions = self.parts.team, range(len(batches))
         old, reference = [], []
         if self.objective.needs_old_logprobs or needs_old:
             with self.timer.stage("old_log_p"):
-                old = [team.call("compute_logprobs", name="old_logprobs", batch=position) for position in positions]
+                old = self.policy.logprobs("old_logprobs")
         if self.objective.needs_reference:
             with self.timer.stage("reference_model"):
-                reference = [
-                    team.call("compute_logprobs", name="reference_logprobs", batch=position) for position in positions
-                ]
+                reference = self.policy.logprobs("reference_logprobs")
         return old, reference
 
-    def _old_logprobs(
-        self, step_samples: StepSamples, batches: Sequence[Batch], old: Sequence[Results]
-    ) -> list[np.ndarray]:
+    def _old_logprobs(self, step_samples: StepSamples, old: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probabilities under the policy that drew each sample, as the loss takes them.
 
         Those of stale samples are the generator's, since the weights that drew them are gone; the ranks are told.
@@ -247,61 +224,50 @@ class Trainer:
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
             return rollout_logprobs
         num_stale = step_samples.num_stale
-        logprobs = rollout_logprobs[:num_stale] + _collect(batches, old)[num_stale:]
+        logprobs = rollout_logprobs[:num_stale] + old[num_stale:]
         if num_stale:
-            self._send_tokens("old_logprobs", logprobs, batches)
+            self.policy.send_tokens("old_logprobs", logprobs)
         return logprobs
 
     def _send_advantages(
         self,
         samples: Sequence[Sample],
         greedy: Sequence[Sample],
-        batches: Sequence[Batch],
         old_logprobs: Sequence[np.ndarray],
-        reference: Sequence[Results],
+        reference: Sequence[np.ndarray],
         values: Sequence[np.ndarray] | None,
     ) -> dict[str, float]:
         """Compute the advantages of the whole step and send every rank those of its rows; return metrics of them."""
         metrics: dict[str, float] = {}
         penalties = baselines = None
         if self.objective.kl_in_reward:
-            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, _collect(batches, reference))
+            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, reference)
         if self.objective.needs_greedy:
             baselines = np.array([greedy[sample.group].reward for sample in samples])
             metrics["reward/greedy"] = float(baselines.mean())
         advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines, values=values)
-        self._send_tokens("advantages", advantages, batches)
+        self.policy.send_tokens("advantages", advantages)
         if values is not None:
             returns = self.objective.returns(samples, values, penalties)
-            self._send_tokens("returns", returns, batches)
+            self.policy.send_tokens("returns", returns)
             metrics |= value_metrics(values, returns)
         return metrics
 
-    def _send_tokens(self, name: str, responses: Sequence[np.ndarray], batches: Sequence[Batch]) -> None:
-        """Send every rank its rows' part of an array for each sample of all batches."""
-        start = 0
-        for position, batch in enumerate(batches):
-            part = responses[start : start + len(batch.placed)]
-            start += len(part)
-            shares = batch.spread(part, name, self.parts.team.world_size)
-            self.parts.team.call("receive_tokens", per_rank=shares, batch=position)
-
-    def _update(self, batches: Sequence[Batch], index: int) -> list[Results]:
-        """Make the updates of a step and return the ranks' results of each, in order."""
-        team, coefficient = self.parts.team, self.objective.kl.coefficient
-        results = []
+    def _update(self, num_batches: int, index: int) -> list[PolicyUpdate]:
+        """Make the updates of a step and return what each gave, in order."""
+        updates = []
         with self.timer.stage("update"):
             for iteration in range(self.config.training.num_iterations):
-                for position in range(len(batches)):
+                for position in range(num_batches):
                     steps = index - self.num_critic_steps
-                    update = steps * self.updates_per_step + iteration * len(batches) + position
+                    update = steps * self.updates_per_step + iteration * num_batches + position
                     lr = self.learning_rate(update)
-                    results.append(team.call("update", batch=position, lr=lr, kl_coefficient=coefficient))
+                    updates.append(self.policy.update(position, lr, self.objective.kl.coefficient))
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (index + 1) % algorithm.ref_model_sync_steps == 0:
             with self.timer.stage("sync_ref_model"):
-                team.call("sync_reference")
-        return results
+                self.policy.sync_reference()
+        return updates
 
     def learning_rate(self, update: int) -> float:
         """Return the actor's learning rate at one of its updates, counted from the start of the run."""
@@ -312,15 +278,15 @@ class Trainer:
         self,
         step_samples: StepSamples,
         batches: Sequence[Batch],
-        old: Sequence[Results],
-        results: Sequence[Results],
+        train_logprobs: Sequence[np.ndarray],
+        updates: Sequence[PolicyUpdate],
     ) -> dict[str, float]:
         samples = step_samples.drawn
         lengths = np.array([len(sample.response_ids) for sample in samples])
         prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
         # Stale samples differ by the update since they were drawn as well.
         rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.fresh]
-        train_logprobs = _collect(batches, old)[step_samples.num_stale :]
+        train_logprobs = train_logprobs[step_samples.num_stale :]
         rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.segment_ids]
         parts = [
             measure.reward_metrics(
@@ -339,7 +305,7 @@ class Trainer:
             ),
             measure.rollout_ratio_metrics(rollout_logprobs, train_logprobs),
             measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows]),
-            self._update_metrics(batches, results) if results else {},
+            self._update_metrics(batches, updates) if updates else {},
             tool_metrics(samples) if self.config.tools.names else {},
         ]
         timings = self.timer.finish_step()
@@ -371,23 +337,22 @@ class Trainer:
         self.progress.algorithm_state["samples"] = self.ledger.state()
         return metrics
 
-    def _update_metrics(self, batches: Sequence[Batch], results: Sequence[Results]) -> dict[str, float]:
+    def _update_metrics(self, batches: Sequence[Batch], updates: Sequence[PolicyUpdate]) -> dict[str, float]:
         """Return the training scalars: means over the updates of the step."""
-        sums = [np.sum([result["statistics"] for result in ranks], axis=0) for ranks in results]
-        counts = [batches[position % len(batches)].num_tokens for position in range(len(results))]
-        loss, *per_token = np.mean([_per_token(total, count) for total, count in zip(sums, counts)], axis=0)
+        counts = [batches[position % len(batches)].num_tokens for position in range(len(updates))]
+        means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
+        loss, *per_token = np.mean(means, axis=0)
         names = dict(zip(POLICY_STATISTICS[1:], per_token))
-        everyone = [result for ranks in results for result in ranks]
         metrics = {
             "loss": loss,
             "clip_fraction/low": names["clipped_low"],
             "clip_fraction/high": names["clipped_high"],
             "kl": names["kl"],
             "entropy": names["entropy"],
-            "grad_norm": np.mean([ranks[0]["grad_norm"] for ranks in results]),
+            "grad_norm": np.mean([update.grad_norm for update in updates]),
             "lr": self.learning_rate((self.progress.step - self.num_critic_steps) * self.updates_per_step - 1),
-            "recompiles": max(result["recompiles"] for result in everyone),
-            "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
+            "recompiles": max(update.recompiles for update in updates),
+            "memory/peak_rss_gb": max(update.peak_rss_gb for update in updates),
         }
         if self.objective.is_corrected:
             metrics["correction/weight"] = names["correction"]
@@ -406,11 +371,6 @@ class Trainer:
     def _write_samples(self, samples: Sequence[Sample]) -> None:
         chosen = samples[: self.config.observe.samples_per_step]
         self.parts.sample_writer.write(sample_record(sample, self.progress.step) for sample in chosen)
-
-
-def _collect(batches: Sequence[Batch], passes: Sequence[Results]) -> list[np.ndarray]:
-    """Return the ranks' log-probabilities of all batches, one array per response, in the order of the samples."""
-    return [response for batch, shares in zip(batches, passes) for response in batch.collect(shares, "logprobs")]
 
 
 def _per_token(total: np.ndarray, num_tokens: int) -> np.ndarray:
