@@ -2,45 +2,43 @@
 
     python -m cpu_execution.rank DIRECTORY
 
-The directory is one that :func:`cpu_execution.run.execute` has prepared.
+The directory is one that :func:`cpu_execution.run.execute` has prepared. Rank 0 leads as it does in a run: through the
+product's team and policy, it has the product's workers compute log-probabilities, update, publish, save and restore.
 """
 
 import json
+import math
 import signal
 import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
-from mindspore.communication import create_group, get_rank, init
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from mindspore.communication import get_group_size, get_rank, init
+from safetensors.numpy import load_file, save_file
 
-from cpu_execution.lower import LoweredGraph, lower_graph
-from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
+from cpu_execution.model import LoweredRank
 from cpu_execution.run import (
     BATCHES_NAME,
-    LOGPROBS_NAME,
-    PUBLICATIONS,
+    EXPORT_NAME,
+    OUTPUTS_NAME,
+    PUBLISHED_NAME,
     RESULT_NAME,
-    SLICES_NAME,
+    SAVED_NAME,
     SPEC_NAME,
-    WEIGHTS_NAME,
+    UPDATES_NAME,
 )
-from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.layout.rows import block_of, own_rows, place_rows
-from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.data.packing import PackedRows
 from mindrlhf.system.processes import die_with_launcher
+from mindrlhf.training.batch import Batch, RowOptions
+from mindrlhf.training.loop.policy import Policy
+from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.sharded.factory import layout_of
+from mindrlhf.training.team import Team, connect, serve
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import plan_publication, write_slices
 
-# State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
-_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", "global_step", "defect", LOWERED_PREFIX)
-_LEARNING_RATE, _IS_LAST = "learning_rate", "is_last"  # what the host sets
+OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 
 
 def main(directory: Path) -> None:
@@ -51,143 +49,130 @@ def main(directory: Path) -> None:
     ms.set_device("CPU")
     init()
     ms.set_context(runtime_num_threads=1)
+    rank = Rank(get_rank(), get_group_size())
     groups: dict[str, tuple[int, ...]] = {}
     for job in spec["jobs"]:
         print(f"executing {job['name']}", flush=True)
-        _Execution(spec, job, directory, get_rank()).run(groups)
+        own_directory = directory / job["name"]
+        lowered = LoweredRank(job, spec["hf_config"], rank.index, own_directory, groups)
+        connections = connect(rank)
+        if rank.is_lead:
+            team = ReplicaTeam(Team(lowered.actor, connections), layout_of(lowered.parallel))
+            _Lead(spec, job, lowered.actor, team, own_directory, load_file(directory / BATCHES_NAME)).run()
+            team.close()
+        else:
+            serve(lowered.actor, connections[0])
+        report = {
+            "losses": lowered.update.losses,
+            "written_bytes": _written_bytes(lowered.actor),
+            "lowered": lowered.replaced,
+        }
+        (own_directory / RESULT_NAME.format(rank=rank.index)).write_text(json.dumps(report))
 
 
-class _Execution:
-    """One job on one rank."""
-
-    def __init__(self, spec: dict, job: dict, directory: Path, rank: int):
-        self.spec = spec
-        self.job = job
-        self.directory = directory
-        self.rank = rank
-        model = find_spec(spec["hf_config"])
-        self.dims: ModelDims = model.dims(spec["hf_config"])
-        self.rules = {rule.mf_name: rule for rule in model.rules(self.dims)}
-        self.layout = Layout(**job["layout"])
-        self.layouts = {one.name: one for one in parameter_layouts(model, self.dims, self.layout)}
-
-    def run(self, groups: dict[str, tuple[int, ...]]) -> None:
-        """Execute all steps and write the report and the final slices; ``groups`` are those made so far."""
-        own_directory = self.directory / self.job["name"]
-        logprobs = self._logprobs(own_directory, groups) if self.job["logprob_graphs"] else []
-        cell, parameters, lowered = self._load("graphs", own_directory, groups)
-        published = {PUBLICATIONS[0]: self._publish(parameters, PUBLICATIONS[0])}
-        losses = []
-        for call, is_last in enumerate(self.spec["is_last"]):
-            parameters[_IS_LAST].set_data(ms.Tensor([float(is_last)], ms.float32))
-            inputs = self._own_inputs(call)
-            if logprobs:
-                inputs[self.job["logprob_input"]] = logprobs[call]
-            losses.append(self._call(cell, inputs))
-        published[PUBLICATIONS[1]] = self._publish(parameters, PUBLICATIONS[1])
-        # Contiguous, or safetensors would write the wrong bytes.
-        slices = {name: np.ascontiguousarray(parameters[name].asnumpy()) for name in self._own_names(parameters)}
-        save_file(slices, own_directory / SLICES_NAME.format(rank=self.rank))
-        report = {"losses": losses, "published": published, "lowered": lowered.replaced}
-        (own_directory / RESULT_NAME.format(rank=self.rank)).write_text(json.dumps(report))
-
-    def _load(
-        self, kind: str, directory: Path, groups: dict[str, tuple[int, ...]]
-    ) -> tuple[nn.Cell, dict[str, ms.Parameter], LoweredGraph]:
-        """Lower and load this rank's graph, and give its parameters their first values."""
-        lowered = lower_graph(self.job[kind][self.rank], self.rank, directory / f"lowered_{kind}_{self.rank}.mindir")
-        make_groups(lowered, groups)
-        cell = nn.GraphCell(ms.load(lowered.path))
-        parameters = {parameter.name: parameter for parameter in cell.get_parameters()}
-        self._fill(parameters.values())
-        return cell, parameters, lowered
-
-    def _own_names(self, parameters: dict[str, ms.Parameter]) -> list[str]:
-        """Names of the model's parameters that this rank holds."""
-        return [name for name, layout in self.layouts.items() if self.rank in layout.ranks and name in parameters]
-
-    def _fill(self, parameters: Iterable[ms.Parameter]) -> None:
-        """Give every parameter its slice, every state its start.
-
-        Raises:
-            LoweringError: the graph lacks a parameter of this rank, or has one of another shape, or an unknown one.
-        """
-        missing = {name for name, layout in self.layouts.items() if self.rank in layout.ranks}
-        with safe_open(self.directory / WEIGHTS_NAME, framework="np") as weights:
-            for parameter in parameters:
-                if parameter.name in self.layouts:
-                    missing.discard(parameter.name)
-                    value = self._slice(weights.get_tensor(parameter.name), self.layouts[parameter.name])
-                    if value.shape != tuple(parameter.shape):
-                        raise LoweringError(
-                            f"{self.job['name']}: {parameter.name} is {tuple(parameter.shape)} in the graph of rank "
-                            f"{self.rank}, but its layout gives {value.shape}"
-                        )
-                    parameter.set_data(ms.Tensor(value))
-                elif parameter.name.startswith(_ZERO_PREFIXES):
-                    parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
-                elif parameter.name == _IS_LAST:
-                    parameter.set_data(ms.Tensor([1.0], ms.float32))
-                elif parameter.name == _LEARNING_RATE:
-                    parameter.set_data(ms.Tensor(self.spec["learning_rate"], ms.float32))
-                else:
-                    raise LoweringError(f"{self.job['name']}: the graph has an unknown parameter {parameter.name}")
-        if missing:
-            raise LoweringError(f"{self.job['name']}: the graph of rank {self.rank} lacks {sorted(missing)[0]}")
-
-    def _slice(self, whole: np.ndarray, layout: ParameterLayout) -> np.ndarray:
-        return np.ascontiguousarray(whole[layout.slice_of(self.rank)])
-
-    def _own_inputs(self, call: int) -> list[np.ndarray]:
-        """This rank's rows of the inputs of a call."""
-        with safe_open(self.directory / BATCHES_NAME, framework="np") as batches:
-            arrays = [batches.get_tensor(f"{call}.{index}") for index in range(self.spec["num_inputs"])]
-        return [array[block_of(self.layout, self.rank, len(array))] for array in arrays]
-
-    def _tensors(self, arrays: Iterable[np.ndarray], num_pieces: int) -> list[ms.Tensor]:
-        return [ms.Tensor(place_rows(array, self.layout, self.rank, num_pieces)) for array in arrays]
-
-    def _logprobs(self, directory: Path, groups: dict[str, tuple[int, ...]]) -> list[np.ndarray]:
-        """Run the graph of the log-probabilities on the rows of every call; return and save this rank's."""
-        cell, _, _ = self._load("logprob_graphs", directory, groups)
-        logprobs = []
-        for call in range(len(self.spec["is_last"])):
-            outputs = cell(*self._tensors(self._own_inputs(call)[:4], self.job["num_logprob_pieces"]))
-            pieces = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-            is_in_last = self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
-            rows = self._own_inputs(call)[self.job["logprob_input"]]
-            own = own_rows([piece.asnumpy() for piece in pieces], self.layout, self.rank) if is_in_last else rows * 0
-            logprobs.append(np.ascontiguousarray(own))
-        save_file(
-            {str(call): array for call, array in enumerate(logprobs)}, directory / LOGPROBS_NAME.format(rank=self.rank)
-        )
-        return logprobs
-
-    def _call(self, cell: nn.Cell, inputs: Iterable[np.ndarray]) -> float:
-        """Run the update; return the first number of its first output, the loss."""
-        outputs = cell(*self._tensors(inputs, self.job["num_pieces"]))
-        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        return float(first.asnumpy().reshape(-1)[0])
-
-    def _publish(self, parameters: dict[str, ms.Parameter], moment: str) -> dict:
-        """Write this rank's share to a board; return what the lead needs to seal it."""
-        publication = plan_publication(list(self.layouts.values()), self.rules, self.dims, self.rank)
-        with WeightBoard.attach(self.job["boards"][moment], writable=True) as board:
-            arrays = {name: parameters[name].asnumpy() for name in publication}
-            board.begin(0)
-            start_s = time.perf_counter()
-            written_bytes = write_slices(board, publication, arrays)
-            seconds = time.perf_counter() - start_s
-            return {"contribution": board.contribution(), "written_bytes": written_bytes, "seconds": seconds}
+def _written_bytes(actor) -> int:
+    """Return the bytes of the last version that this rank wrote to the board."""
+    regions = [box for written in actor._board.contribution().values() for box in written["regions"]]
+    return sum(4 * math.prod(stop - start for start, stop in box) for box in regions)
 
 
-def make_groups(lowered: LoweredGraph, made: dict[str, tuple[int, ...]]) -> None:
-    """Create the groups of a graph that have not been made yet, in an order that all ranks share."""
-    for name, ranks in sorted(lowered.groups.items()):
-        assert made.get(name, ranks) == ranks, f"group {name} is both {made[name]} and {ranks}"
-        if name not in made:
-            create_group(name, list(ranks))
-            made[name] = ranks
+class _Lead:
+    """Rank 0: one step of training, and all that a run does around it."""
+
+    def __init__(self, spec: dict, job: dict, actor, team: ReplicaTeam, directory: Path, arrays: dict[str, np.ndarray]):
+        self._job = job
+        self._actor = actor
+        self._team = team
+        self._directory = directory
+        self._learning_rate, self._kl_coefficient = spec["learning_rate"], spec["kl_coefficient"]
+        self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size)
+
+    def run(self) -> None:
+        with self._actor.create_board() as board:
+            self._team.call("attach_board", path=board.path)
+            policy = Policy(self._team, board)
+            micro_batch = self._batches[0].micro_batches[0]
+            num_rows, length = micro_batch.mask.shape
+            policy.warm_up(RowOptions((length,), num_rows, self._team.world_size, True), [OLD, REFERENCE])
+            self._publish(policy, board, "before")
+            policy.distribute(self._batches)
+            self._compute_outputs(policy)
+            updates = [self._update(policy, 0)]
+            self._save("middle")
+            updates += [self._update(policy, position) for position in range(1, len(self._batches))]
+            self._publish(policy, board, "after")
+            self._save(SAVED_NAME)
+            self._actor.export(self._directory / EXPORT_NAME, None)
+            # Again from the checkpoint, with the batches that the ranks still have.
+            self._team.call("restore", directory=str(self._directory / "middle"))
+            for position in range(1, len(self._batches)):
+                self._update(policy, position)
+            self._publish(policy, board, "resumed")
+            outputs = {"first": [array for update in updates for array in update.logprobs]}
+            outputs["reference"] = self._reference(policy)
+            policy.sync_reference()
+            outputs["synchronised"] = self._reference(policy)
+        self._write(outputs, updates)
+
+    def _compute_outputs(self, policy: Policy) -> None:
+        """Compute the token array that the job does not take from the batches, if there is one."""
+        name = self._job["computed_input"]
+        if not name:
+            return
+        outputs = policy.logprobs(OLD)
+        if name != OLD:  # a critic's values
+            policy.send_tokens(name, outputs)
+
+    def _update(self, policy: Policy, position: int):
+        return policy.update(position, self._learning_rate, self._kl_coefficient)
+
+    def _reference(self, policy: Policy) -> list[np.ndarray]:
+        policy.logprobs(REFERENCE)
+        rows = [rows for position in range(len(self._batches)) for rows in policy.held_rows(position)]
+        return [one.tokens[REFERENCE].copy() for one in rows]
+
+    def _publish(self, policy: Policy, board: WeightBoard, moment: str) -> None:
+        version = (board.version or 0) + 1
+        policy.publish(version)
+        board.verify(version)
+        tensors = {name: array.copy() for name, _, array in board.tensors(version)}
+        save_file(tensors, self._directory / PUBLISHED_NAME.format(moment=moment))
+
+    def _save(self, name: str) -> None:
+        self._team.call("begin_saving", directory=str(self._directory / name), copies=True)
+        self._team.call("end_saving")
+
+    def _write(self, outputs: dict[str, list[np.ndarray]], updates: list) -> None:
+        size = self._team.world_size
+        whole = {
+            f"{kind}.{call}": np.ascontiguousarray(np.concatenate(arrays[call * size : (call + 1) * size]))
+            for kind, arrays in outputs.items()
+            for call in range(len(arrays) // size)
+        }
+        save_file(whole, self._directory / OUTPUTS_NAME)
+        described = [{"statistics": one.statistics.tolist(), "grad_norm": one.grad_norm} for one in updates]
+        (self._directory / UPDATES_NAME).write_text(json.dumps(described))
+
+
+def _batches(
+    is_last: list[bool], arrays: dict[str, np.ndarray], token_inputs: list[str], num_replicas: int
+) -> list[Batch]:
+    """Return a batch for each update, its calls' rows divided among the replicas; every row counts as a sample."""
+    batches, micro_batches = [], []
+    for call, ends in enumerate(is_last):
+        num_inputs = 4 + len(token_inputs)
+        shares = zip(*(np.split(arrays[f"{call}.{index}"], num_replicas) for index in range(num_inputs)))
+        micro_batches += [PackedRows(*share[:4], tokens=dict(zip(token_inputs, share[4:]))) for share in shares]
+        if ends:
+            num_tokens = int(arrays[f"{call}.{num_inputs}"][0, 1])
+            placed = tuple(
+                (index, row, 0, rows.mask.shape[1])
+                for index, rows in enumerate(micro_batches)
+                for row in range(len(rows.mask))
+            )
+            batches.append(Batch(tuple(micro_batches), num_tokens, placed))
+            micro_batches = []
+    return batches
 
 
 if __name__ == "__main__":
