@@ -10,11 +10,13 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mindrlhf" / "__init__.py")
 
 CORE = [
     "jinja2>=3.1",
+    "jsonlines>=4",
     "math-verify[antlr4_13_2]>=0.8",
     "numpy>=1.26",
     "pyarrow>=15",
     "pyyaml>=6",
     "safetensors>=0.4",
+    "scipy>=1.10",
     "sentencepiece>=0.2",
     "tensorboard>=2.14",
     "tokenizers>=0.20",

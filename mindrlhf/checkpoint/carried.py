@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory
-from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
+from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.tensors import array_infos
 
 CARRIED_NAME = "carried.safetensors"
 
@@ -34,8 +35,7 @@ def save_carried(directory: Path, samples: Sequence[CarriedSample]) -> None:
         for name, array in sample.arrays.items()
     }
     if arrays:
-        infos = {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()}
-        save_arrays(directory / CARRIED_NAME, arrays.items(), infos)
+        save_arrays(directory / CARRIED_NAME, arrays.items(), array_infos(arrays))
 
 
 def load_carried(directory: Path, records: Sequence[Mapping[str, Any]]) -> list[CarriedSample]:

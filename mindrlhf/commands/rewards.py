@@ -27,6 +27,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     score.add_argument("--failure-value", type=float, default=0.0, help="reward where a verifier fails (default: 0)")
     score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
     score.set_defaults(run=_score)
+    audit = actions.add_parser("audit", help="what the rewards of a run follow besides correctness")
+    audit.add_argument("run_dir", metavar="RUN", help="directory of the run, with samples.jsonl and config.yaml")
+    audit.add_argument("--max-rescored", type=int, default=200, help="samples to score again, rewritten (default: 200)")
+    audit.add_argument("--json", action="store_true", help="print everything as JSON")
+    audit.set_defaults(run=_audit)
     for action in (check, score):
         action.add_argument(
             "--option", action="append", default=[], metavar="VERIFIER.OPTION=VALUE", help="may be given several times"
@@ -103,6 +108,18 @@ def _score(arguments: argparse.Namespace) -> int:
         for line, result in score_lines(pool, lines):
             writer.write(line, result)
     print("\n".join([*writer.summary(), *lines.summary()]), file=sys.stderr)
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+    from pathlib import Path
+
+    from mindrlhf.evaluation.reward_audit import audit_run, audit_text
+
+    found = audit_run(Path(arguments.run_dir), max_rescored=arguments.max_rescored)
+    print(json.dumps(dataclasses.asdict(found), indent=1) if arguments.json else audit_text(found))
     return 0
 
 

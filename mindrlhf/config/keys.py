@@ -15,6 +15,7 @@ def key(
     maximum: float | None = None,
     choices: Sequence[Any] = (),
     exclusive_minimum: bool = False,
+    is_path: bool = False,
 ) -> Any:
     """Declare one key of a section.
 
@@ -23,6 +24,7 @@ def key(
         doc: what the key means, with its unit; it goes to docs/config.md as it stands.
         minimum, maximum: closed bounds of a number (``exclusive_minimum`` opens the lower one).
         choices: the allowed values, when they are few.
+        is_path: the text names a file or a directory.
     """
     metadata = {
         "doc": doc,
@@ -30,6 +32,7 @@ def key(
         "maximum": maximum,
         "choices": tuple(choices),
         "exclusive_minimum": exclusive_minimum,
+        "is_path": is_path,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

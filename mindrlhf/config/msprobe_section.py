@@ -14,7 +14,7 @@ class MsprobeSection:
     """Precision debugging: what chosen steps computed, in msprobe's files; see docs/debugging.md."""
 
     enabled: bool = key(False, "dump the steps below; needs the package mindstudio-probe")
-    dump_dir: str = key("", "where the dump goes; empty means `dump` in `run.output_dir`")
+    dump_dir: str = key("", "where the dump goes; empty means `dump` in `run.output_dir`", is_path=True)
     stages: tuple[str, ...] = key(STAGES, "stages of a step that are dumped", choices=STAGES)
     first_step: int = key(1, "first step that is dumped", minimum=1)
     last_step: int = key(1, "last step that is dumped", minimum=1)

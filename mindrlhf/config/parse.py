@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
 import reprlib
 import types
 import typing
@@ -14,16 +15,37 @@ from typing import Any, TypeVar
 import yaml
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import write_file
 
 Config = TypeVar("Config")
 
 MAX_INTEGER = 2**63 - 1
+MAX_FILE_BYTES = 1 << 20
+MAX_MERGED_KEYS = 10_000
+# Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 # What PyYAML's constructors of single types raise for text that is none, beside its own errors.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice, which plain YAML silently lets win."""
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses keys written twice, of which plain YAML takes the last, and merges that multiply."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # A few lines of merges of merges stand for more keys than fit any memory: counted before they are written out.
+        num_keys = len(node.value)
+        for key_node, value_node in node.value:
+            if key_node.tag != "tag:yaml.org,2002:merge":
+                continue
+            merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for part in merged:
+                if isinstance(part, yaml.MappingNode):
+                    self.flatten_mapping(part)
+                    num_keys += len(part.value)
+                if num_keys > MAX_MERGED_KEYS:
+                    line = key_node.start_mark.line + 1
+                    raise UserError(f"merges ('<<') make over {MAX_MERGED_KEYS} keys (line {line}): write them out")
+        super().flatten_mapping(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -43,12 +65,15 @@ def read_yaml(path: str | Path) -> dict:
     Raises:
         UserError: the file is missing, is not YAML, or is not a mapping.
     """
+    check_path("the config file", str(path))
     path = Path(path)
     if not path.is_file():
         raise UserError(f"config file '{path}' does not exist")
     try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise UserError(f"has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
         with path.open(encoding="utf-8") as file:
-            content = yaml.load(file, Loader=_UniqueKeyLoader)
+            content = yaml.load(file, Loader=_StrictLoader)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
@@ -85,7 +110,7 @@ def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> 
 def write_config(config: Any, output_dir: Path) -> None:
     """Write the whole config, defaults included, to ``config.yaml`` in ``output_dir``."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
-    (output_dir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    write_file(output_dir / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
 
 def _apply_override(content: dict, override: str) -> None:
@@ -93,7 +118,9 @@ def _apply_override(content: dict, override: str) -> None:
     if not separator or not dotted.strip():
         raise UserError(f"override '{override}' is not of the form section.key=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_StrictLoader)
+    except UserError as error:
+        raise UserError(f"override {_shown(override)}: {error}") from None
     except _YAML_ERRORS:
         raise UserError(f"override '{override}': the value is not valid YAML; quote it") from None
     *parents, last = dotted.strip().split(".")
@@ -198,6 +225,10 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
             raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
         return {_text(name, item): _text(name, setting) for item, setting in value.items()}
     value = _scalar(name, value, hint)
+    if hint is str:
+        _check_text(name, value)
+        if metadata["is_path"]:
+            check_path(f"'{name}'", value)
     _check_range(name, value, metadata)
     return value
 
@@ -214,9 +245,11 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, (list, dict)):
         raise UserError(f"'{name}' must be a mapping of text to text, but holds {_shown(value)}")
     try:
-        return str(value)
+        text = str(value)
     except ValueError:
         raise UserError(f"'{name}' holds {_shown(value)}: quote it") from None
+    _check_text(name, text)
+    return text
 
 
 def _shown(value: Any) -> str:
@@ -249,6 +282,32 @@ def _scalar(name: str, value: Any, hint: type) -> Any:
         words = type_name(hint)
         raise UserError(f"'{name}' must be {'an' if words[0] in 'aeiou' else 'a'} {words}, not {_shown(value)}")
     return value
+
+
+def _check_text(name: str, value: str) -> None:
+    if "\0" in value:
+        raise UserError(f"'{name}' is {_shown(value)}, with a NUL character: remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"'{name}' is {_shown(value)}: {value[error.start]!r} is no character; remove it") from None
+
+
+def check_path(what: str, value: str) -> None:
+    """Refuse a path that no file system takes; ``what`` names it in the message.
+
+    Raises:
+        UserError: the path, or a name in it, is too long.
+    """
+    num_bytes = len(os.fsencode(value))
+    if num_bytes > MAX_PATH_BYTES:
+        raise UserError(f"{what} is a path of {num_bytes} bytes, and paths have at most {MAX_PATH_BYTES}: shorten it")
+    longest = max(value.split("/"), key=lambda name: len(os.fsencode(name)))
+    if len(os.fsencode(longest)) > MAX_NAME_BYTES:
+        raise UserError(
+            f"{what} has the name {_shown(longest)} of {len(os.fsencode(longest))} bytes, and file names have at most "
+            f"{MAX_NAME_BYTES}: shorten it"
+        )
 
 
 def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:

@@ -15,7 +15,10 @@ REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model
 class RunSection:
     """What the run is called, where it writes and what it runs on."""
 
-    output_dir: str = key("runs/default", "directory for metrics, checkpoints, samples, logs and the report")
+    output_dir: str = key(
+        "runs/default", "directory for metrics, checkpoints, samples, logs and the report",
+        is_path=True,
+    )
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
     device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
     deterministic: bool = key(
@@ -31,8 +34,11 @@ class RunSection:
 class ModelSection:
     """The model to train."""
 
-    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)")
-    reference_path: str = key("", "Hugging Face directory of the reference model; empty means `model.path`")
+    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_path=True)
+    reference_path: str = key(
+        "", "Hugging Face directory of the reference model; empty means `model.path`",
+        is_path=True,
+    )
     random_init: bool = key(
         False, "ignore weights in `model.path` and draw them from `run.seed`; needs only config.json"
     )
@@ -47,9 +53,9 @@ class ModelSection:
 class DataSection:
     """The prompts, and the tokenizer they were built with."""
 
-    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`")
-    tokenizer_dir: str = key(REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file")
-    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation")
+    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`", is_path=True)
+    tokenizer_dir: str = key(REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file", is_path=True)
+    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation", is_path=True)
     shuffle: bool = key(True, "shuffle the prompts anew in each epoch")
 
 
@@ -58,7 +64,8 @@ class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
     python: str = key(
-        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one"
+        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
+        is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
@@ -117,7 +124,8 @@ class RewardSection:
     )
     verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
     model_path: str = key(
-        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none"
+        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
+        is_path=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
     num_workers: int = key(1, "verifier processes", minimum=1, maximum=256)
@@ -230,6 +238,7 @@ class CriticSection:
         "",
         "Hugging Face directory that the critic starts from: a reward model, or a language model such as `model.path`, "
         "whose values begin at 0",
+        is_path=True,
     )
     start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
     end_lr: float | None = key(
@@ -321,7 +330,7 @@ class CheckpointSection:
     asynchronous: bool = key(
         True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
     )
-    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`")
+    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from mindrlhf.errors import UserError
 from mindrlhf.launch.logs import HARMLESS_LINES
 from mindrlhf.launch.processes import SCHEDULER, UNNAMED
+from mindrlhf.system.log_tail import last_lines
 
 _NUM_LOG_LINES = 6
-_LOG_TAIL_BYTES = 16_384
 _LOG_NAMES = {SCHEDULER: "scheduler.log", UNNAMED: "worker_*.log"}
 
 
@@ -36,7 +36,7 @@ def failure_report(
     """
     lines = [f"{name} {what} at {time.strftime('%H:%M:%S')}, after {elapsed_s:.0f} s; its log: {log_path}"]
     lines += [f"  {rank} was in: {activity}" for rank, activity in sorted(activities.items())]
-    if shows_log and (tail := _last_lines(log_path)):
+    if shows_log and (tail := last_lines(log_path, _NUM_LOG_LINES, lambda line: not HARMLESS_LINES.search(line))):
         lines += ["  the log ends:", *(f"    {line}" for line in tail)]
     if advice:
         lines.append(f"  {advice}")
@@ -70,12 +70,3 @@ def log_name(name: str) -> str:
 def say(message: str) -> None:
     """Write to standard error."""
     print(f"mindrlhf: {message}", file=sys.stderr, flush=True)
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        text = path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", errors="replace")
-    except OSError:
-        return []
-    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not HARMLESS_LINES.search(line)]
-    return lines[-_NUM_LOG_LINES:]

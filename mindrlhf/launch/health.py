@@ -4,9 +4,9 @@ Three signs, all on this process's own clock, so that a clock that jumps deceive
 this process itself has run, so that a machine on which nobody runs for a while does not either:
 
 - A rank that was stopped is in the kernel's state T.
-- Where the processor does all the work, a run that uses no processor time does none: its ranks wait for each other
-  (for longer while they join, which MindSpore does by asking and sleeping). A process that waits for a disk (state D)
-  and verifiers that wait for a service do not count: these have limits of their own.
+- Where the processor does all the work, a run that neither uses processor time nor waits for a processor does none:
+  its ranks wait for each other (for longer while they join, which MindSpore does by asking and sleeping). A process
+  that waits for a disk (state D) and verifiers that wait for a service do not count: these have limits of their own.
 - Anywhere, rank 0, which drives the run, counts what it gets done. How long one piece of work may take only the user
   knows.
 
@@ -15,30 +15,21 @@ to join, and no Python thread beats meanwhile.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
+from mindrlhf.system.idle import Activity, IdleWatch
 
 STILLNESS_LIMIT_S = 8.0
 # MindSpore's processes look for each other every 3 s, sleep in between, and have several such talks one after another.
 JOINING_LIMIT_S = 60.0
 _CHECK_INTERVAL_S = 1.0
-_STOPPED, _WAITS_FOR_DISK = "T", "D"
+_STOPPED = "T"
 # Heartbeats, and the threads by which MindSpore's ranks stay in touch, use less than this share of a core each.
 _IDLE_SHARE_PER_PROCESS = 0.01
 _WAITS_FOR_VERIFIERS = (": rollout", ": evaluation")
-
-
-@dataclass
-class _Since:
-    """Since when something has had its value."""
-
-    value: Any
-    time_s: float
 
 
 class HealthMonitor:
@@ -55,8 +46,9 @@ class HealthMonitor:
         self._computes_on_cpu = computes_on_cpu
         self._beats: dict[str, Beat] = {}
         self._stopped: dict[int, float] = {}
-        self._progress = _Since(None, 0.0)
-        self._work = _Since(0.0, 0.0)
+        self._last_progress: Beat | None = None
+        self._progress_s = 0.0
+        self._idle = IdleWatch()
         self._time = WatchedTime()
         self._next_check_s = 0.0
 
@@ -80,16 +72,16 @@ class HealthMonitor:
         beat = self._beats.get("rank 0")
         if beat is None:
             return None
-        if self._progress.value != beat:
-            self._progress = _Since(beat, now_s)
-            self._work = _Since(-1.0, now_s)
+        if self._last_progress != beat:
+            self._last_progress, self._progress_s = beat, now_s
+            self._idle.restart(now_s)
             return None
-        elapsed_s = now_s - self._progress.time_s
+        elapsed_s = now_s - self._progress_s
         if 0 < self._hang_timeout_s < elapsed_s:
             limit = f"run.hang_timeout_s is {self._hang_timeout_s:g}"
             return "rank 0", f"has made no progress for {elapsed_s:.0f} s ({limit})"
         if self._computes_on_cpu and self._is_still(beat, list_pids(), now_s):
-            idle_s = now_s - self._work.time_s
+            idle_s = self._idle.idle_s(now_s)
             return "rank 0", f"waits in vain: no process of the run has done anything for {idle_s:.0f} s"
         return None
 
@@ -110,11 +102,9 @@ class HealthMonitor:
         return read_beat(heartbeat_path(self._directory, int(name.removeprefix("rank "))))
 
     def _is_still(self, beat: Beat, pids: Collection[int], now_s: float) -> bool:
-        used_s = sum(map(processes.cpu_time_s, pids))
-        idle_s = _IDLE_SHARE_PER_PROCESS * len(pids) * STILLNESS_LIMIT_S
-        is_waiting = beat.activity.endswith(_WAITS_FOR_VERIFIERS)
-        is_waiting = is_waiting or any(processes.state(pid) == _WAITS_FOR_DISK for pid in pids)
-        if is_waiting or abs(used_s - self._work.value) > idle_s:
-            self._work = _Since(used_s, now_s)
+        if beat.activity.endswith(_WAITS_FOR_VERIFIERS):
+            self._idle.restart(now_s)
+            return False
         limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else STILLNESS_LIMIT_S
-        return now_s - self._work.time_s >= limit_s
+        idle_cpu_s = _IDLE_SHARE_PER_PROCESS * len(pids) * STILLNESS_LIMIT_S
+        return self._idle.has_idled(Activity.of(pids), now_s, limit_s, idle_cpu_s)

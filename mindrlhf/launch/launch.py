@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
@@ -89,26 +89,13 @@ def launch(
     log_dir.mkdir(parents=True, exist_ok=True)
     for stale in launch_files(log_dir):
         stale.unlink()
-    environment = worker_environment(num_workers, env or {}) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
-    if num_workers == 1:
-        environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
-        argv, root_log = [sys.executable, *command], log_dir / "worker_0.log"
-    else:
-        argv = _msrun_argv(command, num_workers, log_dir, master_port or find_free_port())
-        root_log = log_dir / "msrun.log"
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
     with processes.adopting_orphans(), _recorded_signals() as received:
-        with root_log.open("wb") as log_file:
-            root = _start(argv, environment, log_file)
-        run = _Watch(
-            RunProcesses(root, num_workers, log_dir, bystanders),
-            LogFollower({rank: log_dir / f"worker_{rank}.log" for rank in range(num_workers)}, out or sys.stdout),
-            HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu),
-            received,
-            lead_signals,
-            log_dir,
-            advice,
-        )
+        root = _start(command, num_workers, log_dir, env or {}, master_port)
+        ranks = RunProcesses(root, num_workers, log_dir, bystanders)
+        follower = LogFollower({i: log_dir / f"worker_{i}.log" for i in range(num_workers)}, out or sys.stdout)
+        health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
+        run = _Watch(ranks, follower, health, received, lead_signals, log_dir, advice)
         try:
             return run.watch()
         finally:
@@ -172,18 +159,29 @@ def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_
     ]
 
 
-def _start(argv: list[str], environment: dict[str, str], log_file: BinaryIO) -> subprocess.Popen:
+def _start(
+    command: Sequence[str], num_workers: int, log_dir: Path, env: Mapping[str, str], master_port: int | None
+) -> subprocess.Popen:
+    """Start msrun, or the only rank itself."""
+    environment = worker_environment(num_workers, env) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
+    if num_workers == 1:
+        environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
+        argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
+    else:
+        argv = _msrun_argv(command, num_workers, log_dir, master_port or find_free_port())
+        log_path = log_dir / "msrun.log"
     launcher_pid = os.getpid()
-    return subprocess.Popen(
-        argv,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log_file,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C in a terminal reaches this process only, which then ends the ranks in order.
-        start_new_session=True,
-        preexec_fn=lambda: processes.die_with_parent(launcher_pid),
-    )
+    with log_path.open("wb") as log_file:
+        return subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in a terminal reaches this process only, which then ends the ranks in order.
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(launcher_pid),
+        )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ POLL_INTERVAL_S = 0.1
 _ORPHAN_GRACE_S = 2.0
 _KILL_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.05
-# msrun looks at its workers once a second; a worker it has buried without a word of complaint ended well.
+# msrun looks at its workers once a second; a worker that it reaped without a complaint ended well.
 _MSRUN_REPORT_DELAY_S = 3.0
 _SCHEDULER_DELAY_S = 3.0
 _MSRUN_COMPLAINT = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
@@ -97,7 +97,7 @@ class RunProcesses:
         return [pid for pid in self.pids() if pid != self._root.pid]
 
     def pids(self) -> list[int]:
-        """Return the pids of the run that still run; its dead that are this process's to bury are buried."""
+        """Return the pids of the run that still run; its zombies that are this process's children are reaped."""
         self._root.poll()
         running = []
         for status in processes.descendants(os.getpid(), except_trees=self._bystanders):

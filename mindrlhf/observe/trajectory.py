@@ -2,16 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mindrlhf.observe.records import JsonlWriter
-
-if TYPE_CHECKING:
-    from mindrlhf.rollout.samples import Sample
 
 TRAJECTORY_NAME = "trajectory.jsonl"
 # In the order in which a step makes them: the first that differs between two runs is where they parted.
@@ -81,13 +78,3 @@ class TrajectoryWriter:
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
-
-
-def sample_parts(samples: Sequence["Sample"]) -> dict[str, str]:
-    """Return the digests of what was drawn in a step; the order of the samples counts."""
-    return {
-        "prompts": digest_arrays(sample.prompt_ids for sample in samples),
-        "samples": digest_arrays(sample.response_ids for sample in samples),
-        "rollout_logprobs": digest_arrays(sample.rollout_logprobs for sample in samples),
-        "rewards": digest_json([[sample.reward, dict(sample.rewards)] for sample in samples]),
-    }

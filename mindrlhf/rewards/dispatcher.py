@@ -16,7 +16,8 @@ from mindrlhf.rewards.failure_log import FailureLog
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rewards.worker import WorkerSettings
-from mindrlhf.rewards.worker_process import Task, WorkerProcess
+from mindrlhf.rewards.worker_process import RewardWorker, Task
+from mindrlhf.sandbox.worker_process import PIPE_BROKEN, WorkerOutput
 
 MAX_BATCH_SAMPLES = 64
 MAX_BATCH_CHARS = 1 << 20
@@ -61,8 +62,9 @@ class Dispatcher(threading.Thread):
         self._timeout_s = timeout_s
         self._failure_value = failure_value
         self._failure_log = failure_log
+        self._output = WorkerOutput("verifiers")
         self._incoming: deque[Task] = deque()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[RewardWorker] = []
         self._selector = selectors.DefaultSelector()
         self._wake_fd, self._waker_fd = os.pipe()
         self._wake_is_due = False
@@ -134,12 +136,12 @@ class Dispatcher(threading.Thread):
         return min(limits)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self._settings)
+        worker = RewardWorker(self._settings, self._output)
         self._workers.append(worker)
         self._selector.register(worker.responses_fd, selectors.EVENT_READ, worker)
         self._send(worker)
 
-    def _send(self, worker: WorkerProcess) -> None:
+    def _send(self, worker: RewardWorker) -> None:
         worker.send()
         is_registered = worker.requests_fd in self._selector.get_map()
         if worker.has_unsent_bytes and not is_registered:
@@ -154,9 +156,10 @@ class Dispatcher(threading.Thread):
         cost per sample low; the shrinking ones at the end spread slow samples over all workers.
         """
         while self._incoming:
-            batch_size = min(MAX_BATCH_SAMPLES, math.ceil(len(self._incoming) / self._num_workers))
+            share = math.ceil(len(self._incoming) / self._num_workers)
+            batch_size = 1 if self._incoming[0].is_suspect else min(MAX_BATCH_SAMPLES, share)
             # A worker may hold one batch beyond the one it works on, so that it never waits for us.
-            open_to_work = [w for w in self._workers if w.is_ready and len(w.tasks) < batch_size]
+            open_to_work = [w for w in self._workers if w.is_ready and len(w.tasks) < batch_size and w.suspect is None]
             if not open_to_work:
                 return
             worker = min(open_to_work, key=lambda w: len(w.tasks))
@@ -164,20 +167,25 @@ class Dispatcher(threading.Thread):
             self._send(worker)
 
     def _take_batch(self, num_samples: int) -> list[Task]:
-        batch: list[Task] = []
-        num_chars = 0
+        batch = [self._incoming.popleft()]
+        num_chars = _num_chars(batch[0])
         while self._incoming and len(batch) < num_samples and num_chars < MAX_BATCH_CHARS:
-            task = self._incoming.popleft()
-            num_chars += len(task.sample.completion) + len(task.sample.prompt)
-            batch.append(task)
+            if self._incoming[0].is_suspect:
+                break
+            batch.append(self._incoming.popleft())
+            num_chars += _num_chars(batch[-1])
         return batch
 
-    def _receive(self, worker: WorkerProcess) -> None:
+    def _receive(self, worker: RewardWorker) -> None:
         for message in worker.receive():
             if worker.is_ready:
-                self._num_unexplained_deaths = 0
-                self._publish([self._finish(worker.tasks.pop(sequence), o) for sequence, o in message])
-            elif "error" in message:
+                finished = worker.take_finished(message)
+                if finished:
+                    self._num_unexplained_deaths = 0
+                self._publish([self._finish(task, outcomes) for task, outcomes in finished])
+                if worker.is_broken:
+                    return
+            elif isinstance(message, dict) and "error" in message:
                 raise UserError(message["error"])
             else:
                 worker.context_keywords = message["context"]
@@ -203,36 +211,28 @@ class Dispatcher(threading.Thread):
         total = math.fsum(weighted)
         return task.sequence, RewardResult(task.sample.index, parts, total, failures)
 
-    def _check_health(self, worker: WorkerProcess) -> None:
+    def _check_health(self, worker: RewardWorker) -> None:
         if not worker.is_ready and time.monotonic() - worker.started_at_s > START_LIMIT_S:
             raise UserError(
                 f"verifiers {', '.join(self._settings.verifiers)} took longer than {START_LIMIT_S:.0f} s to load: "
                 "move slow work out of the top level of the verifier file"
             )
         has_ended = worker.has_hung_up or worker.has_exited()
-        if has_ended or worker.overdue_call(self._timeout_s) is not None:
-            self._replace(worker, has_ended)
+        is_lost = worker.is_broken or worker.has_lost_tasks()
+        if has_ended or is_lost or worker.overdue_call(self._timeout_s) is not None:
+            self._replace(worker, has_ended, is_lost)
 
-    def _replace(self, worker: WorkerProcess, has_ended: bool) -> None:
-        """Bury a worker: blame the call it was busy with, return its other samples, start its successor."""
+    def _replace(self, worker: RewardWorker, has_ended: bool, is_lost: bool) -> None:
+        """Kill what is left of a worker, blame the call it was busy with, return its other samples, start another."""
         ending = worker.kill()
         self._receive(worker)
+        if worker.is_broken:
+            ending = PIPE_BROKEN
+        elif is_lost:
+            ending = "it answered no more"
         if not worker.is_ready:
             raise RunFailure(f"a reward worker ended while it started ({ending}): see its messages above")
-        # Read after death: only now is it certain which call was under way. A call that was overdue may
-        # have returned just before the kill; then the next one is innocent.
-        culprit = worker.clock.running() if has_ended else worker.overdue_call(self._timeout_s)
-        blamed = worker.tasks.get(culprit.sequence) if culprit is not None else None
-        if blamed is not None:
-            self._num_unexplained_deaths = 0
-            self._blame(worker, blamed, culprit.position, f"worker died: {ending}" if has_ended else "timeout")
-        elif has_ended:
-            self._num_unexplained_deaths += 1
-            if self._num_unexplained_deaths >= MAX_UNEXPLAINED_DEATHS:
-                raise RunFailure(
-                    f"reward workers ended {MAX_UNEXPLAINED_DEATHS} times in a row without a sample to blame "
-                    f"({ending}): see their messages above; is the machine out of memory?"
-                )
+        self._find_culprit(worker, ending, has_ended, is_lost or worker.is_broken)
         self._incoming.extendleft(reversed(worker.tasks.values()))
         for fd in (worker.requests_fd, worker.responses_fd):
             if fd in self._selector.get_map():
@@ -241,8 +241,42 @@ class Dispatcher(threading.Thread):
         self._workers.remove(worker)
         self._start_worker()
 
-    def _blame(self, worker: WorkerProcess, task: Task, position: int, reason: str) -> None:
+    def _find_culprit(self, worker: RewardWorker, ending: str, has_ended: bool, is_lost: bool) -> None:
+        """Blame a call for the end of its worker; where none can be named, let each sample go on alone.
+
+        What broke the pipe, or lost a message on it, may have been any call since the last result.
+        """
+        # Read after death: only now is it certain which call was under way. A call that was overdue may
+        # have returned just before the kill; then the next one is innocent.
+        running = None if is_lost else worker.clock.running() if has_ended else worker.overdue_call(self._timeout_s)
+        blamed = worker.tasks.get(running.sequence) if running is not None else None
+        if blamed is not None:
+            self._num_unexplained_deaths = 0
+            self._blame(worker, blamed, running.position, f"worker died: {ending}" if has_ended else "timeout")
+        elif (has_ended or is_lost) and worker.suspect is not None:
+            self._num_unexplained_deaths = 0
+            reason = f"worker {'broken' if is_lost else 'died'}: {ending}"
+            self._blame(worker, worker.suspect, worker.clock.last_position(), reason)
+        elif worker.tasks:
+            for task in worker.tasks.values():
+                task.is_suspect = task.is_suspect or has_ended or is_lost
+        elif has_ended or is_lost:
+            self._num_unexplained_deaths += 1
+            if self._num_unexplained_deaths >= MAX_UNEXPLAINED_DEATHS:
+                raise RunFailure(
+                    f"reward workers ended {MAX_UNEXPLAINED_DEATHS} times in a row without a sample to blame "
+                    f"({ending}): see their messages above; is the machine out of memory?"
+                )
+
+    def _blame(self, worker: RewardWorker, task: Task, position: int, reason: str) -> None:
+        open_positions = set(range(len(self._part_names))) - task.failures.keys() - set(task.skipped)
+        if position not in open_positions:  # the last one called was another sample's
+            position = min(open_positions)
         task.failures[position] = reason
         if len(task.failures) + len(task.skipped) == len(self._part_names):
             del worker.tasks[task.sequence]
             self._publish([self._finish(task, [None] * len(self._part_names))])
+
+
+def _num_chars(task: Task) -> int:
+    return len(task.sample.completion) + len(task.sample.prompt)

@@ -1,28 +1,22 @@
-"""One worker of the reward pool: ``python -m mindrlhf.rewards.worker CLOCK_FD PARENT_PID``.
+"""One worker of the reward pool; see ``mindrlhf.sandbox.worker`` for how it is started.
 
-It speaks JSON lines. In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed
-positions, skipped positions, completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or
-``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...]], ...]``, where an outcome is a
-number, null (failed before, or skipped) or ``{"failed": reason}``.
-
-The time limit is enforced from outside, by killing this process.
+In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed positions, skipped positions,
+completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or ``{"error": message}``, then
+batches of ``[[sequence, [outcome of each verifier, ...]], ...]``, where an outcome is a number, null (failed before, or
+skipped) or ``{"failed": reason}``.
 """
 
-import json
 import math
-import os
-import resource
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from time import monotonic
+from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
-from mindrlhf.sandbox import time_limit
-from mindrlhf.system.processes import adopt_orphans, die_with_parent
+from mindrlhf.sandbox.worker import PoolConnection
 
 # Between two calls results older than this are sent on, so that they do not wait for the rest of a slow batch, and
 # little has to be done again when the worker is killed.
@@ -45,48 +39,21 @@ class WorkerSettings:
 
 def main() -> int:
     """Serve until the pool closes its end of the pipe."""
-    clock_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    requests, responses = take_pipes()
-    die_with_parent(parent_pid)
-    adopt_orphans()
-    settings = WorkerSettings(**json.loads(requests.readline()))
-    limit_memory(settings.memory_limit_bytes)
-    clock = time_limit.CallClock(clock_fd)
-    time_limit.install(clock, settings.timeout_s)
+    pool = PoolConnection(sys.argv[1:])
+    requests = pool.receive()
+    settings = WorkerSettings(**next(requests))
+    pool.limit(settings.memory_limit_bytes, settings.timeout_s)
     try:
         verifiers = [resolve(name, options) for name, options in zip(settings.verifiers, settings.options)]
     except UserError as error:
-        send_message(responses, {"error": str(error)})
+        pool.send({"error": str(error)})
         return 1
+    pool.check()
     keywords = [keyword for keyword in CONTEXT_KEYWORDS if any(keyword in v.context_keywords for v in verifiers)]
-    send_message(responses, {"context": keywords})
-    for line in requests:
-        _score_batch(verifiers, keywords, json.loads(line), settings, clock, responses)
+    pool.send({"context": keywords})
+    for samples in requests:
+        _score_batch(verifiers, keywords, samples, settings, pool)
     return 0
-
-
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the pool's pipes out of reach of verifiers that read standard input or print."""
-    requests = os.fdopen(os.dup(0), "rb")
-    responses = os.fdopen(os.dup(1), "wb", buffering=0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, responses
-
-
-def limit_memory(limit_bytes: int) -> None:
-    """Limit what this process, and each that it starts, may allocate; mapped libraries do not count."""
-    if limit_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-
-
-def send_message(responses: BinaryIO, message: Any) -> None:
-    """Write one JSON line, whatever the pipe takes at a time."""
-    unsent = memoryview(json.dumps(message).encode() + b"\n")
-    while unsent:
-        unsent = unsent[responses.write(unsent) :]
 
 
 def _score_batch(
@@ -94,11 +61,10 @@ def _score_batch(
     keywords: Sequence[str],
     samples: list[list],
     settings: WorkerSettings,
-    clock: time_limit.CallClock,
-    responses: BinaryIO,
+    pool: PoolConnection,
 ) -> None:
     finished: list[list] = []
-    flushed_at_s = time.monotonic()
+    flushed_at_s = monotonic()
     for sequence, failed, skipped, completion, answer, *context_values in samples:
         context = dict(zip(keywords, context_values))
         outcomes: list[Any] = []
@@ -110,15 +76,13 @@ def _score_batch(
             if gate is not None and gate not in skipped and not _is_open(outcomes[gate]):
                 outcomes.append(settings.closed_gate_value)
                 continue
-            if finished and time.monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
-                send_message(responses, finished)
+            if finished and monotonic() - flushed_at_s > FLUSH_INTERVAL_S:
+                pool.send(finished)
                 finished = []
-                flushed_at_s = time.monotonic()
-            clock.begin(sequence, position)
-            outcomes.append(_outcome(verifier, completion, answer, context))
-            clock.stop()
+                flushed_at_s = monotonic()
+            outcomes.append(pool.call(sequence, position, _outcome, verifier, completion, answer, context))
         finished.append([sequence, outcomes])
-    send_message(responses, finished)
+    pool.send(finished)
 
 
 def _is_open(outcome: float | dict[str, str] | None) -> bool:

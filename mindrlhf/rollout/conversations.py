@@ -1,6 +1,6 @@
 """Conversations with tools: a source of completions that runs the calls of a turn and goes on with the answers.
 
-It stands before a generator as a ``CompletionSource`` itself, so whoever draws samples need not know. A trajectory is
+It stands before a generator as a ``CompletionSource`` itself, so whoever samples need not know. A trajectory is
 exact by token: each request after the first begins with the very tokens that were generated and inserted before.
 """
 

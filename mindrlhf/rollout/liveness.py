@@ -2,6 +2,7 @@
 
 from mindrlhf.system import processes
 from mindrlhf.system.clock import WatchedTime
+from mindrlhf.system.idle import Activity, IdleWatch
 
 _CHECK_INTERVAL_S = 1.0
 # Less processor time than this during the whole limit is no work: threads that only look around use as much.
@@ -11,8 +12,8 @@ _IDLE_SHARE = 0.005
 class StallWatch:
     """Watches a process and its descendants from the moment it is asked something until it answers.
 
-    A working engine uses processor time, on an accelerator too, if only to schedule the next step; one that was
-    stopped or is in a deadlock uses none.
+    A working engine uses processor time, or waits for it, on an accelerator too, if only to schedule the next step;
+    one that was stopped or is in a deadlock does neither.
 
     Args:
         limit_s: how long it may use none.
@@ -22,8 +23,8 @@ class StallWatch:
         self._pid = pid
         self._limit_s = limit_s
         self._time = WatchedTime()
-        self._since_s = self._next_check_s = 0.0
-        self._cpu_time_s: float | None = None
+        self._idle = IdleWatch()
+        self._next_check_s = 0.0
 
     def is_stalled(self) -> bool:
         """Return whether no work has been done for the whole limit; call it every second or so."""
@@ -31,9 +32,5 @@ class StallWatch:
         if now_s < self._next_check_s:
             return False
         self._next_check_s = now_s + _CHECK_INTERVAL_S
-        used_s = processes.cpu_time_s(self._pid)
-        used_s += sum(processes.cpu_time_s(status.pid) for status in processes.descendants(self._pid))
-        if self._cpu_time_s is None or abs(used_s - self._cpu_time_s) > _IDLE_SHARE * self._limit_s:
-            self._cpu_time_s, self._since_s = used_s, now_s
-            return False
-        return now_s - self._since_s >= self._limit_s
+        pids = [self._pid, *(status.pid for status in processes.descendants(self._pid))]
+        return self._idle.has_idled(Activity.of(pids), now_s, self._limit_s, _IDLE_SHARE * self._limit_s)

@@ -10,6 +10,7 @@ import numpy as np
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.observe.samples import SampleRecord
+from mindrlhf.observe.trajectory import digest_arrays, digest_json
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
@@ -43,14 +44,14 @@ class Sample:
 
 
 class SampleRewards(Protocol):
-    """Rewards that need all samples of a draw at once."""
+    """Rewards that need all samples at once."""
 
     def add_rewards(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with further rewards."""
 
 
 class Sampler:
-    """Draws samples from a generator and has them verified while others are still being generated.
+    """Samples completions from a generator and has them verified while others are still being generated.
 
     Args:
         generator: completes prompts.
@@ -167,6 +168,16 @@ def _sample(
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
     )
+
+
+def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
+    """Return the digests of what was sampled in a step, for its line in the trajectory; the order of samples counts."""
+    return {
+        "prompts": digest_arrays(sample.prompt_ids for sample in samples),
+        "samples": digest_arrays(sample.response_ids for sample in samples),
+        "rollout_logprobs": digest_arrays(sample.rollout_logprobs for sample in samples),
+        "rewards": digest_json([[sample.reward, dict(sample.rewards)] for sample in samples]),
+    }
 
 
 def verifier_names(samples: Iterable[Sample]) -> list[str]:

@@ -23,6 +23,7 @@ from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
 from mindrlhf.system import processes
+from mindrlhf.system.log_tail import last_lines
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
@@ -306,13 +307,12 @@ class VllmGenerator:
 
     def _given_up(self, how: str) -> RunFailure:
         message = f"the rollout server (process {self._process.pid}) {how}{self._log_tail()}"
-        self._is_ready = False  # it would not answer a goodbye either
+        self._is_ready = False  # it would not answer a shutdown either
         self.close()
         return RunFailure(message)
 
     def _log_tail(self) -> str:
-        text = Path(self.options.log_path).read_bytes()[-8192:].decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()][-_NUM_LOG_LINES_SHOWN:]
+        lines = [line.strip() for line in last_lines(Path(self.options.log_path), _NUM_LOG_LINES_SHOWN)]
         return f"; log {self.options.log_path} ends: {' | '.join(lines) or '(empty)'}"
 
     def _note_shared_memory(self) -> None:

@@ -1,6 +1,6 @@
-"""The clock by which the reward pool tells which sample a worker is busy with, and since when.
+"""The clock by which a pool tells which call a worker is busy with, and since when.
 
-It is a few bytes of memory shared by pool and worker: the worker writes it before each call of a verifier,
+It is a few bytes of memory shared by pool and worker: the worker writes it before each call of user code,
 at the cost of a memory write, and the pool reads it when it wakes, and after the worker's death.
 """
 
@@ -8,8 +8,8 @@ import contextlib
 import math
 import mmap
 import os
-import time
 from collections.abc import Iterator
+from time import monotonic  # by name: user code may patch the module
 from typing import NamedTuple
 
 # How long a slow import may take before it counts as hanging after all.
@@ -43,7 +43,7 @@ class CallClock:
     def begin(self, sequence: int, position: int) -> None:
         self._call[0] = sequence
         self._call[1] = position
-        self._started_at_s[0] = time.monotonic()
+        self._started_at_s[0] = monotonic()
 
     def stop(self) -> None:
         self._started_at_s[0] = _IDLE
@@ -52,10 +52,14 @@ class CallClock:
         started_at_s = self._started_at_s[0]
         return None if started_at_s == _IDLE else Running(self._call[0], self._call[1], started_at_s)
 
+    def last_position(self) -> int:
+        """Return the position of the verifier that was called last."""
+        return self._call[1]
+
     def restart(self, allowance_s: float = 0.0) -> None:
         """Let the call under way, if any, begin ``allowance_s`` from now."""
         if self._started_at_s[0] != _IDLE:
-            self._started_at_s[0] = time.monotonic() + allowance_s
+            self._started_at_s[0] = monotonic() + allowance_s
 
 
 _clock: CallClock | None = None
@@ -71,7 +75,7 @@ def install(clock: CallClock, timeout_s: float = math.inf) -> None:
 def remaining_s() -> float:
     """Return what is left of the time limit for the call under way; infinite outside a worker."""
     running = _clock.running() if _clock is not None else None
-    return _timeout_s if running is None else max(0.0, running.started_at_s + _timeout_s - time.monotonic())
+    return _timeout_s if running is None else max(0.0, running.started_at_s + _timeout_s - monotonic())
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 # proc(5): fields 14, 15 and 52, counted from 1; fields[0] is field 3.
 _USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 14 - 3, 15 - 3
+_START_TIME_FIELD = 22 - 3
 _EXIT_CODE_FIELD = 52 - 3
 # wait(2)
 _CORE_DUMPED = 0x80
@@ -57,12 +58,25 @@ def state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def thread_states(pid: int) -> set[str]:
+    """Return the letters of ``state`` for all threads of a process; none when there is no such process."""
+    with contextlib.suppress(OSError):
+        return {fields[0] for tid in os.listdir(f"/proc/{pid}/task") if (fields := _stat_fields(f"{pid}/task/{tid}"))}
+    return set()
+
+
 def cpu_time_s(pid: int) -> float:
     """Return the processor time that a process has used, in seconds; 0 when there is no such process."""
     fields = _stat_fields(pid)
     if not fields:
         return 0.0
     return (int(fields[_USER_TIME_FIELD]) + int(fields[_SYSTEM_TIME_FIELD])) / os.sysconf("SC_CLK_TCK")
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the machine's boot; 0 when it has ended or never was."""
+    fields = _stat_fields(pid)
+    return int(fields[_START_TIME_FIELD]) if fields and fields[0] not in "ZX" else 0
 
 
 def read_environment(pid: int) -> dict[str, str]:
@@ -208,8 +222,8 @@ def _environment(pid: int) -> bytes | None:
         return None
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on; none when there is no such process."""
+def _stat_fields(pid: int | str) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on; none when there is no such process, or thread."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

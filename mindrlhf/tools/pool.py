@@ -1,19 +1,15 @@
 """Worker processes that run tool calls, each under a time limit."""
 
-import json
 import math
-import os
 import queue
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system.processes import kill_tree
+from mindrlhf.sandbox.worker_process import PIPE_BROKEN, PIPES_LOST, WorkerOutput, WorkerProcess
 from mindrlhf.tools.calls import ToolAnswer, ToolCall
 from mindrlhf.tools.registry import check
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
     from mindrlhf.config.sections import ToolSection
 
 START_TIMEOUT_S = 120.0
-READ_SIZE_BYTES = 1 << 16
+CHECK_INTERVAL_S = 0.25
 DEFAULT_MEMORY_LIMIT_MIB = 1024
 
 
@@ -54,7 +50,8 @@ class ToolPool:
             raise UserError(f"the time limit of tools is {timeout_s} s: it must be positive and finite")
         self._timeout_s = timeout_s
         settings = {"tools": list(tools), "timeout_s": timeout_s, "memory_limit_bytes": memory_limit_mib << 20}
-        self._workers = [_Worker(settings) for _ in range(num_workers)]
+        output = WorkerOutput("tools")
+        self._workers = [_Worker(settings, output) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         # The kernel ends a worker with the thread that started it, and these live as long as the pool.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tools")
@@ -85,17 +82,16 @@ class ToolPool:
     def close(self) -> None:
         """Kill the workers; calls that have not begun are cancelled. Calling it again does nothing."""
         for worker in self._workers:
-            worker.close()
+            worker.stop()
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:  # one may have been on the way up
-            worker.close()
+        for worker in self._workers:
+            worker.kill()
 
     def _answer(self, call: ToolCall) -> ToolAnswer:
         worker = self._idle.get()
         try:
             worker.start()
-            text, is_failure = worker.ask([call.name, call.arguments], self._timeout_s)
-            return ToolAnswer(text.encode(errors="replace").decode(), is_failure)
+            return worker.ask(call, self._timeout_s)
         except WorkerDied as death:
             worker.kill()
             return ToolAnswer(f"Error: {call.name[:80]}: {death}", is_failure=True)
@@ -106,9 +102,11 @@ class ToolPool:
 class _Worker:
     """One worker process, started when it is needed."""
 
-    def __init__(self, settings: dict[str, Any]):
+    def __init__(self, settings: dict[str, Any], output: WorkerOutput):
         self._settings = settings
-        self._process: subprocess.Popen | None = None
+        self._output = output
+        self._process: WorkerProcess | None = None
+        self._num_calls = 0
         self._is_closed = False
 
     def start(self) -> None:
@@ -120,16 +118,9 @@ class _Worker:
         """
         if self._process is not None or self._is_closed:
             return
-        # A fresh interpreter, never a fork: this process has MindSpore's threads and locks.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindrlhf.tools.worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # so that an interrupt from the keyboard does not reach it
-        )
+        self._process = WorkerProcess("mindrlhf.tools.worker", self._settings, self._output)
         try:
-            greeting = self.ask(self._settings, START_TIMEOUT_S)
+            greeting = self._receive(START_TIMEOUT_S)
         except WorkerDied as death:
             self.kill()
             raise RunFailure(f"a tool worker did not start: {death}") from death
@@ -137,35 +128,48 @@ class _Worker:
             self.kill()
             raise UserError(greeting["error"])
 
-    def ask(self, message: Any, timeout_s: float) -> Any:
-        """Send one message and return the answer."""
-        process, deadline_s = self._process, time.monotonic() + timeout_s
-        if process is None:
+    def ask(self, call: ToolCall, timeout_s: float) -> ToolAnswer:
+        """Run one call."""
+        if self._process is None:
             raise WorkerDied("the tools are shut down")
-        received = bytearray()
-        try:
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            while not received.endswith(b"\n"):
-                if not select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                    raise WorkerDied(f"no answer within {timeout_s:g} s")
-                chunk = os.read(process.stdout.fileno(), READ_SIZE_BYTES)
-                if not chunk:
-                    raise WorkerDied("the tool's process died")
-                received += chunk
-        except (OSError, ValueError) as error:  # the pipes of a killed worker are broken, or closed
-            raise WorkerDied("the tool's process died") from error
-        return json.loads(received)
+        self._num_calls += 1
+        self._process.queue([self._num_calls, call.name, call.arguments])
+        match self._receive(timeout_s):
+            case [self._num_calls, str(text), bool(is_failure)]:
+                return ToolAnswer(text.encode(errors="replace").decode(), is_failure)
+        raise WorkerDied(PIPE_BROKEN)
+
+    def _receive(self, timeout_s: float) -> Any:
+        """Send what is queued and return the answer."""
+        process, deadline_s = self._process, time.monotonic() + timeout_s
+        while True:
+            has_ended = self._is_closed or process.has_exited()
+            if messages := process.receive():
+                break
+            if process.is_broken:
+                raise WorkerDied(PIPE_BROKEN)
+            if has_ended or process.has_hung_up:
+                raise WorkerDied(PIPES_LOST if process.kill() == PIPES_LOST else "the tool's process died")
+            if time.monotonic() >= deadline_s:
+                raise WorkerDied(f"no answer within {timeout_s:g} s")
+            process.send()
+            unsent = [process.requests_fd] if process.has_unsent_bytes else []
+            # A process that the tool has forked may keep the pipe open when the worker has ended.
+            wait_s = min(CHECK_INTERVAL_S, max(0.0, deadline_s - time.monotonic()))
+            select.select([process.responses_fd], unsent, [], wait_s)
+        if len(messages) > 1 or process.is_broken:
+            raise WorkerDied(PIPE_BROKEN)
+        return messages[0]
 
     def kill(self) -> None:
         """End the process and all it has started."""
         process, self._process = self._process, None
         if process is not None:
-            kill_tree(process.pid)
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            process.kill()
+            process.close()
 
-    def close(self) -> None:
-        """Kill the process for good."""
+    def stop(self) -> None:
+        """Let there be no process any more; the call that runs, in another thread, ends with an error."""
         self._is_closed = True
-        self.kill()
+        if (process := self._process) is not None:
+            process.kill()

@@ -50,7 +50,8 @@ def make_prompt_file(directory: Path) -> Path:
 
 def make_safetensors(directory: Path) -> Path:
     """Write one safetensors file of several dtypes and shapes, a scalar and an empty tensor among them."""
-    from mindrlhf.weights.array_file import ArrayInfo, save_arrays
+    from mindrlhf.weights.array_file import save_arrays
+    from mindrlhf.weights.tensors import array_infos
 
     arrays = {
         "model.embed.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
@@ -59,7 +60,7 @@ def make_safetensors(directory: Path) -> Path:
         "model.empty": np.zeros((0, 4), np.float16),
     }
     path = directory / "model.safetensors"
-    save_arrays(path, arrays.items(), {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()})
+    save_arrays(path, arrays.items(), array_infos(arrays))
     return path
 
 
@@ -67,15 +68,16 @@ def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
     """Write a Hugging Face directory of random weights."""
     from mindrlhf.specs import find_spec
     from mindrlhf.weights.convert import hf_shapes
-    from mindrlhf.weights.writer import TensorPlan, write_model_directory
+    from mindrlhf.weights.tensors import array_infos
+    from mindrlhf.weights.writer import write_model_directory
 
     spec = find_spec(HF_CONFIG)
     shapes = hf_shapes(spec, spec.dims(HF_CONFIG))
     generator = np.random.default_rng(0)
     tensors = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    plan = {name: TensorPlan("float32", shape) for name, shape in shapes.items()}
     model = directory / "model"
-    write_model_directory(tensors.items(), plan, HF_CONFIG, model, file_format="pt", max_shard_bytes=max_shard_bytes)
+    options = {"file_format": "pt", "max_shard_bytes": max_shard_bytes}
+    write_model_directory(tensors.items(), array_infos(tensors), HF_CONFIG, model, **options)
     return model
 
 

@@ -18,8 +18,8 @@ from mindrlhf.observe.trajectory import (
     TrajectoryWriter,
     digest_arrays,
     digest_weights,
-    sample_parts,
 )
+from mindrlhf.rollout.samples import sample_parts
 
 
 @settings(max_examples=50)

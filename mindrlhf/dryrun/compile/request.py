@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.system.log_tail import last_lines
 
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
@@ -138,6 +139,7 @@ class CompileReport:
 # Exit codes of the child: it says in one line on stderr what the user can mend, or leaves its log.
 EXIT_USER_ERROR = 2
 _LOG_LINES = 4
+_ERRORS = ("RuntimeError", "ValueError", "TypeError", "Exception")
 _KILLED = "it was killed, as when the machine's memory is used up: free some, or compile fewer layers"
 
 
@@ -246,6 +248,5 @@ def _log_tail(path: Path) -> str:
     """The last lines that say something, as one line."""
     if not path.exists():
         return "it left no log"
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
-    errors = [line for line in lines if line.startswith(("RuntimeError", "ValueError", "TypeError", "Exception"))]
-    return " | ".join((errors or [line for line in lines if line])[-_LOG_LINES:])
+    errors = last_lines(path, _LOG_LINES, lambda line: line.lstrip().startswith(_ERRORS))
+    return " | ".join(line.strip() for line in errors or last_lines(path, _LOG_LINES))

@@ -14,9 +14,9 @@ from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.sinks import SinkGroup
 from mindrlhf.observe.timing import StageTimer, throughput
-from mindrlhf.observe.trajectory import TrajectoryWriter, sample_parts
+from mindrlhf.observe.trajectory import TrajectoryWriter
 from mindrlhf.rollout.conversations import tool_metrics
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_record, verifier_names
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record, verifier_names
 from mindrlhf.rollout.types import Generator
 from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, RowOptions, make_batch

@@ -19,9 +19,9 @@ from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.hf import STORAGE_DTYPES, convert_dtype
 from mindrlhf.weights.publishing import plan_publication, write_slices
 from mindrlhf.weights.sharded import ShardedManifest
+from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
 class ShardedModel(RankModel):
@@ -126,7 +126,7 @@ class ShardedModel(RankModel):
     def size_bytes(self, state: Mapping[str, ms.Parameter] | None = None) -> int:
         """Return the bytes that all ranks save, of parameters and, with ``state``, of AdamW's state."""
         arrays = self._plan_saving(with_state=state is not None).arrays.values()
-        return sum(array.slice_info.size_bytes * len(array.layout.ranks) for array in arrays)
+        return sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays)
 
     def state_writer(self, name: str, hold: Callable, state: Mapping[str, ms.Parameter] | None = None) -> StateWriter:
         """Return the function that writes this rank's part of a sharded directory; rank 0's also makes it whole.

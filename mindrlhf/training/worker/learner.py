@@ -126,7 +126,7 @@ class Learner(CountsCompiles, SavesState):
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint, in bytes: weights and both moments."""
-        moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
+        moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer))
         return self.model.size_bytes() + moments
 
     def state_writer(self, hold: Callable) -> StateWriter:

@@ -15,7 +15,7 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.training.runtime import Rank
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
 
 
@@ -71,7 +71,7 @@ class RankModel(ABC):
 
     def create_board(self) -> WeightBoard:
         """Make a weight board for the model."""
-        return WeightBoard.create(TensorInfo(*info) for info in hf_tensor_infos(self.network))
+        return WeightBoard.create(hf_tensor_infos(self.network))
 
     def export(
         self, directory: Path, tokenizer_dir: str | os.PathLike | None, board: WeightBoard | None = None

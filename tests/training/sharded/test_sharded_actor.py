@@ -175,7 +175,7 @@ def test_a_warm_up_makes_no_update(make_ranks):
 
 
 def test_all_ranks_publish_the_model_and_the_lead_exports_it(make_ranks, model_dir, tmp_path):
-    from mindrlhf.weights.hf import open_tensors
+    from mindrlhf.weights.open import open_tensors
 
     ranks = make_ranks()
     assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.held), (

@@ -1,0 +1,206 @@
+"""The pool's side of a worker process that runs user code: its start, its pipes, its output and its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+from mindrlhf.sandbox.pipes import MAX_RESPONSE_BYTES, BrokenPipeMessage, MessageReader, pack_message
+from mindrlhf.sandbox.time_limit import CallClock, Running
+from mindrlhf.sandbox.worker import PIPES_LOST_EXIT_CODE
+from mindrlhf.system.idle import Activity
+from mindrlhf.system.processes import kill_marked, kill_tree
+
+READ_SIZE_BYTES = 1 << 18
+MAX_OUTPUT_BYTES = 10_000_000
+# Set for the worker and inherited by all it starts, so that what survives a worker's own death can be found.
+MARKER = "MINDRLHF_WORKER"
+PIPES_LOST = "it closed or replaced its worker's pipes"
+PIPE_BROKEN = "it wrote to its worker's pipes"
+_EXIT_INTERVAL_S, _EXIT_TIMEOUT_S = 0.01, 0.5
+_OUTPUT_TIMEOUT_S = 1.0
+
+
+class WorkerOutput:
+    """What the workers of one pool print, copied to this process's standard error up to ``MAX_OUTPUT_BYTES``.
+
+    Args:
+        owner: whose output it is, for the note that the rest is dropped: "verifiers".
+    """
+
+    def __init__(self, owner: str):
+        self._owner = owner
+        self._num_bytes_left = MAX_OUTPUT_BYTES
+        self._lock = threading.Lock()
+
+    def relay(self, fd: int) -> None:
+        """Copy from a pipe until its last writer is gone, and close it."""
+        with open(fd, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(READ_SIZE_BYTES):
+                with self._lock:
+                    self._copy(chunk)
+
+    def _copy(self, chunk: bytes) -> None:
+        if not self._num_bytes_left:
+            return
+        shown = chunk[: self._num_bytes_left]
+        self._num_bytes_left -= len(shown)
+        if not self._num_bytes_left:
+            shown += f"\nmindrlhf: {self._owner} have printed {MAX_OUTPUT_BYTES} bytes; the rest is dropped\n".encode()
+        try:
+            while shown:
+                shown = shown[os.write(2, shown) :]
+        except OSError:  # a full disk, or nobody who reads
+            self._num_bytes_left = 0
+
+
+class WorkerProcess:
+    """A running worker. Nothing here blocks except ``kill``, which waits for the killed process.
+
+    The worker is a fresh interpreter, never a fork: the parent has MindSpore's threads and locks. The kernel ends it
+    with the thread that started it.
+
+    Args:
+        module: what to run; see ``worker``.
+        settings: the first message.
+        output: where the worker's standard output and error go.
+    """
+
+    def __init__(self, module: str, settings: Any, output: WorkerOutput):
+        self._mark = uuid.uuid4().hex
+        self._kill_lock = threading.Lock()
+        self._ending: str | None = None  # how it ended, once it is killed
+        clock_fd = os.memfd_create("mindrlhf-call-clock")
+        their_requests_fd, self.requests_fd = os.pipe()
+        self.responses_fd, their_responses_fd = os.pipe()
+        output_fd, their_output_fd = os.pipe()
+        theirs = (their_requests_fd, their_responses_fd, clock_fd)
+        try:
+            self.clock = CallClock(clock_fd)
+            self.clock.stop()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, theirs), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=their_output_fd,
+                stderr=their_output_fd,
+                pass_fds=theirs,
+                env={**os.environ, MARKER: self._mark},
+                start_new_session=True,  # so that an interrupt from the keyboard does not reach it
+            )
+        except BaseException:
+            for fd in (self.requests_fd, self.responses_fd, output_fd):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (*theirs, their_output_fd):
+                os.close(fd)
+        self._output = threading.Thread(target=output.relay, args=(output_fd,), name="worker-output", daemon=True)
+        self._output.start()
+        os.set_blocking(self.requests_fd, False)
+        os.set_blocking(self.responses_fd, False)
+        self.started_at_s = time.monotonic()
+        self.has_hung_up = False
+        self.is_broken = False  # what it sends is no message
+        self._reader = MessageReader(MAX_RESPONSE_BYTES)
+        self._unsent = memoryview(b"")
+        self._queued: list[bytes] = []
+        self.queue(settings)
+
+    @property
+    def has_unsent_bytes(self) -> bool:
+        return bool(self._unsent) or bool(self._queued)
+
+    def queue(self, message: Any) -> None:
+        """Leave a message for ``send``."""
+        self._queued.append(pack_message(message))
+
+    def send(self) -> None:
+        """Write as much as the pipe takes."""
+        while self.has_unsent_bytes:
+            if not self._unsent:
+                self._unsent = memoryview(self._queued.pop(0))
+            try:
+                self._unsent = self._unsent[os.write(self.requests_fd, self._unsent) :]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                self._unsent = memoryview(b"")
+                self._queued.clear()
+
+    def receive(self) -> list[Any]:
+        """Read what there is and return the complete messages.
+
+        Notes in ``has_hung_up`` that no more will come, and in ``is_broken`` that none can be made out any more.
+        """
+        messages = []
+        while not self.is_broken:
+            try:
+                chunk = os.read(self.responses_fd, READ_SIZE_BYTES)
+            except BlockingIOError:
+                break
+            try:
+                messages += self._reader.feed(chunk)
+            except BrokenPipeMessage:
+                self.is_broken = True
+            self.has_hung_up = not chunk
+            if len(chunk) < READ_SIZE_BYTES:
+                break
+        return messages
+
+    def overdue_call(self, timeout_s: float) -> Running | None:
+        """The call that has gone on for longer than the limit, if any."""
+        running = self.clock.running()
+        if running is None or time.monotonic() - running.started_at_s <= timeout_s:
+            return None
+        return running
+
+    def has_exited(self) -> bool:
+        """Whether the process has ended. It is not reaped yet, so its number is still its own."""
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # someone else has reaped it
+            return True
+
+    def is_runnable(self) -> bool:
+        """Whether the process runs, or waits for a processor."""
+        return Activity.of([self._process.pid]).is_runnable
+
+    def kill(self) -> str:
+        """End the process and all it has started; say how it ended: ``exit code 3`` or ``signal SIGSEGV``."""
+        with self._kill_lock:
+            if self._ending is None:  # once it is reaped, its number may belong to others
+                is_mute = self.has_hung_up and not self._exits_soon()
+                kill_tree(self._process.pid)
+                code = self._process.wait()
+                kill_marked(MARKER, self._mark)
+                # Its last words belong before what is said of its end; another process may hold the pipe for ever.
+                self._output.join(_OUTPUT_TIMEOUT_S)
+                self._ending = PIPES_LOST if is_mute or code == PIPES_LOST_EXIT_CODE else _describe_end(code)
+            return self._ending
+
+    def close(self) -> None:
+        """Close the pipes of a killed process."""
+        os.close(self.requests_fd)
+        os.close(self.responses_fd)
+
+    def _exits_soon(self) -> bool:
+        """Whether the process ends by itself; its pipes close a moment before it has ended."""
+        deadline_s = time.monotonic() + _EXIT_TIMEOUT_S
+        while not self.has_exited():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_EXIT_INTERVAL_S)
+        return True
+
+
+def _describe_end(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
