@@ -11,7 +11,7 @@ _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}"
 _LETTER = re.compile(r"\(?([A-J])\)?\.?")
 _LIST = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|;|&|and|\s)\s*\(?[A-J]\)?)+")
 _WITH_TEXT = re.compile(
-    r"(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-J])\)|([A-J])[.):])(?:\s.*)?", re.DOTALL | re.IGNORECASE
+    r"(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-J])\)|([A-J])(?:[.):]| -(?= )))(?:\s.*)?", re.DOTALL | re.IGNORECASE
 )
 _NAMED = re.compile(r"(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?\.?", re.IGNORECASE)
 # "a" and "I" are words too: as letters of choices they stand at the end, before a mark, or in brackets.

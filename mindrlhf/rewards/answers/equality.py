@@ -31,6 +31,9 @@ _MIN_WORD_CHARS = 4
 # Shorter than that, but no products of variables.
 _SHORT_WORDS = frozenset(("yes", "no", "odd", "one", "two", "six", "ten", "all", "not", "dne", "max", "min", "red"))
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+_EQUALS_OR_IN = re.compile(r"==?|\\in(?![A-Za-z])")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
+_COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
 _TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)\s*[xX]\s*(?=[0-9(])")
@@ -108,7 +111,7 @@ class _Comparison:
             verdict = _sets_equal(prediction, reference)
             if verdict is not None:
                 return verdict
-        forms = read_form(_both_signs(prediction)), read_form(_both_signs(reference))
+        forms = _form(prediction), _form(reference)
         if forms[0].kind == forms[1].kind == "value":
             return self._equations_equal(forms[0].parts[0], forms[1].parts[0], depth)
         return self._forms_equal(*forms, depth)
@@ -167,7 +170,7 @@ class _Comparison:
         """``(x, y) = (1, 2)`` beside ``(1, 2)``, ``x = 1, 2`` beside ``1, 2``."""
         single, is_prediction = (form, True) if form.kind == "value" else (reference, False)
         other = reference if is_prediction else form
-        parts = split(single.parts[0], _EQUALS)
+        parts = split(single.parts[0], _EQUALS_OR_IN)
         if len(parts) != 2 or not is_name(parts[0]) or not parts[1]:
             return False
         value = read_form(parts[1])
@@ -245,13 +248,20 @@ def _named(parts: Sequence[str]) -> bool:
 
 def _both_signs(text: str) -> str:
     """``x = 3 \\pm y`` as a list of two."""
-    if text.count("\\pm") != 1 or "\\mp" in text:
+    if len(_PLUS_MINUS.findall(text)) != 1 or "\\mp" in text:
         return text
     name, equals, value = text.rpartition("=")
     if read_form(value).kind != "value":
         return text
-    both = (re.sub(r"\\pm\s*", sign, value).strip().removeprefix("+") for sign in ("+", "-"))
+    both = (_PLUS_MINUS.sub(sign, value).strip().removeprefix("+") for sign in ("+", "-"))
     return ", ".join(f"{name}{equals}{one}" for one in both)
+
+
+def _form(text: str) -> Form:
+    form = read_form(_both_signs(text))
+    if form.kind not in ("set", "list") or "\\pm" not in text:
+        return form
+    return form._replace(parts=tuple(part for one in form.parts for part in split(_both_signs(one), _COMMA)))
 
 
 def _for_computing(value: str) -> str:

@@ -30,6 +30,8 @@ _INDEXED_NUMBER = re.compile(r"[0-9)]\s*_")
 _ODD_ROOT = re.compile(r"\\sqrt\s*\[([3579])\]\s*\{\s*-\s*([0-9]+)\s*\}")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OTHER_BASE = re.compile(r"(?<![0-9A-Za-z.])0[xXbBo][0-9A-Fa-f]")
+# Dates, times and codes.
+_LEADING_ZERO = re.compile(r"(?<![0-9.])0[0-9]")
 _FACTORIAL_TWICE = re.compile(r"!\s*!")
 # Values of variables: of both signs, nothing special about them; alternating between variables.
 _SAMPLES = ("7/5", "-23/17", "41/29", "-8/3", "13/31", "-47/43", "29/11", "-3/19", "53/37", "5/13")
@@ -74,7 +76,7 @@ def _parse(expression: str, is_real: bool):
     expression = _MIXED.sub(r"(\1+\2)", _OVERLINE.sub(_repeating, expression))
     expression = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", expression)
     check_text(expression)
-    if _INDEXED_NUMBER.search(expression) or _OTHER_BASE.search(expression):
+    if _LEADING_ZERO.search(expression) or _INDEXED_NUMBER.search(expression) or _OTHER_BASE.search(expression):
         return None
     if _FACTORIAL_TWICE.search(expression):
         raise Refused("a factorial of a factorial")

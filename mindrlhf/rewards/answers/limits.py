@@ -18,7 +18,7 @@ MAX_BITS = 20_000
 # Exponents up to 2^14, factorials and binomials of numbers below 2^10.
 MAX_EXPONENT_BITS = 14
 MAX_FACTORIAL_BITS = 10
-MAX_NODES = 250
+MAX_NODES = 150
 
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _KNOWN_COMMAND = re.compile(

@@ -14,6 +14,10 @@ _AND = re.compile(
     r"\\(?:cap|land|wedge)(?![A-Za-z])|\\(?:text|mathrm)\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|,|;"
 )
 _MEMBER = re.compile(r"\\in(?![A-Za-z])")
+_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)\s*(.+)\\\}")
+_EXCLUDED = re.compile(r"([A-Za-z])\s*\\ne\s*([^<>=\\]+(?:,[^<>=\\]+)+)")
+_COMMA = re.compile(",")
+_ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*\|")
 _WITHOUT = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?")
 _REALS = re.compile(
@@ -65,8 +69,15 @@ def relations_equal(prediction: str, reference: str) -> bool:
 def _read_set(text: str) -> tuple[str | None, Any] | None:
     import sympy
 
+    builder = _BUILDER.fullmatch(text)
+    if builder is not None:
+        found = _read_set(builder[2])
+        return None if found is None or found[0] not in (None, builder[1].lower()) else (None, found[1])
+    excluded = _EXCLUDED.fullmatch(text)
+    if excluded is not None:
+        text = ", ".join(f"{excluded[1]} \\ne {value}" for value in split(excluded[2], _COMMA))
     member = split(text, _MEMBER)
-    if len(member) == 2 and _VARIABLE.fullmatch(member[0]):
+    if len(member) == 2 and _VARIABLE.fullmatch(member[0]) and len(split(member[1], _AND)) == 1:
         found = _read_set(member[1])
         return None if found is None or found[0] is not None else (member[0].lower(), found[1])
     if _NOTHING.fullmatch(text):
@@ -120,6 +131,8 @@ def _inequality(text: str) -> tuple[str, Any] | None:
         halves = [(_TURNED[signs[0]], low), (signs[1], high)]
     elif _VARIABLE.fullmatch(parts[0]):
         name, halves = parts[0], [(signs[0], parts[1])]
+    elif (absolute := _ABSOLUTE.fullmatch(parts[0])) is not None and signs[0] in ("<", "\\le"):
+        name, halves = absolute[1], [(signs[0], parts[1]), (_TURNED[signs[0]], f"-({parts[1]})")]
     else:
         name, halves = parts[1], [(_TURNED[signs[0]], parts[0])]
     bounds = [(sign, constant(bound)) for sign, bound in halves]

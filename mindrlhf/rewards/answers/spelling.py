@@ -70,19 +70,25 @@ _GROUPED = re.compile(
     rf"(?<![0-9.,])([0-9]{{1,3}})((?:(?:\{{,\}}|,?(?:{_SPACE_COMMAND})+|[\u00a0\u2009\u202f\u2007])[0-9]{{3}})+)(?![0-9])"
 )
 _SPACED_GROUPS = re.compile(r"([-+$€£¥]*)([0-9]{1,3}(?:([ '\u2019])[0-9]{3})(?:\3[0-9]{3})*)((?:\.[0-9]+)?%?\.?)")
+_QUAD = re.compile(r"\s*,?\s*\\q?quad(?![A-Za-z])\s*")
 _SPACES = re.compile(rf"(?<!\\)(?:{_SPACE_COMMAND})")
 _LOOKS = re.compile(
-    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|middle|mathstrut|strut|nonumber)(?![A-Za-z])"
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|middle|mathstrut|strut|nonumber|tiny|small|normalsize"
+    r"|large|Large|LARGE|huge|Huge|bf|it|em|sf|tt)(?![A-Za-z])"
     r"(?:\s*\.(?![0-9]))?"
 )
 _FONT = re.compile(
-    r"\\(?:mathbf|textbf|boldsymbol|bm|bold|mathit|textit|emph|mathsf|textsf|texttt|mathtt|underline|uline|boxed|fbox"
+    r"\\(?:mathbf|textbf|boldsymbol|bm|bold|mathit|textit|emph|mathsf|textsf|texttt|mathtt|underline|uline|underbrace|mathbb(?=\s*\{[0-9])|boxed|fbox"
     r"|(?:text)?color\s*\{[a-z]+\})\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 )
 _NUMBER_IN_TEXT = re.compile(r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(\s*[-+$]?[0-9][^{}]*)\}")
 _COMMANDS = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
+    (re.compile(r"\{\s*([^{}]{1,40}?)\s*\\choose\s*([^{}]{1,40}?)\s*\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"[(\[|]?\s*\\begin\{array\}\s*\{[lcr| ]+\}"), r"\\begin{matrix}"),
+    (re.compile(r"\\end\{array\}\s*[)\]|]?"), r"\\end{matrix}"),
+    (re.compile(r":=|\\(?:coloneqq|equiv)(?![A-Za-z])"), "="),
     (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*([0-9])\s*\{"), r"\\frac{\1}{"),
     (re.compile(r"(\\frac\s*\{[^{}]*\})\s*([0-9])"), r"\1{\2}"),
@@ -142,14 +148,19 @@ def plain_spelling(text: str) -> str:
         text = _without_looks(text)
     for pattern, spelling in _COMMANDS:
         text = pattern.sub(spelling, text)
-    text = re.sub(r"\s+", " ", text).strip().strip("*`").strip()
+    text = re.sub(r"\s+", " ", text).strip().strip("*`\"").strip()
+    if text.endswith("\\") and not text.endswith("\\\\"):
+        text = text[:-1].rstrip()
     match = _SPACED_GROUPS.fullmatch(text)
     if match is not None:
         text = match[1] + match[2].replace(match[3], "") + match[4]
-    return text if text.endswith("..") else text.rstrip(".,;").strip() or text
+    return text.rstrip(".,;").strip() or text
 
 
 def _without_looks(text: str) -> str:
+    pieces = _QUAD.split(text)
+    if len(pieces) > 1 and all("=" in piece for piece in pieces):
+        text = ", ".join(pieces)
     text = _SPACES.sub(lambda match: "" if match.group() == "\\!" else " ", text)
     text = _LOOKS.sub("", text)
     for _ in range(3):

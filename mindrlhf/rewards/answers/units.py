@@ -61,14 +61,16 @@ _PROSE = {"in", "min", "m", "s", "h", "day", "days", "K", "n", "j", "w", "v"}
 _QUANTITY = re.compile(
     r"(?P<number>[^A-Za-z\\°^]*[0-9.%]|[-+]?[0-9]*\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
     r"(?P<space>(?:\s|~|\\[ ,;!])*)"
-    r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<text_power>\^?\{?[23]?\}?)"
+    r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<text_power>(?:\^\{?[23]\}?)?)"
     r"|(?P<degrees>\^?\s*\{?(?:\\circ|°)\}?)(?:\s*\\?(?:text|mathrm)?\{?(?P<scale>[CFK])\}?)?"
     r"|(?P<plain>[A-Za-zµ][A-Za-z0-9 µ/^²³{}.]*))"
 )
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_OTHER_BASE = re.compile(r"\b(?:base|binary|octal|hex|hexadecimal|mod)\b", re.IGNORECASE)
+_MODULUS = re.compile(r"(?P<value>[^\\]+)\\(?:p?mod\s*\{(?P<braced>[^{}]+)\}|(?:b?mod|pmod)\s*(?P<bare>[0-9a-z]+))")
 _UNNAMED = re.compile("(?:square |cubic |sq )?units?")
 _BEHIND = re.compile(
-    r"(?P<value>[^ ].*?)(?:\s*\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<power>\^?\{?[23]?\}?)"
+    r"(?P<value>[^ ].*?)(?:\s*\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<power>(?:\^\{?[23]\}?)?)"
     r"|(?P<degrees>\^?\s*\{?(?:\\circ|°)\s*\}?)|(?:(?<=[0-9})])|(?<=\\pi))\s+"
     r"(?P<plain>(?:square |cubic |sq )?[A-Za-zµ/]{1,20}(?:[²³]|\^\{?[23]\}?)?))"
 )
@@ -111,10 +113,15 @@ def is_measure(words: str) -> bool:
 
 def split_unit(text: str) -> tuple[str, str]:
     """An expression and the measure behind it: ``5\\sqrt{2}`` and ``cm``; ``""`` without one."""
+    modulus = _MODULUS.fullmatch(text)
+    if modulus is not None:
+        return modulus["value"].strip(), f"mod {(modulus['braced'] or modulus['bare']).strip()}"
     match = _BEHIND.fullmatch(text)
     if match is None or (match["degrees"] and _OF_AN_ANGLE.search(text)):
         return text, ""
     words = match["text"] + match["power"] if match["text"] is not None else match["plain"] or ""
+    if _OTHER_BASE.search(words):
+        return text, ""
     unit = "deg" if match["degrees"] else _measure(words)
     if unit is None and match["text"] is None and not _UNNAMED.fullmatch(words):
         return text, ""
@@ -123,6 +130,8 @@ def split_unit(text: str) -> tuple[str, str]:
 
 def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Quantity | None:
     """``is_marked``: LaTeX says it is text, not algebra; ``is_apart``: there is a space between number and unit."""
+    if _OTHER_BASE.search(words):
+        return None
     first, _, rest = words.strip().partition(" ")
     if first.lower() in FACTORS and is_apart:
         number = Number(number.value * FACTORS[first.lower()], number.is_percentage)
