@@ -57,8 +57,9 @@ def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bo
     ``tolerance`` is the relative error that numbers may have; 0 means that decimals of surds are wrong.
     What is too large to be computed (``refusal_reason``) is equal only as text.
     """
-    prediction, reference = plain_spelling(prediction), plain_spelling(reference)
-    if not prediction or not reference:
+    if prediction != reference:
+        prediction, reference = plain_spelling(prediction), plain_spelling(reference)
+    if not prediction.strip() or not reference:
         return False
     if prediction == reference:
         return True

@@ -75,6 +75,8 @@ def _last_answer_tag(text: str) -> tuple[int, str] | None:
 
 def _last_box(text: str) -> tuple[int, str | None] | None:
     """Place and content of the last box; the content is None when the box is not closed."""
+    if "box" not in text:
+        return None
     start, box = max((text.rfind(box), box) for box in _BOXES)
     return None if start < 0 else (start, _braced(text, start + len(box)))
 

@@ -117,6 +117,8 @@ _INLINE_MATH = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 
 def without_end_tokens(text: str) -> str:
     """``text`` without the control tokens at its end (``<|im_end|>``, ``</s>`` ...) and white space there."""
+    if not text[-_MAX_END_TOKEN_CHARS:].rstrip().endswith((">", "]")):
+        return text
     end = len(text)
     while (match := _END_TOKEN.search(text[max(0, end - _MAX_END_TOKEN_CHARS) : end])) is not None:
         end -= len(match.group())
@@ -136,9 +138,10 @@ def plain_unicode(text: str) -> str:
 
 def plain_spelling(text: str) -> str:
     """``text`` in the one spelling that the rules of equality read. Long texts only lose their end tokens."""
-    text = without_end_tokens(text).strip()
+    text = text.strip()
     if _SIMPLE.fullmatch(text):
         return text
+    text = without_end_tokens(text).strip()
     if len(text) > MAX_SPELLED_CHARS:
         return text
     text = plain_unicode(text).strip().strip("*`").strip()
