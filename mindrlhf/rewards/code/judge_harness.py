@@ -328,10 +328,12 @@ def _verdict(test, link, allows_own_helpers):
         def let_write(does):
             link.writes_back = does
 
-        namespace["__let_write"] = let_write
+        namespace["__let_write__"] = let_write
         tree = ast.fix_missing_locations(WriteBack(keeps_arguments).visit(tree))
         exec(compile(tree, "test.py", "exec"), namespace)
         passes = True
+    except Untrusted as error:
+        link.trouble, passes = error, False
     except BaseException:  # SystemExit too
         passes = False
     if isinstance(link.trouble, Untrusted):
@@ -356,7 +358,7 @@ class WriteBack(ast.NodeTransformer):
 
 
 def _let_write(does):
-    function = ast.Name("__let_write", ast.Load())
+    function = ast.Name("__let_write__", ast.Load())
     return ast.Expr(ast.Call(function, [ast.Constant(does)], []))
 
 

@@ -14,6 +14,8 @@ SYSTEM_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = tuple(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "passwd", "group", "alternatives"))
 DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 
+STANDARD_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+
 # linux/sched.h, mount.h, capability.h, prctl.h
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (
     0x00020000,
@@ -101,6 +103,8 @@ def _enter(interpreter_prefix: str) -> None:
         os.mkdir(root + name)
     for path in shown:
         _show(path, root + path)
+    for name, target in STANDARD_LINKS.items():
+        os.symlink(target, f"{root}/dev/{name}")
     attributes = _MountAttributes(attr_set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     size = ctypes.sizeof(attributes)
     _check(
