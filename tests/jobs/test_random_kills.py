@@ -1,7 +1,6 @@
 """Processes of a run are killed at random moments, over and over; each run ends like one that nobody disturbed.
 
-``MINDRLHF_RANDOM_KILLS`` says how many kills, ``MINDRLHF_RANDOM_KILLS_SEED`` which. What was hit is printed by stage, as
-docs/faults.md has it.
+``MINDRLHF_RANDOM_KILLS`` says how many kills, ``MINDRLHF_RANDOM_KILLS_SEED`` which. What was hit is printed by stage.
 """
 
 import collections
@@ -84,7 +83,9 @@ def disturb(start_job, output_dir, rng: random.Random, num_kills: int) -> collec
         hits[hit] += 1
         if hit[0] == "launcher":
             job.process.wait()
-            assert job.leftovers() == []
+            # A server that was killed just before cannot tidy up, and nor can those who would have done it then: what
+            # may remain is its directory of temporary files. No process does.
+            assert [left for left in job.leftovers() if "mindrlhf-rollout-" not in left] == []
             job = start_job(output_dir, *options, *["--resume"] * bool(job.finished()))
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert job.leftovers() == [] == job.unfinished()

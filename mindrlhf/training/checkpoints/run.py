@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.system.run_lock import holding
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME, check_free
@@ -44,6 +46,20 @@ class Progress:
 def save_dir(config: AnyConfig) -> Path:
     """Return the directory of a run's checkpoints."""
     return Path(config.checkpoint.save_dir or Path(config.run.output_dir) / "checkpoints")
+
+
+@contextlib.contextmanager
+def holding_directories(config: AnyConfig, purpose: str) -> Iterator[None]:
+    """Keep other runs out of this one's directories while the body runs; see :mod:`mindrlhf.system.run_lock`.
+
+    Raises:
+        UserError: another run that is going on has one of them.
+    """
+    with contextlib.ExitStack() as stack:
+        # Also the one within the other: a third run may be told to save there.
+        for directory in dict.fromkeys((Path(config.run.output_dir).resolve(), save_dir(config).resolve())):
+            stack.enter_context(holding(directory, purpose))
+        yield
 
 
 def check_output(config: AnyConfig, *, resume: bool) -> None:
