@@ -16,7 +16,7 @@ from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, check_output
 from mindrlhf.training.loop.key_data import KeyData
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.runtime import Rank, is_lead_process, num_ranks_from_environment, start_runtime
 
 
@@ -30,6 +30,8 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     output_dir = Path(config.run.output_dir)
     if is_lead_process():
         check_output(config, resume=resume)
+        if sandbox := check_sandbox(config):
+            print(f"mindrlhf: {sandbox}", flush=True)
     output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # The generator takes as long to start as the training graphs to compile: let them overlap.
