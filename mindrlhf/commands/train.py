@@ -72,10 +72,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
-    from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inputs, check_sft_inputs
+    from mindrlhf.training.preflight import (
+        check_grpo_inputs,
+        check_preference_inputs,
+        check_sandbox,
+        check_sft_inputs,
+    )
 
     if command == "train":
         check_grpo_inputs(config, num_ranks)
+        check_sandbox(config)
     elif command == "sft":
         check_sft_inputs(config)
     else:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Collection
 
+from mindrlhf.errors import UserError
 from mindrlhf.sandbox import launcher
 from mindrlhf.system.processes import kill_tree
 
@@ -114,8 +115,26 @@ def describe(layers: Collection[str]) -> str:
 
 @functools.cache
 def active_layers() -> frozenset[str]:
-    """Return the names of the sandbox's layers that this machine allows; none where programs cannot be run at all."""
+    """Return the names of the sandbox's layers that this machine allows; none where no program can be run at all."""
     try:
-        return shared_server().layers
+        probe = LauncherServer()
     except OSError:
         return frozenset()
+    probe.close()
+    return probe.layers
+
+
+def check_strong(allow_weak: bool) -> str:
+    """Return, for the log, which layers keep programs in.
+
+    Raises:
+        UserError: too few for programs that nobody trusts, and ``allow_weak`` is not set.
+    """
+    layers = active_layers()
+    if not is_strong(layers) and not allow_weak:
+        raise UserError(
+            f"this system gives the sandbox too few locks ({describe(layers) or 'none'}): the model's programs could "
+            "reach the network and this user's files: allow namespaces or Landlock, or set sandbox.allow_weak=true "
+            "in a container with nothing to lose"
+        )
+    return describe(layers)

@@ -33,7 +33,7 @@ from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
@@ -60,6 +60,8 @@ class ReinforcementTraining(life_cycle.Training):
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
+        if sandbox := check_sandbox(self._config):
+            print(f"mindrlhf: {sandbox}", flush=True)
         self._generator = _start_generator(self._config, self._inputs, stack)
 
     def build_worker(self, rank: Rank):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mindrlhf.errors import UserError
 from mindrlhf.sandbox import server
 from mindrlhf.sandbox.run import SandboxLimits, run_files, run_python
 
@@ -176,3 +177,14 @@ def test_without_namespaces_the_limits_remain(without_namespaces, capfd):
     run_python(FORKING.format(python="/proc/self/exe", mark=mark, rest="import time; time.sleep(1000)"), limits=SHORT)
     assert gone(mark)
     assert "no namespaces" not in capfd.readouterr().err, "one warning is enough"
+
+
+def test_too_few_locks_are_refused_unless_allowed(monkeypatch):
+    for layers in ({"limits", "watcher"}, {"limits", "watcher", "landlock"}, {"limits", "seccomp"}, set()):
+        monkeypatch.setattr(server, "active_layers", lambda layers=layers: frozenset(layers))
+        with pytest.raises(UserError, match=r"sandbox\.allow_weak=true"):
+            server.check_strong(allow_weak=False)
+        assert server.check_strong(allow_weak=True) == ", ".join(sorted(layers))
+    for layers in ({"namespaces"}, {"seccomp", "landlock"}, {"seccomp", "user"}):
+        monkeypatch.setattr(server, "active_layers", lambda layers=layers: frozenset(layers))
+        assert server.check_strong(allow_weak=False) == ", ".join(sorted(layers))

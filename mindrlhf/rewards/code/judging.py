@@ -46,7 +46,7 @@ def run_calls(
                 passed.append("value" in reply and _is_expected(reply["value"], expected))
                 if stop_at_failure and not passed[-1]:
                     break
-        except (ConnectionError, TimeoutError, ValueError, RecursionError):
+        except (ConnectionError, TimeoutError, ValueError, TypeError, RecursionError):
             program.check_started()
             return [False] * len(calls)
     return passed + [False] * (len(calls) - len(passed))

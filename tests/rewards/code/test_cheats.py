@@ -78,3 +78,11 @@ def test_honest_programs_keep_their_reward(name):
 def test_there_are_enough_of_each():
     assert len(cheats.CHEATS) >= 60
     assert len(HONEST) >= 100
+
+
+@pytest.mark.parametrize(
+    "data", ['{"int": []}', '{"float": {}}', '{"dict": 1}', '{"dict": [1]}', '{"tuple": 3}', "{}", '{"float": "nan"}']
+)
+def test_answers_that_break_the_protocol_are_wrong(data):
+    source = f'import os\nos.write(3, b\'{{"loaded": true}}\\n{{"value": {data}}}\\n\')\nos._exit(0)'
+    assert reward(fenced(source), {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": 1}]}) == 0.0
