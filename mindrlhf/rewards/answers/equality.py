@@ -32,6 +32,7 @@ _MIN_WORD_CHARS = 4
 _SHORT_WORDS = frozenset(("yes", "no", "odd", "one", "two", "six", "ten", "all", "not", "dne", "max", "min", "red"))
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _EQUALS_OR_IN = re.compile(r"==?|\\in(?![A-Za-z])")
+_POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
@@ -146,6 +147,12 @@ class _Comparison:
         numbers = parse_number(prediction), parse_number(reference)
         if numbers[0] is not None and numbers[1] is not None:
             return numbers_equal(*numbers) or is_near(*numbers, self._tolerance)
+        shares = [text.endswith("%") for text in (prediction, reference)]
+        prediction, reference = prediction.removesuffix("%"), reference.removesuffix("%")
+        if shares[0] != shares[1]:  # 42% is 0.42 and 42
+            whole, part = (prediction, reference) if shares[0] else (reference, prediction)
+            if expressions_equal(f"\\frac{{{whole}}}{{100}}", part, self._tolerance):
+                return True
         return expressions_equal(_TIMES.sub(r"\\times ", prediction), reference, self._tolerance)
 
     def _forms_equal(self, form: Form, reference: Form, depth: int) -> bool:
@@ -259,6 +266,7 @@ def _both_signs(text: str) -> str:
 
 
 def _form(text: str) -> Form:
+    text = _POINT.sub("", text)
     form = read_form(_both_signs(text))
     if form.kind not in ("set", "list") or "\\pm" not in text:
         return form

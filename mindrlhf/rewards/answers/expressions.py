@@ -26,6 +26,8 @@ _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 _OVERLINE = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|dot|bar)\s*\{?([0-9]+)\}?")
 # The grammar drops indices of numbers, and bases with them.
 _INDEXED_NUMBER = re.compile(r"[0-9)]\s*_")
+# 3(6), which the grammar takes for a mixed number.
+_PRODUCT = re.compile(r"(?<=[0-9)])(?<![_^][0-9])\s*\((?=\s*-?[0-9]+(?:\.[0-9]+)?\s*\))")
 # Roots of odd degree of negative numbers are meant to be real; SymPy's are complex.
 _ODD_ROOT = re.compile(r"\\sqrt\s*\[([3579])\]\s*\{\s*-\s*([0-9]+)\s*\}")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -75,6 +77,7 @@ def _parse(expression: str, is_real: bool):
     """
     expression = _MIXED.sub(r"(\1+\2)", _OVERLINE.sub(_repeating, expression))
     expression = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", expression)
+    expression = _PRODUCT.sub(r"\\cdot (", expression)
     check_text(expression)
     if _LEADING_ZERO.search(expression) or _INDEXED_NUMBER.search(expression) or _OTHER_BASE.search(expression):
         return None
@@ -198,9 +201,11 @@ def _close(reference, prediction, num_digits: int, tolerance: float) -> bool:
 def _reader() -> Callable[[str, bool], Any]:
     with time_limit.uncounted():
         import sympy
-        from latex2sympy2_extended.latex2sympy2 import latex2sympy
+        from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
         from latex2sympy2_extended.sets import FiniteSet
 
+    # It would read 3(6) as the mixed number 3 + 6.
+    configuration = ConversionConfig(interpret_as_mixed_fractions=False)
     imaginary = {sympy.Symbol("i"): sympy.I}
 
     def exact(tree):
@@ -222,6 +227,7 @@ def _reader() -> Callable[[str, bool], Any]:
                     is_real=is_real or None,
                     convert_degrees=_ANGLE.search(expression) is not None,
                     normalization_config=None,
+                    conversion_config=configuration,
                 )
                 if isinstance(tree, sympy.MatrixBase):
                     return tree.applyfunc(exact)

@@ -18,17 +18,23 @@ MAX_SENTENCE_CHARS = 1000
 
 # "... is $18.00, I think": a number by itself, seen without taking the line apart.
 _ALONE = re.compile(
-    r"(?:(?<![\\A-Za-z{])(?!(?:sqrt|sin|cos|tan|log|ln|exp|pi|and|or)\b)[A-Za-z]{2,}:? |\*\*)"
+    r"(?:(?<![\\A-Za-z{])(?!(?:sqrt|sin|cos|tan|log|ln|exp|pi|and|or|in|of|mod)\b)[A-Za-z]{2,}:? |(?<!\w)\*\*)"
     r"([-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)(?:\*\*)?(?:[.,;!?]?\s*$|[.,;]\s+[A-Za-z])"
 )
 _SPAN = re.compile(
     r"\$\$(.+?)\$\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|(?<![\\$])\$(?! )([^$\n]+?)(?<![ \\])\$(?![0-9])", re.DOTALL
 )
 _PROSE_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
-_TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|[A-Za-z]+|\s+|<<|>>|=>|->|\*\*|.", re.DOTALL)
+_TOKEN = re.compile(
+    r"\\(?:[A-Za-z]+|.)|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|\s+|<<|>>|=>|->|\*\*|.", re.DOTALL
+)
 _BREAKING_COMMANDS = re.compile(
     r"\\(?:text[a-z]*|quad|qquad|implies|[Rr]ightarrow|therefore|item|begin|end|\\|newline|so|to|Longrightarrow)"
 )
+_MODULUS = re.compile(r"\bmod[\s{]*$")
+_IN_PARTS = re.compile(r"[0-9]\s+(?:in|out of)\s+$")
+_MATRIX = re.compile(r"\\begin\{([a-z]{0,9}matrix)\}.*?\\end\{\1\}", re.DOTALL)
+_JOINING_ENDS = re.compile(r"^(?:[ \t=+*/^,:&_)\]}<>]|\.(?![0-9]))+")
 # Between the parts of a list: "2 and 3", "1, 2".
 _JOINT = re.compile(r"[0-9)\]}$](\s*,?\s*\b(?:and|or)\s*|,\s*)$")
 _FUNCTIONS = frozenset(("sqrt", "sin", "cos", "tan", "log", "ln", "exp", "pi", "frac"))
@@ -60,6 +66,9 @@ def final_expression(text: str) -> str | None:
     alone = _ALONE.search(line, max(0, place - MAX_NUMBER_CHARS))
     if alone is not None and alone.end(1) == place + 1:
         return alone[1]
+    matrix = next((match for match in _MATRIX.finditer(line) if match.start() < place < match.end()), None)
+    if matrix is not None:
+        return matrix.group()
     span = next((match for match in _SPAN.finditer(line) if match.start() < place < match.end()), None)
     if span is not None and _is_math(content := next(group for group in span.groups() if group is not None)):
         before, behind = line[: span.start()].rstrip(), line[span.end() :].lstrip()
@@ -82,6 +91,8 @@ def stated_answer(text: str) -> str | None:
     cues = list(_CUE.finditer(text))
     if cues:
         rest = text[cues[-1].end() :]
+        if _NEGATION.search(re.split(r"[.,;!?]\s", text[: cues[-1].start()])[-1]):
+            return None
         end = _SENTENCE_END.search(rest)
         rest = rest if end is None else rest[: end.start()]
         return _HEDGES.sub("", rest.strip().strip("*").strip(), count=1).strip() or None
@@ -146,8 +157,13 @@ def _token_at(tokens: list[str], place: int) -> int:
 def _last_run(tokens: list[str], end: int) -> tuple[int, int] | None:
     """First token and end of the expression around the last number before ``end`` that is not part of a word."""
     for last in range(end - 1, -1, -1):
-        if not tokens[last][0].isdigit() or (last and _is_identifier(tokens[last - 1])):
+        if not tokens[last][-1].isdigit() or (last and _is_identifier(tokens[last - 1])):
             continue
+        words = "".join(tokens[max(0, last - 6) : last])
+        if _MODULUS.search(words):
+            continue
+        if _IN_PARTS.search(words):
+            return None
         if len(tokens[last]) > MAX_NUMBER_CHARS:
             return None
         first, end_of_run = _widened(tokens, last)
@@ -212,6 +228,12 @@ def _continues(tokens: list[str], place: int) -> bool:
     previous = tokens[place - 1] if place else ""
     if token.isalpha() and len(token) > 1 and previous[:1].isdigit() and token not in _FUNCTIONS:
         return token.lower() not in _ORDINALS  # 42km, 0xff
+    if token.isalpha() and previous == "'":  # it's
+        return False
+    if token == "**":
+        return previous[-1:].isalnum() and following[:1].isalnum()
+    if token == ";" or (token == "'" and following.isalpha()):
+        return token == ";" and bool(following.strip())
     if token in ("a", "A", "I") and (previous.isspace() or not previous) and (following.isspace() or not following):
         return False
     if token in ".,:!" and (not following or following.isspace() or following in "*_"):
@@ -224,7 +246,7 @@ def _continues(tokens: list[str], place: int) -> bool:
 def _trimmed(run: str, before: str) -> str:
     """Without operators that join the run to the prose around it; then the right-hand side alone counts."""
     whole = run.strip(" \t*_`")
-    run = whole.lstrip(_ENDS + ")]}<>").rstrip(_ENDS + "([{<>-")
+    run = _JOINING_ENDS.sub("", whole).rstrip(_ENDS + "([{<>-")
     run = re.sub(r"^(?:[xX]|-)\s+(?=[$0-9])", "", run).strip()
     is_cut = len(run) < len(whole.rstrip(_ENDS + "([{<>-"))
     left, equals, right = run.rpartition("=")

@@ -18,7 +18,7 @@ _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:
 _EXCLUDED = re.compile(r"([A-Za-z])\s*\\ne\s*([^<>=\\]+(?:,[^<>=\\]+)+)")
 _COMMA = re.compile(",")
 _ABSOLUTE = re.compile(r"\|\s*([A-Za-z])\s*\|")
-_WITHOUT = re.compile(r"\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
+_WITHOUT = re.compile(r"-(?=\s*\\\{)|\\setminus(?![A-Za-z])|\\backslash(?![A-Za-z])")
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?")
 _REALS = re.compile(
     r"\\mathbb\s*\{?R\}?|\\(?:text\{)?\s*all real numbers\}?|all reals?(?: numbers)?|\\text\{all reals?(?: numbers)?\}",
@@ -99,7 +99,7 @@ def _combined(pieces: list[str], combine, text: str) -> tuple[str | None, Any] |
         return None
     names = {name for name, _ in found} - {None}
     # A comma between bounds of two directions may mean "and" or "or".
-    if combine is sympy.Intersection and "," in text and "\\ne" not in text:
+    if combine is sympy.Intersection and len(split(text, _COMMA)) > 1 and "\\ne" not in text:
         return None
     return None if len(names) > 1 else (next(iter(names), None), combine(*(piece for _, piece in found)))
 

@@ -11,7 +11,7 @@ import unicodedata
 # Longer texts are no expressions; they are compared as they are.
 MAX_SPELLED_CHARS = 500
 
-_SIMPLE = re.compile(r"[-+$]{0,2}[0-9,]+(?:\.[0-9]+)?|[A-Za-z]+")
+_SIMPLE = re.compile(r"[-+$]{0,2}[0-9,]*[0-9](?:\.[0-9]+)?|[A-Za-z]+")
 _END_TOKEN = re.compile(
     r"\s*(?:<\|[A-Za-z_][A-Za-z0-9_]{0,30}\|>|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>|</?s>"
     r"|<(?:eos|bos|pad|end_of_turn|start_of_turn)>|\[(?:EOS|PAD)\])\s*$"
@@ -70,6 +70,9 @@ _GROUPED = re.compile(
     rf"(?<![0-9.,])([0-9]{{1,3}})((?:(?:\{{,\}}|,?(?:{_SPACE_COMMAND})+|[\u00a0\u2009\u202f\u2007])[0-9]{{3}})+)(?![0-9])"
 )
 _SPACED_GROUPS = re.compile(r"([-+$€£¥]*)([0-9]{1,3}(?:([ '\u2019])[0-9]{3})(?:\3[0-9]{3})*)((?:\.[0-9]+)?%?\.?)")
+_LEAD = re.compile(
+    r"^\s*(?:\\(?:therefore|implies|[Rr]ightarrow)(?![A-Za-z])|\\text\s*\{[^{}]*(?::|\bis|=)\s*\}\s*:?)\s*(?=.)"
+)
 _QUAD = re.compile(r"\s*,?\s*\\q?quad(?![A-Za-z])\s*")
 _SPACES = re.compile(rf"(?<!\\)(?:{_SPACE_COMMAND})")
 _LOOKS = re.compile(
@@ -81,7 +84,7 @@ _FONT = re.compile(
     r"\\(?:mathbf|textbf|boldsymbol|bm|bold|mathit|textit|emph|mathsf|textsf|texttt|mathtt|underline|uline|underbrace|mathbb(?=\s*\{[0-9])|boxed|fbox"
     r"|(?:text)?color\s*\{[a-z]+\})\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 )
-_NUMBER_IN_TEXT = re.compile(r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(\s*[-+$]?[0-9][^{}]*)\}")
+_NUMBER_IN_TEXT = re.compile(r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(\s*(?:[-+$]|\\\$)?[0-9][^{}]*)\}")
 _COMMANDS = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
@@ -157,10 +160,11 @@ def plain_spelling(text: str) -> str:
     match = _SPACED_GROUPS.fullmatch(text)
     if match is not None:
         text = match[1] + match[2].replace(match[3], "") + match[4]
-    return text.rstrip(".,;").strip() or text
+    return text.rstrip(".,; €£¥¢").strip() or text
 
 
 def _without_looks(text: str) -> str:
+    text = _LEAD.sub("", text).removesuffix("\\checkmark")
     pieces = _QUAD.split(text)
     if len(pieces) > 1 and all("=" in piece for piece in pieces):
         text = ", ".join(pieces)
