@@ -12,6 +12,7 @@ FREE_KEYS = frozenset(
         "run.output_dir",
         "run.max_steps",
         "run.hang_timeout_s",
+        "run.start_timeout_s",
         "data.eval_file",
         "training.epochs",
         "supervised.epochs",
