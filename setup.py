@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mindrlhf" / "__init__.py")
 
 CORE = [
     "jinja2>=3.1",
+    "jsonlines>=4",
     "math-verify[antlr4_13_2]>=0.8",
     "numpy>=1.26",
     "pyarrow>=15",

@@ -19,6 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindrlhf.observe.records import read_jsonl
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
@@ -82,7 +84,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
     }
     overrides = [f"{key}={value}" for key, value in settings.items()]
     run([sys.executable, "-m", "mindrlhf.cli", "train", "examples/sanity/config.yaml", *overrides])
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][case.num_warmup_steps :]
+    steps = list(read_jsonl(output / "metrics.jsonl"))[case.num_warmup_steps :]
     assert all(step["response_length/min"] == 64 for step in steps), "a response ended early"
     return Turn(
         statistics.median(step["timing/all"] for step in steps),

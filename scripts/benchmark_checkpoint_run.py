@@ -19,6 +19,8 @@ from pathlib import Path
 
 from benchmark import ROOT, Case, prepare
 
+from mindrlhf.observe.records import read_jsonl
+
 MODEL = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 6}
 MODEL |= {"intermediate_size": 3072}
 # The first step compiles; the next two save for the first time, into memory that is new.
@@ -45,8 +47,7 @@ def train(directory: Path, num_steps: int) -> list[dict]:
     result = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"benchmark_checkpoint_run: the run failed\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][NUM_WARMUP_STEPS:]
+    steps = list(read_jsonl(output / "metrics.jsonl"))[NUM_WARMUP_STEPS:]
     assert all(step["response_length/min"] == 64 for step in steps), "a response ended early"
     return steps
 

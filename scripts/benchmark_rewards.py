@@ -6,10 +6,11 @@ The input has JSON lines with ``answer`` (a solution that ends with ``#### 42``)
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import jsonlines
 
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
@@ -44,8 +45,8 @@ def main() -> None:
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--num-workers", type=int, default=2)
     arguments = parser.parse_args()
-    with arguments.input.open(encoding="utf-8") as file:
-        solutions = [json.loads(line)["answer"] for line in file]
+    with jsonlines.open(arguments.input) as records:
+        solutions = [record["answer"] for record in records]
     changed, right = [], []
     for index, solution in enumerate(solutions):
         body, _, answer = solution.partition("#### ")

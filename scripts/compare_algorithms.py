@@ -28,6 +28,7 @@ from mindrlhf.config.load import load_grpo_config
 from mindrlhf.config.parse import load
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.observe.records import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 # Algorithm -> its config and what is changed in it. The quickstart itself takes 100 steps of one update.
@@ -97,7 +98,7 @@ class Run:
 
     def num_samples(self) -> int:
         """Return how many responses were drawn for training."""
-        steps = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        steps = list(read_jsonl(self.directory / "metrics.jsonl"))
         if "samples/total_generated" in steps[-1]:
             return int(steps[-1]["samples/total_generated"])
         config = self.config()

@@ -112,22 +112,22 @@ def _reported_metrics() -> set[str]:
         measure.rollout_ratio_metrics([ones], [ones]),
         measure.packing_metrics([1], [8]),
     )
-    loop = (ROOT / "mindrlhf" / "training" / "loop" / "trainer.py").read_text(encoding="utf-8")
-    drawing = (ROOT / "mindrlhf" / "training" / "loop" / "prompts.py").read_text(encoding="utf-8")
-    critic = (ROOT / "mindrlhf" / "training" / "loop" / "value_function.py").read_text(encoding="utf-8")
-    stages = re.findall(r'stage\("(\w+)"\)', loop + drawing + critic)
+    # A metric or a stage that comes into another module of the loop is found as well.
+    modules = {
+        path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "mindrlhf" / "training" / "loop").rglob("*.py")
+    }
+    loop = "".join(modules.values())
+    stages = re.findall(r'stage\("(\w+)"\)', loop)
     timings = {f"timing/{stage}": 1.0 for stage in stages} | {"timing/all": 1.0}
     rates = throughput(
         timings, mean_prompt_length=1, mean_response_length=1, num_prompts=1, num_samples=1, world_size=1
     )
-    update = re.search(r"def _update_metrics.*?(?=\n    def )", loop, flags=re.DOTALL)[0]
+    update = re.search(r"def update_metrics.*?(?=\ndef )", modules["step_metrics"], flags=re.DOTALL)[0]
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
-    others |= set(re.findall(r'"(value/\w+)"', critic))
-    guards = (ROOT / "mindrlhf" / "training" / "loop" / "guards.py").read_text(encoding="utf-8")
-    others |= set(re.findall(r'"(guard/\w+)"', guards))
-    sampling = (ROOT / "mindrlhf" / "training" / "loop" / "dynamic_sampling.py").read_text(encoding="utf-8")
-    others |= set(re.findall(r'"(samples/\w+)"', sampling))
+    others |= set(re.findall(r'"(value/\w+)"', modules["value_function"]))
+    others |= set(re.findall(r'"(guard/\w+)"', loop))
+    others |= set(re.findall(r'"(samples/\w+)"', modules["dynamic_sampling"]))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))
     assert {"loss", "grad_norm", "recompiles"} <= others

@@ -26,7 +26,8 @@ from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.hf import SafetensorsFile, open_tensors
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("mindrlhf/**/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("examples/**/*.py")])

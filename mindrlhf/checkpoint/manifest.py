@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import write_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -73,10 +74,7 @@ def write_manifest(directory: Path, checksums: Mapping[str, str] | None = None) 
             for name, path in files.items()
         },
     }
-    with open(directory / MANIFEST_NAME, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(directory / MANIFEST_NAME, json.dumps(manifest, indent=1))
 
 
 def below(name: str, checksums: Mapping[str, str]) -> dict[str, str]:

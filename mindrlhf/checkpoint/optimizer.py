@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mindrlhf.errors import UserError
-from mindrlhf.weights.array_file import ArrayInfo
+from mindrlhf.weights.tensors import TensorInfo, array_infos
 
 if TYPE_CHECKING:
     from mindformers.core.optim.adamw import AdamW
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 GLOBAL_STEP_NAME = "global_step"
 
 
-def optimizer_infos(optimizer: "AdamW") -> dict[str, ArrayInfo]:
-    """Return dtype and shape of what :func:`optimizer_arrays` yields, by name, without touching data."""
+def optimizer_infos(optimizer: "AdamW") -> list[TensorInfo]:
+    """Describe what :func:`optimizer_arrays` yields, without touching data."""
     # MindSpore calls its types Float32, Int32: NumPy's names but for the capital.
-    return {
-        name: ArrayInfo(np.dtype(str(parameter.dtype).lower()), tuple(parameter.shape))
+    return [
+        TensorInfo(name, str(parameter.dtype).lower(), tuple(parameter.shape))
         for name, parameter in optimizer_state(optimizer).items()
-    }
+    ]
 
 
 def optimizer_arrays(optimizer: "AdamW") -> Iterator[tuple[str, np.ndarray]]:
@@ -45,21 +45,21 @@ def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray]) -> N
     """
     import mindspore as ms
 
-    state, infos = optimizer_state(optimizer), optimizer_infos(optimizer)
+    state = optimizer_state(optimizer)
     if missing := sorted(state.keys() - arrays.keys()):
         raise UserError(f"the optimiser state lacks {missing[0]!r} ({len(missing)} missing): it is of another model")
     if unknown := sorted(arrays.keys() - state.keys()):
         raise UserError(f"the optimiser state has {unknown[0]!r}, unknown to the model ({len(unknown)} such)")
-    for name, parameter in state.items():
-        array = arrays[name]
-        found = ArrayInfo(array.dtype, array.shape)
-        if found != infos[name]:
+    for info in optimizer_infos(optimizer):
+        array = arrays[info.name]
+        (found,) = array_infos({info.name: array})
+        if found != info:
             raise UserError(
-                f"the optimiser state {name!r} is {found.dtype} {list(found.shape)}, but the model needs "
-                f"{infos[name].dtype} {list(infos[name].shape)}"
+                f"the optimiser state {info.name!r} is {found.dtype} {list(found.shape)}, but the model needs "
+                f"{info.dtype} {list(info.shape)}"
             )
         # The copy keeps the parameter from sharing memory with the caller's array.
-        parameter.set_data(ms.Tensor(array.copy()))
+        state[info.name].set_data(ms.Tensor(array.copy()))
 
 
 def optimizer_state(optimizer: "AdamW") -> dict[str, "Parameter"]:

@@ -5,7 +5,7 @@
     reference/              Hugging Face directory of the reference model, when it follows the policy
     critic/, critic_optimizer.safetensors
                             the same of the critic, when there is one
-    carried.safetensors     arrays of the samples that the last step handed on, when there are any
+    carried.safetensors     arrays of the samples that the last step left over, when there are any
     state.json              everything small; see RunState
     manifest.json           sizes and checksums, written last
 
@@ -45,8 +45,8 @@ class RunState:
     prompt_stream: dict  # PromptStream.state()
     config: dict  # the run's config as nested dicts
     evaluations: list  # what the final summary needs of each evaluation so far
-    algorithm_state: dict = field(default_factory=dict)  # what the algorithm adapts, such as the weight of the KL term
-    carried: list = field(default_factory=list)  # carried_records() of the samples handed on
+    algorithm_state: dict = field(default_factory=dict)  # AlgorithmState.to_json()
+    carried: list = field(default_factory=list)  # leftover_records() of the samples that the last step left over
 
 
 def write_state(directory: Path, state: RunState) -> None:

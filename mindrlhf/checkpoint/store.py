@@ -3,15 +3,14 @@
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mindrlhf.checkpoint.manifest import DamagedDirectory, list_files, verify, write_manifest
+from mindrlhf.checkpoint.manifest import DamagedDirectory, verify, write_manifest
 from mindrlhf.errors import UserError
-from mindrlhf.system.files import is_locked, locked, sync
+from mindrlhf.system.files import is_locked, remove, unused_name, whole_directory
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _TEMPORARY_NAME = re.compile(r"\.step_\d{8,}\.[0-9a-f]{8}\.partial")
@@ -82,17 +81,10 @@ class CheckpointStore:
             UserError: the disk has too little room or refuses to write; earlier checkpoints are untouched.
         """
         self.check_space(size_bytes)
-        temporary = self._temporary(step)
         try:
-            temporary.mkdir()
-            with locked(temporary):
-                try:
-                    yield temporary
-                    write_manifest(temporary, checksums)
-                    _sync_tree(temporary)
-                    self._put_in_place(temporary, step)
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
+            with whole_directory(self.path(step), replace=True) as temporary:
+                yield temporary
+                write_manifest(temporary, checksums)
             self._prune(step, best_step)
         except (OSError, UserError) as error:
             # Who writes part of it may have turned the system's error into one that names the temporary directory.
@@ -117,51 +109,20 @@ class CheckpointStore:
                 f"({_gib(free_bytes)}) free: make room, or set checkpoint.save_dir to another disk"
             )
 
-    def _temporary(self, step: int) -> Path:
-        return self.save_dir / f".{self.path(step).name}.{secrets.token_hex(4)}.partial"
-
-    def _put_in_place(self, temporary: Path, step: int) -> None:
-        final, replaced = self.path(step), self._temporary(step)
-        if os.path.lexists(final):
-            os.rename(final, replaced)
-        os.rename(temporary, final)
-        sync(self.save_dir)
-        if os.path.lexists(replaced):
-            _remove_any(replaced)
-
     def _prune(self, step: int, best_step: int | None) -> None:
         older = [other for other in self.steps() if other < step]
         for other in older[: max(0, len(older) + 1 - self.keep_last)]:
             if other != best_step:
-                self._remove(self.path(other), other)
-
-    def _remove(self, path: Path, step: int) -> None:
-        """Remove a checkpoint so that a kill in the middle leaves no half of it under its name."""
-        doomed = self._temporary(step)
-        os.rename(path, doomed)
-        _remove_any(doomed)
+                # Under another name first, so that a kill in the middle leaves no half of it under its own.
+                doomed = unused_name(self.path(other))
+                os.rename(self.path(other), doomed)
+                remove(doomed)
 
     def _remove_leftovers(self) -> None:
         for name in os.listdir(self.save_dir):
             path = self.save_dir / name
             if _TEMPORARY_NAME.fullmatch(name) and not is_locked(path):
-                _remove_any(path)
-
-
-def _remove_any(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _sync_tree(directory: Path) -> None:
-    """Force every file and directory below, and ``directory`` itself, to the disk."""
-    files = list_files(directory).values()
-    for path in files:
-        sync(path)
-    for root, _, _ in os.walk(directory):
-        sync(Path(root))
+                remove(path)
 
 
 def _gib(size_bytes: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.files import write_file
 
 Config = TypeVar("Config")
 
@@ -109,7 +110,7 @@ def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> 
 def write_config(config: Any, output_dir: Path) -> None:
     """Write the whole config, defaults included, to ``config.yaml`` in ``output_dir``."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
-    (output_dir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    write_file(output_dir / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
 
 def _apply_override(content: dict, override: str) -> None:

@@ -128,8 +128,7 @@ def build_prompts(
     Args:
         inputs: JSONL, JSON or Parquet files.
         output: the MindRecord file, replaced when it exists.
-        tokenizer_path, merges_path: see ``load_tokenizer``.
-        handler, key_map: see ``load_handler``.
+        tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
         template, system: see ``load_template``.
         task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
         max_prompt_length: in tokens; longer prompts are dropped and counted.
@@ -143,13 +142,7 @@ def build_prompts(
         UserError: a setting that does not fit, unreadable data, a bad record, no record left, or a disk that refuses.
         RunFailure: a worker process died.
     """
-    started_s = time.monotonic()
-    inputs, output = [Path(path) for path in inputs], Path(output)
-    _check_paths(inputs, output)
-    _check_numbers(task, max_prompt_length, max_length, num_workers)
-    input_size_bytes = sum(path.stat().st_size for path in inputs)
-    if num_workers is None:
-        num_workers = default_num_workers(input_size_bytes)
+    inputs = [Path(path) for path in inputs]
     settings = EncoderSettings(
         tokenizer_path=str(tokenizer_path),
         merges_path=None if merges_path is None else str(merges_path),
@@ -162,6 +155,23 @@ def build_prompts(
         max_length=max_length,
         source_names=_source_names(inputs),
     )
+    return _build(inputs, Path(output), settings, num_workers, skip_bad, show_progress)
+
+
+def _build(
+    inputs: Sequence[Path],
+    output: Path,
+    settings: EncoderSettings,
+    num_workers: int | None,
+    skip_bad: bool,
+    show_progress: bool,
+) -> BuildReport:
+    started_s = time.monotonic()
+    _check_paths(inputs, output)
+    _check_numbers(settings.task, settings.max_prompt_length, settings.max_length, num_workers)
+    input_size_bytes = sum(path.stat().st_size for path in inputs)
+    if num_workers is None:
+        num_workers = default_num_workers(input_size_bytes)
     encoder = RecordEncoder(settings)
     tally = _Tally()
     with _one_line_for_disks(output), scratch_directory(output.parent, ".mindrlhf-build-") as directory:
@@ -178,7 +188,7 @@ def build_prompts(
         path=output,
         header=header,
         prompt_lengths=tally.summary(0),
-        response_lengths=tally.summary(1) if RESPONSES[task] else None,
+        response_lengths=tally.summary(1) if RESPONSES[settings.task] else None,
         bad_examples=tuple(tally.bad_examples),
         elapsed_s=time.monotonic() - started_s,
     )

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.errors import UserError
+from mindrlhf.system.json_lines import MAX_LINE_BYTES, duplicate_key, read_json_lines
 
 FORMATS = (".jsonl", ".json", ".parquet")
 
-# A line or array element beyond this is not a training record: most likely a JSON file without line breaks.
-MAX_RECORD_BYTES = 64 << 20
+# Of a line or array element.
+MAX_RECORD_BYTES = MAX_LINE_BYTES
 JSON_CHUNK_CHARS = 1 << 20
 PARQUET_BATCH_ROWS = 256
 
@@ -87,28 +88,19 @@ def read_records(path: Path) -> Iterator[RawRecord | BadRecord]:
 
 
 def _read_json_lines(path: Path) -> Iterator[RawRecord | BadRecord]:
-    with path.open("rb") as file:
-        number = position_bytes = 0
-        while line := file.readline(MAX_RECORD_BYTES + 1):
-            number += 1
-            position_bytes += len(line)
-            if len(line) > MAX_RECORD_BYTES:
-                raise UserError(f"{path}:{number}: line longer than {MAX_RECORD_BYTES >> 20} MiB; is it JSON lines?")
-            if line.strip():
-                yield _parse_line(path, number, line, position_bytes)
+    for line in read_json_lines(path, MAX_RECORD_BYTES):
+        if line.error is None:
+            yield _checked(path, line.number, line.value, line.end_bytes)
+        else:
+            yield BadRecord(path, line.number, _reason(line.error), line.end_bytes)
 
 
-def _parse_line(path: Path, number: int, line: bytes, position_bytes: int) -> RawRecord | BadRecord:
-    try:
-        # Without the line end, or the parser would place a cut-off record's error on the next line.
-        fields = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        return BadRecord(path, number, f"not UTF-8 at byte {error.start} of the line", position_bytes)
-    except json.JSONDecodeError as error:
-        return BadRecord(path, number, f"not valid JSON: {error.msg} at column {error.colno}", position_bytes)
-    except (RecursionError, ValueError) as error:  # nested too deep; an integer beyond Python's digit limit
-        return BadRecord(path, number, f"not usable JSON: {error}", position_bytes)
-    return _checked(path, number, fields, position_bytes)
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start} of the line"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg} at column {error.colno}"
+    return f"not usable JSON: {error}"
 
 
 def _checked(path: Path, number: int, fields: object, position_bytes: int) -> RawRecord | BadRecord:
@@ -134,7 +126,8 @@ class _JsonArrayReader:
 
     def __init__(self, path: Path):
         self._path = path
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+        self._duplicate_key: str | None = None  # the first in the element that is being decoded
         self._window = ""
         self._start = 0  # where in the window the next token starts
         self._line = 1  # line of self._start
@@ -154,8 +147,12 @@ class _JsonArrayReader:
             return
         while True:
             self._skip_space()
-            line, fields = self._line, self._decode_element()
-            yield _checked(self._path, line, fields, self._file.buffer.tell())
+            line, fields, position_bytes = self._line, self._decode_element(), self._file.buffer.tell()
+            if self._duplicate_key is None:
+                yield _checked(self._path, line, fields, position_bytes)
+            else:
+                reason = f"not usable JSON: the key {self._duplicate_key!r} stands twice"
+                yield BadRecord(self._path, line, reason, position_bytes)
             separator = self._next_character()
             if separator == "]":
                 return self._check_tail()
@@ -170,6 +167,7 @@ class _JsonArrayReader:
 
     def _decode_element(self) -> object:
         while True:
+            self._duplicate_key = None
             try:
                 element, end = self._decoder.raw_decode(self._window, self._start)
             except (RecursionError, ValueError) as error:
@@ -184,6 +182,13 @@ class _JsonArrayReader:
             if len(self._window) - self._start > MAX_RECORD_BYTES:
                 raise self._damaged(f"no complete element within {MAX_RECORD_BYTES >> 20} MiB")
             self._grow()
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict:
+        # Not an error yet: the element may be cut off by the window, and what follows it can still be read.
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            self._duplicate_key = self._duplicate_key or duplicate_key(pairs)
+        return fields
 
     def _next_character(self) -> str:
         """Return the next character that is not white space, or "" at the end of the file."""

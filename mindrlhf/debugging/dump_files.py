@@ -17,7 +17,7 @@ from mindrlhf.config.sections import RunSection
 from mindrlhf.debugging import dump_paths as layout
 from mindrlhf.debugging.statistics import describe
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import put_in_place
 
 INSTALL = "pip install 'mindstudio-probe>=26.2,<27' 'numpy<2'"
 # msprobe refuses to write to other paths.
@@ -130,8 +130,7 @@ class StageDump:
             yield
             for name in self._names:
                 if (new / name).is_file():
-                    sync(new / name)
-                    os.replace(new / name, self._directory / name)
+                    put_in_place(new / name, self._directory / name)
 
     def _save_array(self, name: str, array: np.ndarray) -> str:
         file_name = f"{name}.npy"

@@ -13,7 +13,8 @@ from mindrlhf.config.parse import read_yaml
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.trajectory import PARTS, TRAJECTORY_NAME
-from mindrlhf.weights.hf import convert_dtype, open_tensors
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.tensors import convert_dtype
 
 _CHECKPOINT_NAME = re.compile(r"step_\d{8,}")
 _MAX_TEXT = 120
@@ -101,12 +102,12 @@ def _first_tensor(first: Path, second: Path) -> str:
         if only := sorted(set(one.names()) ^ set(other.names())):
             return f"{name}: only one has {only[0]}"
         for tensor in one.names():
-            (dtype, shape), kind = one.info(tensor), other.info(tensor)
-            if (dtype, shape) != kind:
-                return f"{name}, {tensor}: {dtype} {list(shape)} and {kind[0]} {list(kind[1])}"
+            info, kind = one.info(tensor), other.info(tensor)
+            if info != kind:
+                return f"{name}, {tensor}: {info.dtype} {list(info.shape)} and {kind.dtype} {list(kind.shape)}"
             arrays = one.read(tensor), other.read(tensor)
             if arrays[0].tobytes() != arrays[1].tobytes():
-                wide = [convert_dtype(array, dtype, "float32").astype(np.float64) for array in arrays]
+                wide = [convert_dtype(array, info.dtype, "float32").astype(np.float64) for array in arrays]
                 return f"{name}, {tensor}: differ by up to {np.abs(wide[0] - wide[1]).max():.3g}"
     return ""
 

@@ -1,9 +1,9 @@
-"""Which rank holds which slice of which parameter, in plain Python.
+"""Which rank holds which shard of which parameter, in plain Python.
 
 Terms are MindSpore's. The ranks of one pipeline stage form a *device matrix*, last axis innermost; a *tensor map* says
 for each axis of a tensor which axis of the matrix splits it, counted from the right (0 is the last), -1 for none. What
-the matrix does not split is repeated, and the optimiser-parallel shard cuts axis 0 of such repeated slices once more
-(ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), unless the parameter is small or the slice does not divide.
+the matrix does not split is repeated, and the optimiser-parallel shard cuts axis 0 of such repeated shards once more
+(ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), unless the parameter is small or the shard does not divide.
 """
 
 import math
@@ -55,7 +55,7 @@ class Layout:
         expert_parallel: ranks that share the experts, out of data * context * model.
         use_seq_parallel: activations of norms are split along the sequence; no parameter is.
         vocab_emb_dp: the embedding is whole on each rank of its stage; an output layer tied to it keeps it split.
-        optimizer_shard: ranks that share one repeated slice and its optimiser state; 1 none, -1 all that repeat it.
+        optimizer_shard: ranks that share one repeated shard and its optimiser state; 1 none, -1 all that repeat it.
     """
 
     data_parallel: int = 1
@@ -203,8 +203,8 @@ def parameter_layouts(
     """The layout of every parameter of a model, in the order of the forward pass.
 
     Embedding in the first stage, final norm and output layer in the last; a tied embedding in both. MindSpore leaves a
-    slice whole, although the optimiser is parallel, when the whole parameter is smaller than
-    `OPTIMIZER_THRESHOLD_BYTES` or the slice's first axis does not divide by the group.
+    shard whole, although the optimiser is parallel, when the whole parameter is smaller than
+    `OPTIMIZER_THRESHOLD_BYTES` or the shard's first axis does not divide by the group.
 
     Args:
         element_bytes: size of one element of the parameters, which decides what is small.

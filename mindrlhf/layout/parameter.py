@@ -1,4 +1,4 @@
-"""How one parameter lies on the ranks: which slice each holds, in MindSpore's terms, in plain Python."""
+"""How one parameter lies on the ranks: which shard each holds, in MindSpore's terms, in plain Python."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class ParameterLayout:
         device_matrix: axes of a stage's ranks.
         tensor_map: for each axis of the parameter the matrix axis that splits it, from the right; -1 for none, a tuple
             (outermost first) for several.
-        optimizer_shard_size: ranks that share one repeated slice; 1 for none.
+        optimizer_shard_size: ranks that share one repeated shard; 1 for none.
     """
 
     name: str
@@ -41,12 +41,12 @@ class ParameterLayout:
 
     @cached_property
     def num_repeats(self) -> int:
-        """Ranks of a stage that hold the same slice before the optimiser shard."""
+        """Ranks of a stage that hold the same shard before the optimiser shard."""
         return self.stage_size // math.prod(self.splits)
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold each slice, over all stages."""
+        """Ranks that hold each shard, over all stages."""
         return self.num_repeats // self.optimizer_shard_size * len(self.stages)
 
     @cached_property
@@ -59,7 +59,7 @@ class ParameterLayout:
 
     @cached_property
     def slice_shape(self) -> tuple[int, ...]:
-        """Shape of the slice of every rank that holds the parameter."""
+        """Shape of the shard of every rank that holds the parameter."""
         shape = [size // parts for size, parts in zip(self.shape, self.splits)]
         if self.optimizer_shard_size > 1:
             shape[0] //= self.optimizer_shard_size
@@ -67,7 +67,7 @@ class ParameterLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that hold a slice."""
+        """Ranks that hold a shard."""
         return tuple(
             rank for stage in self.stages for rank in range(stage * self.stage_size, (stage + 1) * self.stage_size)
         )
@@ -78,7 +78,7 @@ class ParameterLayout:
         return self._slices[rank % self.stage_size]
 
     def replicas(self) -> dict[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """The ranks that hold each slice, by the slice's (start, stop) per axis."""
+        """The ranks that hold each shard, by the shard's (start, stop) per axis."""
         holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank in self.ranks:
             box = tuple((part.start, part.stop) for part in self.slice_of(rank))
@@ -86,7 +86,7 @@ class ParameterLayout:
         return {box: tuple(ranks) for box, ranks in holders.items()}
 
     def writers(self) -> tuple[int, ...]:
-        """One rank per slice, the lowest: together they hold each element exactly once."""
+        """One rank per shard, the lowest: together they hold each element exactly once."""
         return tuple(ranks[0] for ranks in self.replicas().values())
 
     @cached_property
@@ -103,7 +103,7 @@ class ParameterLayout:
 
     @cached_property
     def _slices(self) -> tuple[tuple[slice, ...], ...]:
-        """The slice of each rank of a stage."""
+        """The shard of each rank of a stage."""
         return tuple(self._slice_of_device(device) for device in range(self.stage_size))
 
     def _slice_of_device(self, device: int) -> tuple[slice, ...]:

@@ -2,14 +2,16 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonlines
 import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.system.files import whole_file, write_file
+from mindrlhf.system.json_lines import read_json_lines
 
 
 class JsonlWriter:
@@ -35,14 +37,14 @@ class JsonlWriter:
             # A lone surrogate (a broken escape in the data) becomes its JSON escape instead of an error.
             mode = "a" if first_step > 0 else "w"
             self._file = open(self._path, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            self._writer = jsonlines.Writer(self._file, dumps=_dump, flush=True)
         except OSError as failure:
             raise RunFailure(f"cannot write {self._path}: {failure.strerror}") from failure
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; numbers that JSON has no name for (NaN, infinities) become null."""
         try:
-            self._file.write(_dump(record) + "\n")
-            self._file.flush()
+            self._writer.write(record)
         except OSError as failure:
             raise RunFailure(f"cannot write {self._path}: {failure.strerror}") from failure
 
@@ -51,14 +53,9 @@ class JsonlWriter:
         self._file.close()
 
     def _truncate(self, first_step: int) -> None:
-        kept = self._path.with_name(self._path.name + ".tmp")
-        with open(kept, "w", encoding="utf-8", errors="backslashreplace") as file:
-            for record in read_jsonl(self._path):
-                if record["step"] < first_step:
-                    file.write(_dump(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(kept, self._path)
+        kept = (record for record in read_jsonl(self._path) if record["step"] < first_step)
+        with whole_file(self._path, "w", errors="backslashreplace") as file:
+            jsonlines.Writer(file, dumps=_dump).write_all(kept)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -69,19 +66,16 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: any other line is not a JSON object with an integer ``step``.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                if not isinstance(record, dict) or not _is_step(record.get("step")):
-                    raise ValueError("it is not an object with an integer 'step'")
-            except (ValueError, RecursionError) as failure:
-                if not line.endswith(b"\n"):
-                    return
-                raise UserError(f"{path}, line {number} is not a record of a run ({failure}): remove it") from None
-            yield record
+    for line in read_json_lines(path):
+        reason = line.error
+        if reason is None and not (isinstance(line.value, dict) and _is_step(line.value.get("step"))):
+            reason = "it is not an object with an integer 'step'"
+        if reason is None:
+            yield line.value
+        elif line.has_end:
+            raise UserError(f"{path}, line {line.number} is not a record of a run ({reason}): remove it")
+        else:
+            return
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -91,16 +85,10 @@ def replace_file(path: Path, text: str) -> None:
         RunFailure: the file cannot be written.
     """
     path = Path(path)
-    partial = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        write_file(path, text, errors="replace")
     except OSError as failure:
-        partial.unlink(missing_ok=True)
         raise RunFailure(f"cannot write {path}: {failure.strerror}") from failure
 
 

@@ -4,6 +4,8 @@ import contextlib
 import json
 from pathlib import Path
 
+import jsonlines
+
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rewards.types import RewardInput
 
@@ -24,6 +26,7 @@ class FailureLog:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
+        self._writer = jsonlines.Writer(self._file, dumps=json.dumps, flush=True)
         self._path = path
         self._num_records = 0
 
@@ -47,8 +50,7 @@ class FailureLog:
             }
             # Escaped, so that lone surrogates in a completion can be written.
             try:
-                self._file.write(json.dumps(record) + "\n")
-                self._file.flush()
+                self._writer.write(record)
             except OSError as error:
                 raise RunFailure(f"cannot write {self._path}: {error.strerror}") from error
 

@@ -1,7 +1,7 @@
 """Completions to be scored, in JSON lines, and what comes out of scoring them."""
 
+import contextlib
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonlines
+
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput, RewardResult
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import whole_file
+from mindrlhf.system.json_lines import DuplicateKeyError, JsonLine, read_json_lines
 
 # What is in flight at once, however long the file.
 MAX_WINDOW_SAMPLES = 2048
@@ -47,17 +50,13 @@ def read_samples(path: Path, needed: Container[str] = ()) -> Iterator[SampleLine
         UserError: the file cannot be read.
     """
     try:
-        file = path.open("rb")
+        for line in read_json_lines(path):
+            try:
+                yield _sample_line(line, needed)
+            except UserError as error:
+                yield UserError(f"{path}:{line.number}: {error}")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    with file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _parse(number, line, needed)
-            except UserError as error:
-                yield UserError(f"{path}:{number}: {error}")
 
 
 class SkippedLines:
@@ -107,12 +106,13 @@ class ScoreWriter:
     """
 
     def __init__(self, path: Path | None):
-        self._path = path
-        self._partial = path.with_name(f".{path.name}.partial") if path is not None else None
+        self._files = contextlib.ExitStack()
         try:
-            self._file = sys.stdout if self._partial is None else self._partial.open("w", encoding="utf-8")
+            self._file = sys.stdout if path is None else self._files.enter_context(whole_file(path, "w"))
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
+        # Escaped, since completions may hold lone surrogates.
+        self._writer = jsonlines.Writer(self._file, dumps=json.dumps)
         self.num_samples = 0
         self._total = 0.0
         self._failures: Counter[str] = Counter()
@@ -120,21 +120,13 @@ class ScoreWriter:
     def __enter__(self) -> "ScoreWriter":
         return self
 
-    def __exit__(self, kind: type | None, *exception: object) -> None:
-        if self._partial is None:
-            self._file.flush()
-            return
-        self._file.close()
-        if kind is not None:
-            self._partial.unlink()
-            return
-        sync(self._partial)
-        os.replace(self._partial, self._path)
-        sync(self._path.parent)
+    def __exit__(self, *exception: Any) -> None:
+        self._file.flush()
+        self._files.__exit__(*exception)
 
     def write(self, line: SampleLine, result: RewardResult) -> None:
         """Write one line with its reward."""
-        self._file.write(scored_line(line, result))
+        self._writer.write(scored_record(line, result))
         self.num_samples += 1
         self._total += result.total
         self._failures.update(f"{name}: {reason}" for name, reason in result.failures.items())
@@ -146,25 +138,30 @@ class ScoreWriter:
         return lines + [f"  {count} x {reason}" for reason, count in self._failures.most_common(NUM_FAILURES_SHOWN)]
 
 
-def scored_line(line: SampleLine, result: RewardResult) -> str:
-    """Return the line of the output: the fields of the input with ``reward``, ``rewards`` and ``failures``."""
+def scored_record(line: SampleLine, result: RewardResult) -> dict[str, Any]:
+    """Return a record of the output: the fields of the input with ``reward``, ``rewards`` and ``failures``."""
     record = {**line.fields, "reward": result.total, "rewards": result.parts}
     if result.failures:
         record["failures"] = result.failures
-    return json.dumps(record) + "\n"  # escaped: completions may hold lone surrogates
+    return record
 
 
-def _parse(number: int, line: bytes, needed: Container[str]) -> SampleLine:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"the line is not JSON ({error.msg} at character {error.pos + 1})") from None
-    except UnicodeDecodeError:
-        raise UserError("the line is not UTF-8 text") from None
-    except RecursionError:
-        raise UserError("the line is nested too deeply") from None
-    except ValueError:
-        raise UserError("the line has a number of too many digits") from None
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"the line is not JSON ({error.msg} at character {error.pos + 1})"
+    if isinstance(error, UnicodeDecodeError):
+        return "the line is not UTF-8 text"
+    if isinstance(error, DuplicateKeyError):
+        return f"in the line {error}"
+    if isinstance(error, RecursionError):
+        return "the line is nested too deeply"
+    return "the line has a number of too many digits"
+
+
+def _sample_line(line: JsonLine, needed: Container[str]) -> SampleLine:
+    if line.error is not None:
+        raise UserError(_reason(line.error))
+    fields = line.value
     if not isinstance(fields, dict):
         raise UserError(f"the line holds a {type(fields).__name__}, not an object with 'completion' and 'answer'")
     values = {}
@@ -180,4 +177,4 @@ def _parse(number: int, line: bytes, needed: Container[str]) -> SampleLine:
             words = "text" if kind is str else "an integer"
             raise UserError(f"field '{name}' must be {words}, found {type(value).__name__}")
         values[name] = value
-    return SampleLine(number, fields, RewardInput(index=number, **values))
+    return SampleLine(line.number, fields, RewardInput(index=line.number, **values))

@@ -1,4 +1,4 @@
-"""Put the slices of all ranks together again: `mindrlhf weights merge`."""
+"""Put the shards of all ranks together again: `mindrlhf weights merge`."""
 
 import os
 import shutil
@@ -7,10 +7,10 @@ from pathlib import Path
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import DEFAULT_WORKERS, worker_pool
 from mindrlhf.specs import ParameterRule
-from mindrlhf.weights.array_file import ArrayInfo, save_arrays
+from mindrlhf.weights.array_file import save_arrays
 from mindrlhf.weights.convert import MAX_SHARD_BYTES
 from mindrlhf.weights.sharded import ShardedDirectory
-from mindrlhf.weights.writer import TensorPlan, model_directory
+from mindrlhf.weights.writer import model_directory
 
 
 def merge_directory(
@@ -22,7 +22,7 @@ def merge_directory(
 ) -> None:
     """Write the Hugging Face directory that a sharded directory was made from: every tensor equal to the bit.
 
-    It appears whole or not at all. Each slice and each tensor is compared with its checksum on the way.
+    It appears whole or not at all. Each shard and each tensor is compared with its checksum on the way.
 
     Args:
         optimizer_file: where to write the optimiser state, as a run's checkpoint has it; replaced when it is there.
@@ -35,11 +35,11 @@ def merge_directory(
     shards = ShardedDirectory(sharded_dir)
     if optimizer_file and not shards.state_names():
         raise UserError(f"{sharded_dir} holds no optimiser state: leave out --optimizer-out")
-    plan = {name: TensorPlan(*shards.info(name)) for name in shards.names()}
-    _check_space(Path(out_dir), sum(tensor.size_bytes for tensor in plan.values()))
+    infos = [shards.info(name) for name in shards.names()]
+    _check_space(Path(out_dir), sum(info.size_bytes for info in infos))
     with (
         model_directory(
-            plan,
+            infos,
             shards.hf_config,
             out_dir,
             file_format="pt",
@@ -59,11 +59,10 @@ def merge_directory(
 
 
 def _write_optimizer(shards: ShardedDirectory, path: Path) -> None:
-    arrays = {name: shards.manifest.arrays[name] for name in shards.state_names()}
-    infos = {name: ArrayInfo(array.info.numpy_dtype, array.layout.shape) for name, array in arrays.items()}
+    infos = [shards.manifest.arrays[name].info for name in shards.state_names()]
     try:
-        _check_space(path, sum(info.size_bytes for info in infos.values()))
-        save_arrays(path, ((name, shards.read_array(name)) for name in arrays), infos)
+        _check_space(path, sum(info.size_bytes for info in infos))
+        save_arrays(path, ((info.name, shards.read_array(info.name)) for info in infos), infos)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror or error}): give another --optimizer-out"

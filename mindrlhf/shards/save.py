@@ -1,7 +1,7 @@
-"""A sharded directory written by the ranks that hold its slices: nothing is gathered.
+"""A sharded directory written by the ranks that hold its shards: nothing is gathered.
 
 Every rank writes its own file, and one of them the rest; who calls them knows when all are done. It has checksums of
-slices only, since no array was ever whole; `mindrlhf weights reshard` and `merge` read it like any other.
+shards only, since no array was ever whole; `mindrlhf weights reshard` and `merge` read it like any other.
 """
 
 import hashlib
@@ -16,9 +16,11 @@ from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.specs import find_spec
+from mindrlhf.system.files import write_json
 from mindrlhf.weights.convert import file_dtype, without_drafts
+from mindrlhf.weights.file_writer import TensorFileWriter
 from mindrlhf.weights.hf import SHARDED_NAME
-from mindrlhf.weights.shard_files import ShardWriter
+from mindrlhf.weights.shard_files import shard_layout
 from mindrlhf.weights.sharded import (
     GLOBAL_STEP_NAME,
     RANK_MANIFEST_NAME,
@@ -27,7 +29,6 @@ from mindrlhf.weights.sharded import (
     ShardedArray,
     ShardedManifest,
     rank_file,
-    write_json,
 )
 
 _FILE_FORMAT = "safetensors"
@@ -67,7 +68,7 @@ def step_layout(layout: Layout) -> ParameterLayout:
 
 
 def write_rank(
-    directory: Path, manifest: ShardedManifest, rank: int, slices: Iterable[tuple[str, np.ndarray]]
+    directory: Path, manifest: ShardedManifest, rank: int, shards: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, str]:
     """Write what a rank holds, one array at a time; its file appears whole or not at all.
 
@@ -75,10 +76,10 @@ def write_rank(
         directory: made when it is missing; other ranks may write to it at the same time.
         manifest: of :func:`plan_saving`, the same on all ranks.
         rank: the writer.
-        slices: (name, array) of every array of the manifest that the rank holds, in any order; bfloat16 as uint16.
+        shards: (name, array) of every array of the manifest that the rank holds, in any order; bfloat16 as uint16.
 
     Returns:
-        The checksum of its file, XXH3-64 in hex, by path below ``directory``; empty unless the slices came in the
+        The checksum of its file, XXH3-64 in hex, by path below ``directory``; empty unless the shards came in the
         order of ``manifest.infos_of_rank``.
 
     Raises:
@@ -87,15 +88,15 @@ def write_rank(
     infos = manifest.infos_of_rank(rank)
     path = rank_file(directory, rank, manifest.file_format)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(path, infos, manifest.file_format)
+    writer = TensorFileWriter(path, shard_layout(infos, manifest.file_format))
     try:
         entries = {}
-        for name, array in slices:
+        for name, array in shards:
             box = manifest.arrays[name].layout.slice_of(rank)
             entries[name] = {
                 "offset": [part.start for part in box],
                 "shape": list(array.shape),
-                "checksum": writer.write(name, np.ascontiguousarray(array)),
+                "checksum": writer.write_summed(name, array),
                 "whole": "",
             }
         assert entries.keys() == infos.keys(), f"rank {rank} did not give {sorted(infos.keys() ^ entries.keys())[:3]}"

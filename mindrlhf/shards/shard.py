@@ -24,16 +24,10 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.sources import ArraySource, HuggingFaceSource, ShardedSource
 from mindrlhf.shards.strategy_files import read_strategy, write_strategy_directory
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import partial_path, write_file, write_json
+from mindrlhf.weights.file_writer import FileLayout, TensorFileWriter, checksum
 from mindrlhf.weights.hf import SHARDED_NAME, read_json_object
-from mindrlhf.weights.shard_files import (
-    FILE_FORMATS,
-    SHARD_DTYPES,
-    ShardWriter,
-    checksum,
-    file_size_bytes,
-    partial_path,
-)
+from mindrlhf.weights.shard_files import FILE_FORMATS, shard_layout
 from mindrlhf.weights.sharded import (
     GLOBAL_STEP_NAME,
     PROGRESS_NAME,
@@ -42,8 +36,8 @@ from mindrlhf.weights.sharded import (
     ShardedArray,
     ShardedManifest,
     rank_file,
-    write_json,
 )
+from mindrlhf.weights.tensors import SHARD_DTYPES
 from mindrlhf.weights.writer import TOKENIZER_FILES
 
 DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
@@ -202,13 +196,16 @@ class _Sharding:
         return manifest.get("plan") == self._manifest.plan and manifest.get("size_bytes") == path.stat().st_size
 
     def _check_space(self, ranks: Sequence[int]) -> None:
-        needed = sum(file_size_bytes(self._infos[rank], self._manifest.file_format) for rank in ranks) + _SPARE_BYTES
+        needed = sum(self._file_layout(rank).size_bytes for rank in ranks) + _SPARE_BYTES
         free = shutil.disk_usage(self._out).free
         if needed > free:
             raise UserError(
                 f"the slices need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
                 "or choose another --out"
             )
+
+    def _file_layout(self, rank: int) -> FileLayout:
+        return shard_layout(self._infos[rank], self._manifest.file_format)
 
     def _remove_leftovers(self) -> None:
         for rank in range(self._manifest.num_ranks):
@@ -233,12 +230,12 @@ class _Sharding:
         return sum(array.info.size_bytes for array in self._manifest.arrays.values() if stage in array.layout.stages)
 
     def _write_batch(self, ranks: Sequence[int]) -> None:
-        writers: dict[int, ShardWriter] = {}
+        writers: dict[int, TensorFileWriter] = {}
         try:
             for rank in ranks:
                 path = rank_file(self._out, rank, self._manifest.file_format)
                 path.parent.mkdir(exist_ok=True)
-                writers[rank] = ShardWriter(path, self._infos[rank], self._manifest.file_format)
+                writers[rank] = TensorFileWriter(path, self._file_layout(rank))
             with worker_pool(self._num_workers) as pool:
                 entries = list(pool.map(lambda name: self._write_array(name, writers), self._infos[ranks[0]]))
                 list(pool.map(lambda rank: self._finish_rank(rank, writers[rank], entries), ranks))
@@ -246,8 +243,8 @@ class _Sharding:
             for writer in writers.values():
                 writer.discard()
 
-    def _write_array(self, name: str, writers: Mapping[int, ShardWriter]) -> dict[str, Any]:
-        """Write one array's slices; return the checksums of its tensors, else of the whole, and of each slice."""
+    def _write_array(self, name: str, writers: Mapping[int, TensorFileWriter]) -> dict[str, Any]:
+        """Write one array's shards; return the checksums of its tensors, else of the whole, and of each shard."""
         layout = self._manifest.arrays[name].layout
         whole, tensors = self._source.read(name)
         slices = {}
@@ -258,13 +255,13 @@ class _Sharding:
                 slices[rank] = {
                     "offset": [start for start, _ in box],
                     "shape": list(layout.slice_shape),
-                    "checksum": writers[rank].write(name, part),
+                    "checksum": writers[rank].write_summed(name, part),
                 }
         entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "slices": slices}
         self._source.release(name)
         return entry
 
-    def _finish_rank(self, rank: int, writer: ShardWriter, entries: Sequence[Mapping[str, Any]]) -> None:
+    def _finish_rank(self, rank: int, writer: TensorFileWriter, entries: Sequence[Mapping[str, Any]]) -> None:
         manifest = {
             "plan": self._manifest.plan,
             "rank": rank,
@@ -274,13 +271,12 @@ class _Sharding:
         }
         write_json(writer.path.parent / RANK_MANIFEST_NAME, manifest)
         writer.finish()
-        sync(writer.path.parent)
 
     def _copy_companions(self) -> None:
         write_json(self._out / "config.json", self._source.hf_config)
         for name in TOKENIZER_FILES:
             if (self._source.directory / name).is_file():
-                shutil.copyfile(self._source.directory / name, self._out / name)
+                write_file(self._out / name, (self._source.directory / name).read_bytes())
 
     def _finished_manifest(self) -> ShardedManifest:
         """The manifest with the checksums that the ranks' manifests hold."""

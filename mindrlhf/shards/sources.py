@@ -1,4 +1,4 @@
-"""Whole arrays, parameters and optimiser state, to be cut: from a Hugging Face directory or from slices."""
+"""Whole arrays, parameters and optimiser state, to be sharded: from a Hugging Face directory or from shards."""
 
 import os
 from pathlib import Path
@@ -19,16 +19,11 @@ from mindrlhf.weights.convert import (
     with_dtype,
     without_drafts,
 )
-from mindrlhf.weights.hf import (
-    SHARDED_NAME,
-    STORAGE_DTYPES,
-    SafetensorsDirectory,
-    convert_dtype,
-    read_hf_config,
-    read_json_object,
-)
-from mindrlhf.weights.shard_files import checksum
+from mindrlhf.weights.file_writer import checksum
+from mindrlhf.weights.hf import SHARDED_NAME, SafetensorsDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import GLOBAL_STEP_NAME, STATE_PREFIXES, ShardedDirectory
+from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
 class ArraySource(Protocol):
@@ -63,14 +58,12 @@ class ArraySource(Protocol):
 
 
 def open_source(directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
-    """Open a Hugging Face directory, or one of slices, whose optimiser state is in it.
+    """Open a Hugging Face directory, or one of shards, whose optimiser state is in it.
 
     Raises:
         UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.weights.sharded.ShardedDirectory`.
     """
-    if (Path(directory) / SHARDED_NAME).is_file():
-        return ShardedSource(directory)
-    return HuggingFaceSource(directory, optimizer_file=optimizer_file)
+    return ShardedSource(directory) if is_sharded(directory) else HuggingFaceSource(directory, None, optimizer_file)
 
 
 class HuggingFaceSource:
@@ -95,7 +88,7 @@ class HuggingFaceSource:
         check_checkpoint(self._files, self.spec, self.dims)
         self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
         self.tensors = {
-            name: file_dtype(rule, dtype) or self._files.info(name)[0]
+            name: file_dtype(rule, dtype) or self._files.info(name).dtype
             for rule in self._rules.values()
             for name in rule.hf_names
         }
@@ -140,7 +133,7 @@ class HuggingFaceSource:
 
         def read_tensor(hf_name: str) -> np.ndarray:
             stored = self.tensors[hf_name]
-            original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name)[0], stored)
+            original = convert_dtype(self._files.read(hf_name), self._files.info(hf_name).dtype, stored)
             checksums[hf_name] = checksum(original)
             return convert_dtype(original, stored, self.dtypes[name])
 
@@ -204,7 +197,7 @@ def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
 
 
 class ShardedSource:
-    """The arrays of a sharded directory, put together from its slices; see `ArraySource`."""
+    """The arrays of a sharded directory, put together from its shards; see `ArraySource`."""
 
     def __init__(self, directory: str | os.PathLike):
         self._shards = ShardedDirectory(directory)
@@ -230,4 +223,4 @@ class ShardedSource:
         return np.ascontiguousarray(whole[layout.slice_of(rank)])
 
     def release(self, name: str) -> None:
-        """Nothing: the slices were released when the array was put together."""
+        """Nothing: the shards were released when the array was put together."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
-from mindrlhf.system.files import sync
+from mindrlhf.system.files import partial_path, put_in_place, write_file, write_json
 from mindrlhf.weights.hf import read_json_object
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ def finish_strategy_directory(
         "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in files},
         **(extra or {}),
     }
-    temporary = directory / f".{DESCRIPTION_NAME}.partial"
-    temporary.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-    _put_in_place(temporary, directory / DESCRIPTION_NAME)
+    write_json(directory / DESCRIPTION_NAME, description)
 
 
 def merge_stages(directory: str | os.PathLike) -> None:
@@ -108,9 +106,9 @@ def merge_stages(directory: str | os.PathLike) -> None:
     import mindspore
 
     directory = Path(directory)
-    temporary = directory / f".{MERGED_NAME}.partial"
+    temporary = partial_path(directory / MERGED_NAME)
     mindspore.merge_pipeline_strategys(str(directory / STAGES_NAME), str(temporary))
-    _put_in_place(temporary, directory / MERGED_NAME)
+    put_in_place(temporary, directory / MERGED_NAME)
 
 
 def write_strategy_file(path: Path, layouts: Iterable[ParameterLayout], stage: int) -> None:
@@ -133,9 +131,7 @@ def write_strategy_file(path: Path, layouts: Iterable[ParameterLayout], stage: i
             item = message.parallel_layout_item.add()
             item.param_name = layout.name
             _fill(item.parallel_layouts, layout)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(message.SerializeToString())
-    _put_in_place(temporary, path)
+    write_file(path, message.SerializeToString())
 
 
 def read_strategy(
@@ -320,15 +316,6 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): make the strategy again") from error
     return layout
-
-
-def _put_in_place(temporary: Path, path: Path) -> None:
-    try:
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

@@ -13,8 +13,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import DEFAULT_WORKERS, worker_pool
 from mindrlhf.shards.strategy_files import identifying_dims
 from mindrlhf.weights.convert import hf_shapes, ignored_names
-from mindrlhf.weights.hf import SafetensorsDirectory, convert_dtype, read_hf_config
+from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
 from mindrlhf.weights.sharded import ShardedArray, ShardedDirectory
+from mindrlhf.weights.tensors import convert_dtype
 
 Box = tuple[tuple[int, int], ...]
 
@@ -27,10 +28,10 @@ class Verification:
         num_ranks: rank directories.
         num_arrays: parameters and arrays of optimiser state.
         num_tensors: Hugging Face tensors.
-        num_slices: slices read and compared with their checksums.
+        num_slices: shards read and compared with their checksums.
         whole_bytes: bytes of all arrays, each once.
-        slice_bytes: bytes of all slices; more than `whole_bytes` by the replicas.
-        replicas: fewest and most ranks that hold the same slice.
+        slice_bytes: bytes of all shards; more than `whole_bytes` by the replicas.
+        replicas: fewest and most ranks that hold the same shard.
         compared_with: the Hugging Face directory whose bytes were compared, empty for none.
     """
 
@@ -62,8 +63,8 @@ def verify_directory(
 ) -> Verification:
     """Prove that every byte of the original is in exactly one place per replica, and unharmed.
 
-    By counting: the slices' places, as the ranks' manifests state them, cover each element of each array exactly once,
-    and every slice is held by equally many ranks. By checksum: each slice on each rank, each array put together from
+    By counting: the shards' places, as the ranks' manifests state them, cover each element of each array exactly once,
+    and every shard is held by equally many ranks. By checksum: each shard on each rank, each array put together from
     them, and each Hugging Face tensor split off it.
 
     Args:
@@ -97,7 +98,7 @@ def verify_directory(
         num_tensors=len(shards.names()),
         num_slices=sum(len(array.layout.ranks) for array in arrays.values()),
         whole_bytes=sum(array.info.size_bytes for array in arrays.values()),
-        slice_bytes=sum(array.slice_info.size_bytes * len(array.layout.ranks) for array in arrays.values()),
+        slice_bytes=sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays.values()),
         replicas=(min(replicas), max(replicas)),
         compared_with=str(against),
     )
@@ -108,7 +109,7 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> i
 
     Args:
         shape: of the whole array.
-        boxes: one per rank that holds a slice: (start, stop) per axis.
+        boxes: one per rank that holds a shard: (start, stop) per axis.
 
     Returns:
         How many ranks hold each element, the same for all.
@@ -136,7 +137,7 @@ _cached_coverage = lru_cache(maxsize=256)(lambda shape, boxes: check_coverage("a
 
 
 def _check_places(shards: ShardedDirectory, name: str, array: ShardedArray) -> int:
-    """Check where the ranks' manifests say that an array's slices belong; return the number of replicas."""
+    """Check where the ranks' manifests say that an array's shards belong; return the number of replicas."""
     boxes = []
     for rank in array.layout.ranks:
         entry = shards.slice_entry(rank, name)
@@ -154,7 +155,7 @@ def _check_places(shards: ShardedDirectory, name: str, array: ShardedArray) -> i
 
 
 def _check_slices(shards: ShardedDirectory, name: str, array: ShardedArray) -> np.ndarray:
-    """Compare every rank's slice with its checksum, and replicas with each other; return the whole array."""
+    """Compare every rank's shard with its checksum, and replicas with each other; return the whole array."""
     whole = np.empty(array.layout.shape, array.info.numpy_dtype)
     writers = set(array.layout.writers())
     for rank in array.layout.ranks:
@@ -185,7 +186,7 @@ def _open_original(shards: ShardedDirectory, hf_dir: str | os.PathLike) -> Safet
 
 
 def _check_original(shards: ShardedDirectory, original: SafetensorsDirectory, name: str, tensor: np.ndarray) -> None:
-    expected = convert_dtype(original.read(name), original.info(name)[0], shards.info(name)[0])
+    expected = convert_dtype(original.read(name), original.info(name).dtype, shards.info(name).dtype)
     if not np.array_equal(_bits(tensor), _bits(expected)):
         raise UserError(
             f"{name} in {shards.directory} differs from {original.directory}: it was cut from another; shard again"

@@ -1,12 +1,19 @@
-"""Making sure that what was written is on the disk, and that what a killed process has left goes."""
+"""Files that are there whole or not at all, and that what a killed process has left goes.
+
+What appears under its name was first written beside it under a temporary one and forced to the disk. All files and
+directories that somebody reads later are written so; logs and JSON lines grow in place instead.
+"""
 
 import contextlib
 import fcntl
+import json
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
 
 
 def sync(path: Path) -> None:
@@ -16,6 +23,108 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Force every file and directory below, and ``directory`` itself, to the disk."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+def partial_path(path: Path) -> Path:
+    """The name of a file that is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Force a finished file to the disk and give it its name; ``temporary`` is gone afterwards, also after an error.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    try:
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO]:
+    """Open a file for writing that appears under its name when the block ends without an error; else nothing changes.
+
+    Args:
+        mode: "wb", or "w" for UTF-8 text.
+        options: of ``open``.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    temporary = partial_path(path)
+    if "b" not in mode:
+        options = {"encoding": "utf-8", **options}
+    try:
+        with open(temporary, mode, **options) as file:
+            yield file
+        put_in_place(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: str | bytes, **options: Any) -> None:
+    """Write a file of this content; see :func:`whole_file`."""
+    with whole_file(path, "w" if isinstance(content, str) else "wb", **options) as file:
+        file.write(content)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object to a file; see :func:`whole_file`."""
+    write_file(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path, *, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
+    """Give a directory that takes the name ``path`` when the block ends without an error; else nothing changes.
+
+    It is locked during the block, so that others can tell it from what a killed process has left.
+
+    Args:
+        temporary: its name during the block; None for a random one beside ``path``.
+        replace: whether what lies at ``path`` goes; if not, it must be nothing or an empty directory.
+
+    Raises:
+        OSError: the disk refuses, or something lies at ``path``.
+    """
+    temporary = temporary or unused_name(path)
+    try:
+        temporary.mkdir(parents=True)
+        with locked(temporary):
+            yield temporary
+            sync_tree(temporary)
+            replaced = unused_name(path)
+            if replace and os.path.lexists(path):
+                os.rename(path, replaced)
+            os.rename(temporary, path)
+            sync(path.parent)
+            remove(replaced)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def unused_name(path: Path) -> Path:
+    """A temporary name beside ``path`` that nobody else has."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, a file or a link; nothing happens when it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

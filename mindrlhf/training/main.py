@@ -28,7 +28,7 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     """Run a rank's work; print expected failures as one line and return the exit code."""
     die_with_launcher()
     # Each must unwind the stack, so that the rollout server, sockets and files are closed in order. The launcher
-    # sends SIGHUP to have a rank end at once; to SIGTERM the lead may later give another meaning.
+    # sends SIGHUP to have a rank end at once; to SIGTERM rank 0 may later give another meaning.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request for a checkpoint before there is anything to save

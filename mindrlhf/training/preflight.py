@@ -21,7 +21,8 @@ from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.weights.convert import hf_shapes, ignored_names
-from mindrlhf.weights.hf import SHARDED_NAME, open_tensors, read_hf_config
+from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.open import is_sharded, open_tensors
 from mindrlhf.weights.sharded import STRATEGY_NAME
 
 FINAL_NAME = "final"  # the exported model, in the run's output directory
@@ -163,7 +164,7 @@ def _check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: 
         for length in row_lengths:
             one_length = dataclasses.replace(training, row_lengths=(length,))
             check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
-        if (Path(path) / SHARDED_NAME).is_file():
+        if is_sharded(path):
             check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
 
 

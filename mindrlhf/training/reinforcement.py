@@ -1,48 +1,145 @@
-"""A reinforcement learning run put together from its config: what each rank builds, and what the lead adds."""
+"""A reinforcement learning run put together from its config: what each rank builds, and what rank 0 adds."""
 
 import contextlib
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.msprobe_section import CELL_LEVEL
-from mindrlhf.config.parse import write_config
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
+from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.layout import Layout
+from mindrlhf.observe.report import write_report
+from mindrlhf.observe.samples import SampleWriter
+from mindrlhf.observe.timing import StageTimer
+from mindrlhf.observe.trajectory import TRAJECTORY_NAME, TrajectoryWriter
+from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
+from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import Replicas, start_replicas
+from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, check_output
+from mindrlhf.system import heartbeat
+from mindrlhf.training import life_cycle
+from mindrlhf.training.batch import RowOptions
+from mindrlhf.training.checkpoints.requests import SaveRequests
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.parts import Observers, Parts, Rollout
+from mindrlhf.training.loop.prompts import PromptSampling
+from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
-from mindrlhf.training.runtime import Rank, is_lead_process, num_ranks_from_environment, start_runtime
+from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.runtime import Rank, num_ranks_from_environment
+from mindrlhf.training.team import Team
 
 
 def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
-    """Do this rank's part of a run: the lead drives the loop, the others serve it.
+    """Do this rank's part of a run: rank 0 drives the loop, the others serve it.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
     inputs = check_grpo_inputs(config, num_ranks_from_environment())
-    output_dir = Path(config.run.output_dir)
-    if is_lead_process():
-        check_output(config, resume=resume)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        # The generator takes as long to start as the training graphs to compile: let them overlap.
-        generator = _start_generator(config, inputs, stack) if is_lead_process() else None
-        rank = start_runtime(config.run, output_dir / "logs")
-        from mindrlhf.training.team import connect, serve
+    life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
 
-        connections = connect(rank)
-        actor = _build_actor(config, inputs, rank)
-        if rank.is_lead:
-            _lead(config, inputs, actor, connections, generator, stack, resume)
-        else:
-            serve(actor, connections[0])
+
+class ReinforcementTraining(life_cycle.Training):
+    """Reinforcement learning: ranks, generator and rewards, and the trainer over them."""
+
+    def __init__(self, config: GrpoConfig, inputs: RunInputs):
+        self.shown_steps = inputs.num_steps
+        self._config = config
+        self._inputs = inputs
+        self._output_dir = Path(config.run.output_dir)
+
+    def start_early(self, stack: contextlib.ExitStack) -> None:
+        """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
+        self._generator = _start_generator(self._config, self._inputs, stack)
+
+    def build_worker(self, rank: Rank):
+        """Return the actor, which trains the policy, and with some algorithms the critic."""
+        return _build_actor(self._config, self._inputs, rank)
+
+    def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
+        """Connect the ranks, the board of weights between them and the generator, and the rewards."""
+        config, inputs = self._config, self._inputs
+        rewards = None
+        if config.reward.verifier_function:
+            failures = self._output_dir / "reward_failures.jsonl"
+            rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
+        self.team = _make_team(config, worker, connections)
+        stack.callback(self.team.close)
+        self._board = stack.enter_context(worker.create_board())
+        self.team.call("attach_board", path=self._board.path)
+        self._generator.use_board(self._board.path)
+        self.order = _prompt_order(config, inputs)
+        training = config.training
+        self._rows = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
+        self._reward_model = None
+        if config.reward.model_path:
+            self._reward_model = RewardModel(self.team, self._rows, config.reward, requests.uninterruptible)
+        source = with_tools(config.tools, self._generator, inputs.tokenizer, stack)
+        self._sampler = Sampler(source, rewards, inputs.tokenizer, self._reward_model)
+
+    def open(self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack):
+        """Return the trainer, with all graphs compiled, when the generator is ready."""
+        from mindrlhf.training.loop.trainer import Trainer
+
+        timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
+        parts = Parts(
+            team=self.team,
+            board=self._board,
+            rows=self._rows,
+            rollout=self._build_rollout(checkpoints, timer),
+            observers=self._open_observers(progress, first_step, stack),
+            timer=timer,
+        )
+        trainer = Trainer(self._config, parts, progress, self._inputs.num_steps)
+        trainer.warm_up()
+        if self._reward_model is not None:
+            self._reward_model.warm_up()
+        self._generator.wait_ready()
+        return trainer
+
+    def finish(self, worker, progress: Progress) -> None:
+        """Compare the model with the starting one, write the report, and export it."""
+        summary = write_summary(self._output_dir, progress.evaluations)
+        report = write_report(self._output_dir)
+        # Last, because it marks the run as complete: one that was killed before can be resumed.
+        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir)
+        if summary:
+            print(f"\n{summary_text(summary)}")
+        print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
+
+    def _build_rollout(self, checkpoints: RunCheckpoints, timer: StageTimer) -> Rollout:
+        config, inputs = self._config, self._inputs
+        prompts = PromptSampling(
+            config,
+            inputs.prompts,
+            self.order,
+            self._sampler,
+            inputs.tokenizer.eos_token_ids,
+            timer,
+            checkpoints.interruptible,
+        )
+        return Rollout(self._generator, prompts, self._sampler, _held_out(config, inputs))
+
+    def _open_observers(self, progress: Progress, first_step: int, stack: contextlib.ExitStack) -> Observers:
+        config = self._config
+        samples = SampleWriter(self._output_dir / "samples.jsonl", first_step=first_step)
+        stack.callback(samples.close)
+        guards = Guards(config, self.team, first_step=first_step, state=progress.algorithm.guards)
+        stack.callback(guards.close)
+        trajectory = TrajectoryWriter(self._output_dir / TRAJECTORY_NAME, first_step=first_step)
+        stack.callback(trajectory.close)
+        msprobe = config.msprobe
+        key_data = KeyData(msprobe, dump_dir(msprobe, config.run), self.team) if msprobe.enabled else None
+        return Observers(guards, samples, trajectory, key_data)
 
 
 def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:
@@ -57,6 +154,19 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
     )
     stack.callback(generator.close)
     return generator
+
+
+def _make_team(config: GrpoConfig, worker, connections: list) -> Team | ReplicaTeam:
+    team = Team(worker, connections)
+    if not is_split(config.parallel_config):
+        return team
+    return ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))
+
+
+def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
+    # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
+    num_epochs = None if config.algorithm.dynamic_sampling else config.training.epochs
+    return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
@@ -101,110 +211,6 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
         actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
     return actor
-
-
-def _lead(config: GrpoConfig, inputs: RunInputs, actor, connections, generator, stack, resume: bool) -> None:
-    from mindrlhf.data.stream import PromptStream
-    from mindrlhf.observe.samples import SampleWriter
-    from mindrlhf.observe.sinks import open_sinks
-    from mindrlhf.observe.trajectory import TRAJECTORY_NAME, TrajectoryWriter
-    from mindrlhf.rewards.pool import RewardPool
-    from mindrlhf.rollout.conversations import with_tools
-    from mindrlhf.rollout.samples import Sampler
-    from mindrlhf.training.batch import RowOptions
-    from mindrlhf.training.checkpoints.requests import SaveRequests
-    from mindrlhf.training.loop.guards import Guards
-    from mindrlhf.training.loop.reward_model import RewardModel
-    from mindrlhf.training.loop.trainer import Parts, Trainer
-    from mindrlhf.training.replica_team import ReplicaTeam
-    from mindrlhf.training.team import Team
-
-    output_dir = Path(config.run.output_dir)
-    reward, training = config.reward, config.training
-    rewards = None
-    if reward.verifier_function:
-        rewards = stack.enter_context(RewardPool.from_config(reward, output_dir / "reward_failures.jsonl"))
-    team = Team(actor, connections)
-    if is_split(config.parallel_config):
-        team = ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))
-    stack.callback(team.close)
-    board = stack.enter_context(actor.create_board())
-    team.call("attach_board", path=board.path)
-    generator.use_board(board.path)
-    # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
-    num_epochs = None if config.algorithm.dynamic_sampling else training.epochs
-    stream = PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
-    requests = SaveRequests()
-    checkpoints = RunCheckpoints(config, team, stream, requests)
-    stack.callback(checkpoints.close)
-    rows = RowOptions(inputs.row_lengths, training.batch_size, team.world_size, training.pack)
-    reward_model = RewardModel(team, rows, reward, requests.uninterruptible) if reward.model_path else None
-    source = with_tools(config.tools, generator, inputs.tokenizer, stack)
-    progress = Progress()
-    if resume:
-        progress = checkpoints.resume()
-        print(f"mindrlhf: resumed after step {progress.step}", flush=True)
-    first_step = progress.step + 1 if resume else 0
-    parts = Parts(
-        team=team,
-        board=board,
-        generator=generator,
-        sampler=Sampler(source, rewards, inputs.tokenizer, reward_model),
-        prompts=inputs.prompts,
-        stream=stream,
-        held_out=_held_out(config, inputs),
-        sinks=open_sinks(
-            output_dir,
-            first_step=first_step,
-            num_steps=inputs.num_steps,
-            tensorboard=config.observe.tensorboard,
-        ),
-        sample_writer=SampleWriter(output_dir / "samples.jsonl", first_step=first_step),
-        rows=rows,
-        stop_token_ids=inputs.tokenizer.eos_token_ids,
-        checkpoints=checkpoints,
-        guards=Guards(config, team, first_step=first_step, state=progress.algorithm_state.get("guards")),
-        trajectory=TrajectoryWriter(output_dir / TRAJECTORY_NAME, first_step=first_step),
-        key_data=_key_data(config, team),
-    )
-    stack.callback(parts.sinks.close)
-    stack.callback(parts.sample_writer.close)
-    stack.callback(parts.guards.close)
-    stack.callback(parts.trajectory.close)
-    write_config(config, output_dir)
-    trainer = Trainer(config, parts, progress, inputs.num_steps)
-    trainer.warm_up()
-    if reward_model is not None:
-        reward_model.warm_up()
-    generator.wait_ready()
-    requests.listen()
-    is_complete = trainer.run()
-    checkpoints.wait()
-    if is_complete:
-        _finish(config, actor, progress, parts)
-
-
-def _finish(config: GrpoConfig, actor, progress, parts) -> None:
-    """Compare the model with the starting one, write the report, and export it."""
-    from mindrlhf.evaluation.comparison import summary_text, write_summary
-    from mindrlhf.observe.report import write_report
-
-    output_dir = Path(config.run.output_dir)
-    parts.sinks.close()
-    parts.sample_writer.close()
-    summary = write_summary(output_dir, progress.evaluations)
-    report = write_report(output_dir)
-    # Last, because it marks the run as complete: one that was killed before can be resumed.
-    actor.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
-    if summary:
-        print(f"\n{summary_text(summary)}")
-    print(f"\nmodel:  {output_dir / FINAL_NAME}\nreport: {report}", flush=True)
-
-
-def _key_data(config: GrpoConfig, team) -> KeyData | None:
-    if not config.msprobe.enabled:
-        return None
-    return KeyData(config.msprobe, dump_dir(config.msprobe, config.run), team)
 
 
 def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:

@@ -1,48 +1,16 @@
-"""Arrays of any plain dtype in one safetensors file, written and read one array at a time.
+"""Arrays of any plain dtype in one safetensors file, written and read one array at a time."""
 
-Written here because the format's Python API wants all arrays of a file in memory at once; read with that API. The
-format: 8 bytes of little-endian header length, a JSON header, then the data of the arrays without gaps.
-"""
-
-import contextlib
-import json
-import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from mindrlhf.errors import UserError
-from mindrlhf.weights.direct_file import DirectFile, OrderedChecksum
-
-_CODES = {
-    np.dtype(name): code
-    for name, code in {
-        "<f8": "F64", "<f4": "F32", "<f2": "F16", "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8",
-        "<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL",
-    }.items()
-}  # fmt: skip
-_ALIGNMENT_BYTES = 8
+from mindrlhf.weights.file_writer import TensorFileWriter
+from mindrlhf.weights.safetensors_file import ARRAY_DTYPES, SafetensorsFile, safetensors_layout, wide_first
+from mindrlhf.weights.tensors import TensorInfo
 
 
-@dataclass(frozen=True)
-class ArrayInfo:
-    """Dtype and shape of an array that will be written."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the data."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
-
-def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Mapping[str, ArrayInfo]) -> str | None:
+def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Iterable[TensorInfo]) -> str | None:
     """Write a safetensors file as a stream; it appears under its name whole or not at all.
 
     Args:
@@ -57,79 +25,38 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Map
     Raises:
         OSError: the disk refuses.
     """
-    header, positions = _layout(infos)
-    size_bytes = len(header) + sum(info.size_bytes for info in infos.values())
-    checksum = OrderedChecksum()
-    temporary = path.with_name(f".{path.name}.partial")
+    writer = TensorFileWriter(path, safetensors_layout(wide_first(infos)))
     try:
-        with DirectFile(temporary, size_bytes) as file:
-            file.write(memoryview(header), 0, checksum.taker(0))
-            for name, array in arrays:
-                assert name in positions, f"array {name!r} is not in the infos, or came twice"
-                info = infos[name]
-                assert array.dtype == info.dtype, f"array {name!r} comes as {array.dtype}, not {info.dtype}"
-                assert array.shape == info.shape, f"array {name!r} comes with shape {array.shape}, not {info.shape}"
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                position = positions.pop(name)
-                file.write(data, position, checksum.taker(position))
-            assert not positions, f"{len(positions)} arrays did not come, {next(iter(positions))!r} first"
-            file.sync()
-        os.replace(temporary, path)
+        for name, array in arrays:
+            writer.write(name, array)
+        return writer.finish()
     finally:
-        temporary.unlink(missing_ok=True)
-    return checksum.value(size_bytes)
-
-
-def _layout(infos: Mapping[str, ArrayInfo]) -> tuple[bytes, dict[str, int]]:
-    """Return the length prefix with the header, and each array's position in the file."""
-    entries: dict[str, dict] = {}
-    end = 0
-    # Wide elements first: each array then starts at a multiple of its element size.
-    for name, info in sorted(infos.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize):
-        assert name != "__metadata__", "the format keeps the name '__metadata__' for itself"
-        code = _CODES.get(np.dtype(info.dtype))
-        assert code, f"array {name!r} is {info.dtype}: only little-endian numbers and booleans can be written"
-        start, end = end, end + info.size_bytes
-        entries[name] = {"dtype": code, "shape": list(info.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    header = struct.pack("<Q", len(text)) + text
-    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+        writer.discard()
 
 
 class ArrayFile(Mapping[str, np.ndarray]):
     """The arrays of a safetensors file by name; each is read, as a copy of its own, when it is asked for."""
 
     def __init__(self, path: Path):
-        self.path = path
-        with self._reading():
-            self._file: Any = safe_open(str(path), framework="numpy")
-            self._infos = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
+        self._file = SafetensorsFile(path, ARRAY_DTYPES)
+        self._names = frozenset(self._file.names())
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._infos:
+        if name not in self._names:
             raise KeyError(name)
-        with self._reading():
-            return self._file.get_tensor(name)
+        array = self._file.read(name).copy()
+        self._file.release(name)
+        return array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
+        return iter(self._file.names())
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an array without reading it."""
-        return tuple(self._infos[name].get_shape())
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except SafetensorError as error:
-            raise UserError(f"{self.path} is damaged: {error}") from error
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        return self._file.info(name).shape
 
 
 def load_arrays(path: Path) -> ArrayFile:

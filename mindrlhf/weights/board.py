@@ -1,6 +1,6 @@
 """The weight board: the logical Hugging Face tensors of one model version in memory shared by a node.
 
-Training ranks write their own slices in place; the rollout server maps the same pages and reads them. So any
+Training ranks write their own shards in place; the rollout server maps the same pages and reads them. So any
 training layout reaches any rollout layout through the full tensor, and no rank ever gathers one.
 
 The memory is a ``memfd``: it has no name in any file system, other processes of the same user open it through
@@ -29,12 +29,12 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.weights.tensors import TensorInfo
 
 _MAGIC = b"MRLBOARD"
 _HEADER = struct.Struct("<8sqQQ")  # magic, visible version, manifest size, offset of the checksums
@@ -42,7 +42,6 @@ _ALIGNMENT_BYTES = 64
 _NO_VERSION = -1
 # The source is copied and summed piece by piece, so that the sum finds the piece in the cache.
 _PIECE_BYTES = 1 << 20
-_NUMPY_DTYPES = {"bfloat16": np.dtype(np.uint16)}
 _STORED_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 Region = tuple[slice, ...]
@@ -50,28 +49,6 @@ Region = tuple[slice, ...]
 
 class WeightBoardError(RunFailure):
     """The tensors on the board are not the ones they should be."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Name, dtype name ("float32", "bfloat16", ...) and shape of one logical tensor."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numpy_dtype(self) -> np.dtype:
-        """The dtype of the arrays to write and read; bfloat16 is handled as its uint16 bits."""
-        return _NUMPY_DTYPES.get(self.dtype) or np.dtype(self.dtype)
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.num_elements * self.numpy_dtype.itemsize
 
 
 class WeightBoard:

@@ -11,16 +11,10 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule, find_spec
 from mindrlhf.specs.fuse import fuse, fuse_blocks, split_parts
-from mindrlhf.weights.hf import (
-    STORAGE_DTYPES,
-    SafetensorsDirectory,
-    TensorDirectory,
-    convert_dtype,
-    dtype_name,
-    open_tensors,
-    read_hf_config,
-)
-from mindrlhf.weights.writer import TensorPlan, write_model_directory
+from mindrlhf.weights.hf import SafetensorsDirectory, TensorDirectory, read_hf_config
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype, dtype_name
+from mindrlhf.weights.writer import write_model_directory
 
 MAX_SHARD_BYTES = 5_000_000_000
 MINDFORMERS_FORMAT = "mindformers"
@@ -51,7 +45,7 @@ class IgnoredNames(Container[str]):
 
 
 def ignored_names(dims: ModelDims) -> IgnoredNames:
-    """Names that a checkpoint of these dimensions may hold in vain."""
+    """Names that a checkpoint of these dimensions may hold although nothing reads them."""
     drafts = range(dims.num_layers, dims.num_layers + dims.num_draft_layers)
     return IgnoredNames(
         frozenset({OUTPUT_NAME}) if dims.tied else frozenset(), tuple(f"model.layers.{layer}." for layer in drafts)
@@ -87,7 +81,7 @@ def load_hf_weights(model, model_dir: str | os.PathLike) -> None:
     """
     checkpoint = open_tensors(model_dir)
     check_checkpoint(checkpoint, model.spec, model.dims)
-    load_tensors(model, lambda name, dtype: convert_dtype(checkpoint.read(name), checkpoint.info(name)[0], dtype))
+    load_tensors(model, lambda name, dtype: convert_dtype(checkpoint.read(name), checkpoint.info(name).dtype, dtype))
 
 
 def load_random_weights(model, seed: int) -> None:
@@ -131,11 +125,11 @@ def iter_hf_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tupl
             yield from zip(rule.hf_names, split_parts(rule, model.dims, fused))
 
 
-def hf_tensor_infos(model) -> list[tuple[str, str, tuple[int, ...]]]:
+def hf_tensor_infos(model) -> list[TensorInfo]:
     """Name, dtype name and shape of what `iter_hf_tensors` yields, without touching data."""
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     return [
-        (name, _dtype_name(parameters[rule.mf_name]), shape)
+        TensorInfo(name, _dtype_name(parameters[rule.mf_name]), shape)
         for rule in model.spec.rules(model.dims)
         for name, shape in zip(rule.hf_names, rule.shape(model.dims))
     ]
@@ -191,15 +185,12 @@ def export_hf(
         raise UserError(f"dtype={dtype!r}: use one of {', '.join(STORAGE_DTYPES)}")
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    plan = {
-        name: TensorPlan(file_dtype(rule, dtype), shape)
-        for rule in spec.rules(dims)
-        for name, shape in zip(rule.hf_names, rule.shape(dims))
-    }
-    converted = ((name, convert_dtype(array, dtype_name(array), plan[name].dtype)) for name, array in tensors)
+    dtypes = {name: file_dtype(rule, dtype) for rule in spec.rules(dims) for name in rule.hf_names}
+    infos = [TensorInfo(name, dtypes[name], shape) for name, shape in hf_shapes(spec, dims).items()]
+    converted = ((name, convert_dtype(array, dtype_name(array), dtypes[name])) for name, array in tensors)
     return write_model_directory(
         converted,
-        plan,
+        infos,
         with_dtype(hf_config, dtype),
         out_dir,
         file_format="pt",
@@ -226,11 +217,11 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
         for rule in rules:
             yield rule.mf_name, fuse_blocks(rule, dims, _converting_reader(source, dtypes[rule.mf_name]))
 
-    plan = {rule.mf_name: TensorPlan(dtypes[rule.mf_name], rule.mf_shape(dims)) for rule in rules}
+    infos = [TensorInfo(rule.mf_name, dtypes[rule.mf_name], rule.mf_shape(dims)) for rule in rules]
     config = with_dtype(hf_config, dtype) if dtype else without_drafts(hf_config)
     write_model_directory(
         fused(),
-        plan,
+        infos,
         config,
         out_dir,
         file_format=MINDFORMERS_FORMAT,
@@ -240,7 +231,7 @@ def import_directory(hf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
 
 
 def _converting_reader(source: TensorDirectory, dtype: str) -> Callable[[str], np.ndarray]:
-    return lambda name: convert_dtype(source.read(name), source.info(name)[0], dtype)
+    return lambda name: convert_dtype(source.read(name), source.info(name).dtype, dtype)
 
 
 def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None) -> None:
@@ -255,21 +246,20 @@ def export_directory(mf_dir: str | os.PathLike, out_dir: str | os.PathLike, dtyp
     source = SafetensorsDirectory(mf_dir)
     rules = spec.rules(dims)
     source.check_coverage({rule.mf_name: rule.mf_shape(dims) for rule in rules})
-    plan = {
-        name: TensorPlan(file_dtype(rule, dtype) or source.info(rule.mf_name)[0], shape)
-        for rule in rules
-        for name, shape in zip(rule.hf_names, rule.shape(dims))
+    dtypes = {
+        name: file_dtype(rule, dtype) or source.info(rule.mf_name).dtype for rule in rules for name in rule.hf_names
     }
+    infos = [TensorInfo(name, dtypes[name], shape) for name, shape in hf_shapes(spec, dims).items()]
 
     def parts():
         for rule in rules:
-            source_dtype = source.info(rule.mf_name)[0]
+            source_dtype = source.info(rule.mf_name).dtype
             for name, part in zip(rule.hf_names, split_parts(rule, dims, source.read(rule.mf_name))):
-                yield name, convert_dtype(part, source_dtype, plan[name].dtype)
+                yield name, convert_dtype(part, source_dtype, dtypes[name])
 
     config = with_dtype(hf_config, dtype) if dtype else hf_config
     write_model_directory(
-        parts(), plan, config, out_dir, file_format="pt", max_shard_bytes=MAX_SHARD_BYTES, tokenizer_dir=mf_dir
+        parts(), infos, config, out_dir, file_format="pt", max_shard_bytes=MAX_SHARD_BYTES, tokenizer_dir=mf_dir
     )
 
 
@@ -280,7 +270,7 @@ def file_dtype(rule: ParameterRule, dtype: str | None) -> str | None:
 
 def common_dtype(source: TensorDirectory, names: tuple[str, ...]) -> str:
     """The dtype of tensors that are fused into one: float32 holds every value when they differ."""
-    dtypes = {source.info(name)[0] for name in names}
+    dtypes = {source.info(name).dtype for name in names}
     return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
@@ -312,7 +302,7 @@ def describe_directory(model_dir: str | os.PathLike) -> str:
     source.check_coverage(shapes, frozenset() if is_mindformers else ignored_names(dims))
     kind = "Hugging Face" if isinstance(source, SafetensorsDirectory) else "slices of Hugging Face tensors, by rank"
     num_parameters = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
-    dtypes = sorted({source.info(name)[0] for name in shapes})
+    dtypes = sorted({source.info(name).dtype for name in shapes})
     lines = [
         f"directory     {Path(model_dir)}",
         f"architecture  {spec.hf_architecture}, {'tied' if dims.tied else 'untied'} embeddings",

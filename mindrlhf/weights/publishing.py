@@ -1,8 +1,8 @@
 """Which rank writes which part of which logical tensor to the weight board.
 
-A slice of a fused MindFormers parameter is a handful of boxes in Hugging Face tensors, so every rank writes what it
+A shard of a fused MindFormers parameter is a handful of boxes in Hugging Face tensors, so every rank writes what it
 holds where it belongs, without a gather: between them the ranks move each byte exactly once, the least that
-any transfer can do. Of several ranks that hold the same slice, the one with the least to write so far does it.
+any transfer can do. Of several ranks that hold the same shard, the one with the least to write so far does it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from mindrlhf.weights.board import WeightBoard
 
 @dataclass(frozen=True)
 class PublishedSlice:
-    """A part of a rank's slice and its place.
+    """A part of a rank's shard and its place.
 
     Attributes:
         hf_name: the logical tensor.
-        rows: what to take of the rank's slice along its first axis.
+        rows: what to take of the rank's shard along its first axis.
         region: where it lies in the logical tensor.
     """
 
@@ -44,7 +44,7 @@ def plan_publication(
 
 
 def choose_writers(layouts: Sequence[ParameterLayout]) -> dict[str, tuple[int, ...]]:
-    """The ranks that write each parameter, one per distinct slice; largest parameters first, to even out the load."""
+    """The ranks that write each parameter, one per distinct shard; largest parameters first, to even out the load."""
     loads: dict[int, int] = {}
     writers = {}
     for layout in sorted(layouts, key=lambda layout: -np.prod(layout.slice_shape)):
@@ -58,7 +58,7 @@ def choose_writers(layouts: Sequence[ParameterLayout]) -> dict[str, tuple[int, .
 
 
 def published_slices(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ...]) -> list[PublishedSlice]:
-    """The parts of the logical tensors that lie in the slice ``held`` of a fused parameter.
+    """The parts of the logical tensors that lie in the shard ``held`` of a fused parameter.
 
     Fusing permutes whole rows, so row numbers sent through it tell where each row came from.
     """
@@ -78,7 +78,7 @@ def published_slices(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
 def write_slices(
     board: WeightBoard, publication: Mapping[str, Sequence[PublishedSlice]], arrays: Mapping[str, np.ndarray]
 ) -> int:
-    """Write the planned parts of a rank's slices, ``arrays`` by MindFormers name, to the board; return the bytes."""
+    """Write the planned parts of a rank's shards, ``arrays`` by MindFormers name, to the board; return the bytes."""
     written_bytes = 0
     for name, parts in publication.items():
         for part in parts:

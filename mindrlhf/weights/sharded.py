@@ -1,19 +1,18 @@
-"""A directory of slices, one per rank, that together are a model: what lies where, and reading it back.
+"""A directory of shards, one per rank, that together are a model: what lies where, and reading it back.
 
 ::
 
-    sharded.json                     every array: dtype, shape, how it is cut; checksum of every Hugging Face tensor
+    sharded.json                     every array: dtype, shape, how it is sharded; checksum of every Hugging Face tensor
     config.json, tokenizer files     as in the Hugging Face directory
     strategy/                        MindSpore's strategy files of the layout
-    rank_0/checkpoint_0.safetensors  the slices of rank 0, by MindFormers name (or checkpoint_0.ckpt)
-    rank_0/manifest.json             checksum of each slice
+    rank_0/checkpoint_0.safetensors  the shards of rank 0, by MindFormers name (or checkpoint_0.ckpt)
+    rank_0/manifest.json             checksum of each shard
 
-Arrays are parameters and, where there is any, optimiser state (`exp_avg.NAME`, `exp_avg_sq.NAME`, cut as parameter
+Arrays are parameters and, where there is any, optimiser state (`exp_avg.NAME`, `exp_avg_sq.NAME`, sharded as parameter
 NAME, and `global_step`, whole on each rank).
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,16 +24,10 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
-from mindrlhf.system.files import sync
-from mindrlhf.weights.hf import (
-    SHARDED_NAME,
-    STORAGE_DTYPES,
-    TensorDirectory,
-    convert_dtype,
-    read_hf_config,
-    read_json_object,
-)
-from mindrlhf.weights.shard_files import FILE_FORMATS, SHARD_DTYPES, ArrayInfo, checksum, open_shard
+from mindrlhf.weights.file_writer import checksum
+from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, read_hf_config, read_json_object
+from mindrlhf.weights.shard_files import FILE_FORMATS, open_shard
+from mindrlhf.weights.tensors import SHARD_DTYPES, STORAGE_DTYPES, TensorInfo, convert_dtype
 
 FORMAT_VERSION = 1
 PROGRESS_NAME = "progress.json"  # stands for sharded.json while the directory is being written
@@ -45,7 +38,7 @@ GLOBAL_STEP_NAME = "global_step"
 
 
 def rank_file(directory: Path, rank: int, file_format: str) -> Path:
-    """Where the slices of a rank lie: where `transform_checkpoints` looks for them."""
+    """Where the shards of a rank lie: where `transform_checkpoints` looks for them."""
     return directory / f"rank_{rank}" / f"checkpoint_{rank}.{file_format}"
 
 
@@ -55,7 +48,7 @@ class ShardedArray:
 
     Attributes:
         dtype: name of its dtype.
-        layout: its name, whole shape and slices.
+        layout: its name, whole shape and shards.
         checksum: of the whole array; empty for a parameter, whose Hugging Face tensors have their own, and where it is
             not known, as in the checkpoint of a run, whose arrays were never whole.
     """
@@ -65,14 +58,14 @@ class ShardedArray:
     checksum: str = ""
 
     @property
-    def slice_info(self) -> ArrayInfo:
-        """Dtype and shape of each slice."""
-        return ArrayInfo(self.dtype, self.layout.slice_shape)
+    def shard_info(self) -> TensorInfo:
+        """Name, dtype and shape of each shard."""
+        return TensorInfo(self.layout.name, self.dtype, self.layout.slice_shape)
 
     @property
-    def info(self) -> ArrayInfo:
-        """Dtype and shape of the whole."""
-        return ArrayInfo(self.dtype, self.layout.shape)
+    def info(self) -> TensorInfo:
+        """Name, dtype and shape of the whole."""
+        return TensorInfo(self.layout.name, self.dtype, self.layout.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +88,10 @@ class ShardedManifest:
     arrays: dict[str, ShardedArray]
     tensors: dict[str, tuple[str, str]]
 
-    def infos_of_rank(self, rank: int) -> dict[str, ArrayInfo]:
-        """Dtype and shape of each slice of a rank."""
+    def infos_of_rank(self, rank: int) -> dict[str, TensorInfo]:
+        """What the file of a rank holds, by name."""
         return {
-            name: array.slice_info
+            name: array.shard_info
             for name, array in self.arrays.items()
             if rank // array.layout.stage_size in array.layout.stages
         }
@@ -167,9 +160,9 @@ def _array(name: str, entry: Mapping[str, Any]) -> ShardedArray:
 
 
 class ShardedDirectory(TensorDirectory):
-    """The logical tensors of a sharded directory; each array is put together from its slices when it is read.
+    """The logical tensors of a sharded directory; each array is put together from its shards when it is read.
 
-    Every slice that is read is compared with its checksum.
+    Every shard that is read is compared with its checksum.
 
     Raises:
         UserError: the directory was not finished, a rank's directory or file is missing or truncated, or a manifest
@@ -195,7 +188,7 @@ class ShardedDirectory(TensorDirectory):
         }
         for rule in self._rules:
             self._check_rule(rule)
-        self._files, self._slices = {}, {}
+        self._files, self._shards = {}, {}
         for rank in range(self.manifest.num_ranks):
             self._open_rank(rank)
         self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
@@ -220,10 +213,10 @@ class ShardedDirectory(TensorDirectory):
             if not needed.exists():
                 raise UserError(f"{needed} is missing, of {self.manifest.num_ranks} ranks: {again}")
         manifest = read_json_object(path.parent / RANK_MANIFEST_NAME)
-        slices = manifest.get("arrays")
-        if manifest.get("plan") != self.manifest.plan or not isinstance(slices, dict):
+        shards = manifest.get("arrays")
+        if manifest.get("plan") != self.manifest.plan or not isinstance(shards, dict):
             raise UserError(f"{path.parent} is of another run of `mindrlhf weights shard`: {again}")
-        if strange := [name for name, entry in slices.items() if not _is_slice_entry(entry)]:
+        if strange := [name for name, entry in shards.items() if not _is_shard_entry(entry)]:
             raise UserError(f"{path.parent / RANK_MANIFEST_NAME} is damaged at {strange[0]!r}: {again}")
         size_bytes, expected = path.stat().st_size, manifest.get("size_bytes")
         if size_bytes != expected:
@@ -231,20 +224,23 @@ class ShardedDirectory(TensorDirectory):
             raise UserError(f"{path} is {state}: it has {size_bytes} bytes, not {expected}; {again}")
         file = open_shard(path, self.manifest.file_format)
         infos = self.manifest.infos_of_rank(rank)
-        if set(file.names()) != infos.keys() or slices.keys() != infos.keys():
+        if set(file.names()) != infos.keys() or shards.keys() != infos.keys():
             raise UserError(f"{path} does not hold the arrays of rank {rank}: {again}")
         for name, info in infos.items():
-            if ArrayInfo(*file.info(name)) != info:
-                raise UserError(f"{path} holds {name} as {file.info(name)}, not {info.dtype} {info.shape}: {again}")
-        self._files[rank], self._slices[rank] = file, slices
+            found = file.info(name)
+            if found != info:
+                raise UserError(
+                    f"{path} holds {name} as {found.dtype} {found.shape}, not {info.dtype} {info.shape}: {again}"
+                )
+        self._files[rank], self._shards[rank] = file, shards
 
     def names(self) -> list[str]:
         """Every Hugging Face name, in the order of the forward pass."""
         return list(self._rule_of)
 
-    def info(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype name and shape of a Hugging Face tensor."""
-        return self.manifest.tensors[name][0], self._shapes[name]
+    def info(self, name: str) -> TensorInfo:
+        """Name, dtype and shape of a Hugging Face tensor."""
+        return TensorInfo(name, self.manifest.tensors[name][0], self._shapes[name])
 
     def read(self, name: str) -> np.ndarray:
         """A Hugging Face tensor. Those that share a parameter are best read one after the other."""
@@ -257,7 +253,7 @@ class ShardedDirectory(TensorDirectory):
         """The Hugging Face tensors of one parameter, by name, in their own dtypes.
 
         Raises:
-            UserError: a slice is damaged, or the slices do not make the tensors of the original.
+            UserError: a shard is damaged, or the shards do not make the tensors of the original.
         """
         return self.split(rule, self._assemble(rule.mf_name))
 
@@ -296,7 +292,7 @@ class ShardedDirectory(TensorDirectory):
         return whole
 
     def _compare(self, name: str, array: np.ndarray, expected: str) -> None:
-        # What a run has saved was never whole: there are only the checksums of its slices.
+        # What a run has saved was never whole: there are only the checksums of its shards.
         if expected and (found := checksum(array)) != expected:
             raise UserError(
                 f"{self.directory}: the slices of {name} do not make the original (checksum {found}, not {expected}): "
@@ -311,7 +307,7 @@ class ShardedDirectory(TensorDirectory):
         """
         file = self._files[rank]
         data = file.read(name)
-        found, expected = checksum(data), self._slices[rank][name]["checksum"]
+        found, expected = checksum(data), self._shards[rank][name]["checksum"]
         if found != expected:
             raise UserError(
                 f"{file.path} is damaged at {name} (checksum {found}, not {expected}): copy it again, or remove "
@@ -320,12 +316,12 @@ class ShardedDirectory(TensorDirectory):
         return data
 
     def release(self, rank: int, name: str) -> None:
-        """Give back the memory that maps a slice."""
+        """Give back the memory that maps a shard."""
         self._files[rank].release(name)
 
     def slice_entry(self, rank: int, name: str) -> dict[str, Any]:
-        """What the rank's manifest says of a slice: offset, shape and checksum."""
-        return self._slices[rank][name]
+        """What the rank's manifest says of a shard: offset, shape and checksum."""
+        return self._shards[rank][name]
 
     def rules(self) -> Iterator:
         """The rule of every parameter, in the order of the forward pass."""
@@ -336,21 +332,5 @@ class ShardedDirectory(TensorDirectory):
         return [name for name in self.manifest.arrays if name not in self._rule_of_parameter]
 
 
-def _is_slice_entry(entry: object) -> bool:
+def _is_shard_entry(entry: object) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("checksum"), str)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object; it appears whole or not at all.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)

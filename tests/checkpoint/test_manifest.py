@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mindrlhf.checkpoint.manifest import MANIFEST_NAME, DamagedDirectory, list_files, verify, write_manifest
 from mindrlhf.errors import UserError
-from mindrlhf.weights.array_file import ArrayInfo, save_arrays
+from mindrlhf.weights.array_file import save_arrays
+from mindrlhf.weights.tensors import array_infos
 
 CONTENTS = {"state.json": b'{"step": 3}', "model/config.json": b"{}", "model/model.safetensors": bytes(range(256)) * 9}
 
@@ -59,7 +60,7 @@ def test_large_files_are_described_to_their_last_byte(tmp_path, size_bytes):
 
 def test_a_known_checksum_is_that_of_the_bytes_in_memory_and_damage_on_the_way_to_the_disk_is_found(tmp_path):
     arrays = {"a": np.arange(5, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
-    infos = {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()}
+    infos = array_infos(arrays)
     checksum = save_arrays(tmp_path / "arrays", arrays.items(), infos)
     (tmp_path / "small").write_bytes(b"not known")
     write_manifest(tmp_path, {"arrays": checksum})

@@ -14,7 +14,8 @@ from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.models.context import prepare_mindformers
 from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators, make_optimizer
-from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
+from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.tensors import array_infos
 
 OPTIONS = OptimizerSection(start_lr=1e-2, weight_decay=0.1)
 SHAPES = {"up.weight": (5, 3), "up.bias": (5,), "down.weight": (2, 5), "down.bias": (2,)}
@@ -60,7 +61,7 @@ class Training:
     def save_weights(self, path):
         weights = self.weights()
         save_arrays(
-            path, weights.items(), {name: ArrayInfo(array.dtype, array.shape) for name, array in weights.items()}
+            path, weights.items(), array_infos(weights)
         )
 
     def infos(self):

@@ -199,6 +199,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
 WRITER = """
 import os, sys, time
 from mindrlhf.checkpoint import store as store_module
+from mindrlhf.system import files as files_module
 from mindrlhf.checkpoint.store import CheckpointStore
 
 def stop(*arguments, **options):
@@ -210,7 +211,7 @@ store = CheckpointStore(save_dir, keep_last=1)
 if point == "manifest":
     store_module.write_manifest = stop
 elif point == "sync":
-    store_module._sync_tree = stop
+    files_module.sync_tree = stop
 elif point == "rename":
     rename = os.rename
     os.rename = lambda source, target: stop() if target == store.path(2) else rename(source, target)

@@ -173,3 +173,13 @@ def test_absent_file_and_directory_are_errors(tmp_path):
         list(read_records(tmp_path / "a.jsonl"))
     with pytest.raises(UserError, match="is a directory"):
         list(read_records(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_key_that_stands_twice_is_a_bad_record(tmp_path, suffix):
+    records = ['{"a": 1}', '{"a": {"b": 1, "c": 2, "b": 3}}', '{"a": 2}']
+    path = tmp_path / f"a{suffix}"
+    path.write_text("\n".join(records) if suffix == ".jsonl" else "[" + ",\n".join(records) + "]")
+    first, bad, last = read_records(path)
+    assert (first.fields, last.fields) == ({"a": 1}, {"a": 2})
+    assert str(bad) == f"{path}:2: not usable JSON: the key 'b' stands twice"

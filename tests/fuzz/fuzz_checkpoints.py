@@ -25,7 +25,8 @@ def checkpoint_manifest(directory: Path) -> Case:
 
 
 def checkpoint_state(directory: Path) -> Case:
-    from mindrlhf.checkpoint.carried import load_carried
+    from mindrlhf.checkpoint.algorithm_state import AlgorithmState
+    from mindrlhf.checkpoint.leftover import load_leftover
     from mindrlhf.checkpoint.resume import check_resumable
     from mindrlhf.checkpoint.state import STATE_NAME, read_state
     from mindrlhf.data.stream import PromptStream
@@ -40,16 +41,17 @@ def checkpoint_state(directory: Path) -> Case:
         found = read_state(checkpoint)
         check_resumable(found.config, config)
         PromptStream(100, found.seed).restore(found.prompt_stream)
-        load_carried(checkpoint, found.carried)
+        load_leftover(checkpoint, found.carried)
+        AlgorithmState.from_json(found.algorithm_state, str(path))
 
     return case
 
 
 def checkpoint_arrays(directory: Path) -> Case:
-    from mindrlhf.checkpoint.carried import CARRIED_NAME
+    from mindrlhf.checkpoint.leftover import LEFTOVER_NAME
     from mindrlhf.weights.array_file import load_arrays
 
-    path = make_checkpoint(directory) / CARRIED_NAME
+    path = make_checkpoint(directory) / LEFTOVER_NAME
     whole = path.read_bytes()
 
     def case(rng: random.Random) -> None:

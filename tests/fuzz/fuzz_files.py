@@ -50,7 +50,8 @@ def make_prompt_file(directory: Path) -> Path:
 
 def make_safetensors(directory: Path) -> Path:
     """Write one safetensors file of several dtypes and shapes, a scalar and an empty tensor among them."""
-    from mindrlhf.weights.array_file import ArrayInfo, save_arrays
+    from mindrlhf.weights.array_file import save_arrays
+    from mindrlhf.weights.tensors import array_infos
 
     arrays = {
         "model.embed.weight": np.arange(24, dtype=np.float32).reshape(4, 6),
@@ -59,7 +60,7 @@ def make_safetensors(directory: Path) -> Path:
         "model.empty": np.zeros((0, 4), np.float16),
     }
     path = directory / "model.safetensors"
-    save_arrays(path, arrays.items(), {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()})
+    save_arrays(path, arrays.items(), array_infos(arrays))
     return path
 
 
@@ -67,15 +68,16 @@ def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
     """Write a Hugging Face directory of random weights."""
     from mindrlhf.specs import find_spec
     from mindrlhf.weights.convert import hf_shapes
-    from mindrlhf.weights.writer import TensorPlan, write_model_directory
+    from mindrlhf.weights.tensors import array_infos
+    from mindrlhf.weights.writer import write_model_directory
 
     spec = find_spec(HF_CONFIG)
     shapes = hf_shapes(spec, spec.dims(HF_CONFIG))
     generator = np.random.default_rng(0)
     tensors = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    plan = {name: TensorPlan("float32", shape) for name, shape in shapes.items()}
     model = directory / "model"
-    write_model_directory(tensors.items(), plan, HF_CONFIG, model, file_format="pt", max_shard_bytes=max_shard_bytes)
+    options = {"file_format": "pt", "max_shard_bytes": max_shard_bytes}
+    write_model_directory(tensors.items(), array_infos(tensors), HF_CONFIG, model, **options)
     return model
 
 
@@ -90,12 +92,14 @@ def make_sharded(directory: Path, file_format: str) -> Path:
 
 def make_checkpoint(directory: Path) -> Path:
     """Write a checkpoint with a state, carried arrays and a manifest."""
-    from mindrlhf.checkpoint.carried import CarriedSample, carried_records, save_carried
+    from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
+    from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, save_leftover
     from mindrlhf.checkpoint.state import RunState, write_state
     from mindrlhf.checkpoint.store import CheckpointStore
     from mindrlhf.data.stream import PromptStream
 
-    samples = [CarriedSample({"prompt": 3}, {"ids": np.arange(7, dtype=np.int32), "logprobs": np.zeros(7, np.float32)})]
+    arrays = {"ids": np.arange(7, dtype=np.int32), "logprobs": np.zeros(7, np.float32)}
+    samples = [LeftoverSample({"prompt": 3}, arrays)]
     state = RunState(
         step=4,
         weights_version=4,
@@ -103,13 +107,13 @@ def make_checkpoint(directory: Path) -> Path:
         prompt_stream=PromptStream(100, 1).state(),
         config={"run": {"max_steps": 10}, "optimizer": {"start_lr": 1e-6, "lr_schedule": "constant"}},
         evaluations=[{"step": 0, "accuracy": 0.5}],
-        algorithm_state={"kl_coefficient": 0.1},
-        carried=carried_records(samples),
+        algorithm_state=AlgorithmState(kl=KlState(0.1), guards=GuardsState(norms=[0.5])).to_json(),
+        carried=leftover_records(samples),
     )
     store = CheckpointStore(directory / "checkpoints", keep_last=2)
     with store.writing(4, 1000) as temporary:
         write_state(temporary, state)
-        save_carried(temporary, samples)
+        save_leftover(temporary, samples)
     return store.path(4)
 
 

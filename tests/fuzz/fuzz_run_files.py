@@ -79,7 +79,7 @@ def run_records(directory: Path) -> Case:
 
 def samples_to_score(directory: Path) -> Case:
     from mindrlhf.errors import UserError
-    from mindrlhf.rewards.sample_files import read_samples, scored_line
+    from mindrlhf.rewards.sample_files import read_samples, scored_record
     from mindrlhf.rewards.types import RewardResult
 
     path = directory / "samples.jsonl"
@@ -93,7 +93,7 @@ def samples_to_score(directory: Path) -> Case:
         for line in read_samples(path):
             if isinstance(line, UserError):
                 raise line
-            scored_line(line, RewardResult(line.number, {"accuracy": 1.0}, 1.0))
+            json.dumps(scored_record(line, RewardResult(line.number, {"accuracy": 1.0}, 1.0)))
 
     return case
 

@@ -33,7 +33,7 @@ def hf_config(directory: Path) -> Case:
 
 
 def safetensors_file(directory: Path) -> Case:
-    from mindrlhf.weights.hf import SafetensorsFile
+    from mindrlhf.weights.safetensors_file import SafetensorsFile
 
     path = make_safetensors(directory)
     whole = path.read_bytes()

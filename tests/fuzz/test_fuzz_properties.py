@@ -19,7 +19,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile, index_path
 from mindrlhf.errors import UserError
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message
-from mindrlhf.weights.hf import SafetensorsFile
+from mindrlhf.weights.safetensors_file import SafetensorsFile
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
@@ -35,6 +35,7 @@ ENTRY = st.fixed_dictionaries(
         "data_offsets": SIZES | st.tuples(*[st.integers(0, 64)] * 2),
     }
 )
+_F32_PAIR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 KEYS = [dotted for dotted, _, _ in dotted_keys(GrpoConfig)]
 
 
@@ -42,10 +43,13 @@ KEYS = [dotted for dotted, _, _ in dotted_keys(GrpoConfig)]
 @given(header=st.dictionaries(st.text(max_size=6), ENTRY | JSON, max_size=4) | JSON)
 @example(header={"a": {"dtype": "F32", "shape": [2**31, 2**31, 4], "data_offsets": [0, 0]}})  # 2**64 wraps to 0
 @example(header={"a": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}})
+@example(header={"a": {"dtype": "BF16", "shape": [3], "data_offsets": [8, 14]}, "b": _F32_PAIR})
+@example(header={"a": {"dtype": "BF16", "shape": [3], "data_offsets": [6, 12]}, "b": _F32_PAIR})  # an overlap
+@example(header={"a": {"dtype": "BF16", "shape": [3], "data_offsets": [9, 15]}, "b": _F32_PAIR})  # a gap
 def test_a_safetensors_file_is_refused_or_its_tensors_fill_their_places_apart(tmp_path, header):
     text = json.dumps(header).encode()
     path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(_last_end(header)))
     try:
         file = SafetensorsFile(path)
     except UserError:
@@ -54,10 +58,18 @@ def test_a_safetensors_file_is_refused_or_its_tensors_fill_their_places_apart(tm
     for name in file.names():
         start, end = header[name]["data_offsets"]
         assert file.read(name).nbytes == end - start
-        assert math.prod(file.info(name)[1]) == file.read(name).size
+        assert math.prod(file.info(name).shape) == file.read(name).size
         places.append(range(start, end))
     used = [position for place in places for position in place]
-    assert len(set(used)) == len(used)
+    assert sorted(used) == list(range(_last_end(header)))
+
+
+def _last_end(header):
+    """Where the data of a header's tensors ends, at most 64."""
+    entries = header.values() if isinstance(header, dict) else []
+    places = [entry.get("data_offsets") for entry in entries if isinstance(entry, dict)]
+    ends = [place[1] for place in places if isinstance(place, (list, tuple)) and len(place) == 2]
+    return max([end for end in ends if type(end) is int and 0 <= end <= 64], default=0)
 
 
 @QUICK

@@ -10,7 +10,7 @@ from mindrlhf.models.causal_lm import CausalLM, CausalLMLogits
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import load_tensors
-from mindrlhf.weights.hf import convert_dtype
+from mindrlhf.weights.tensors import convert_dtype
 
 
 class ForwardLoopGenerator:

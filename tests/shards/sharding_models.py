@@ -4,7 +4,8 @@ import numpy as np
 
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import export_hf, hf_shapes
-from mindrlhf.weights.hf import STORAGE_DTYPES, SafetensorsDirectory
+from mindrlhf.weights.hf import SafetensorsDirectory
+from mindrlhf.weights.tensors import STORAGE_DTYPES
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

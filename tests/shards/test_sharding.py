@@ -20,9 +20,11 @@ from mindrlhf.shards.shard import reshard_directory, shard_directory
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.shards.verify import check_coverage, verify_directory
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
+from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.convert import import_directory
-from mindrlhf.weights.hf import SafetensorsDirectory, open_tensors, read_hf_config
+from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.tensors import array_infos
 
 SPEC = find_spec(CONFIG)
 DIMS = SPEC.dims(CONFIG)
@@ -137,7 +139,7 @@ def test_the_files_hold_each_element_as_often_as_it_has_replicas(tmp_path, model
     save_arrays(
         numbered / "model.safetensors",
         tensors.items(),
-        {name: ArrayInfo(array.dtype, array.shape) for name, array in tensors.items()},
+        array_infos(tensors),
     )
     shard_directory(numbered, tmp_path / "out", parallel=text)
     layout = Layout.parse(text)
@@ -233,7 +235,7 @@ def make_optimizer_state(path, dims=DIMS, seed=1):
     for rule in SPEC.rules(dims):
         for prefix in ("exp_avg.", "exp_avg_sq."):
             arrays[prefix + rule.mf_name] = generator.standard_normal(rule.mf_shape(dims), np.float32)
-    save_arrays(path, arrays.items(), {name: ArrayInfo(one.dtype, one.shape) for name, one in arrays.items()})
+    save_arrays(path, arrays.items(), array_infos(arrays))
     return arrays
 
 

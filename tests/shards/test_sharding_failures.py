@@ -69,8 +69,8 @@ place.{name} = killing
 @pytest.mark.parametrize(
     ("module", "name", "call", "finished"),
     [
-        ("weights.shard_files", "ShardWriter.write", 30, 0),  # in the first batch
-        ("weights.shard_files", "ShardWriter.finish", 5, 3),  # after the first batch of two ranks
+        ("weights.file_writer", "TensorFileWriter.write_summed", 30, 0),  # in the first batch
+        ("weights.file_writer", "TensorFileWriter.finish", 5, 3),  # after the first batch of two ranks
         ("shards.shard", "_Sharding._copy_companions", 1, 8),
         ("shards.shard", "_Sharding._finished_manifest", 1, 8),
     ],

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mindrlhf.system.files import is_locked, scratch_directory
+from mindrlhf.system.files import is_locked, partial_path, scratch_directory, whole_directory, whole_file, write_file
 
 HOLDER = """
 import sys, time
@@ -67,3 +67,49 @@ def test_other_names_files_and_links_are_left_alone(tmp_path):
         pass
     assert sorted(os.listdir(tmp_path)) == before
     assert not is_locked(tmp_path / ".scratch-link")
+
+
+def test_a_file_is_there_whole_or_as_before(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, "old ä")
+    assert path.read_bytes() == "old ä".encode()
+    with pytest.raises(ValueError, match="no"), whole_file(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert path.read_bytes() == "old ä".encode() and partial_path(path).read_bytes() == b"half"
+        raise ValueError("no")
+    assert path.read_bytes() == "old ä".encode() and os.listdir(tmp_path) == ["file"]
+    write_file(path, b"\0new")
+    assert path.read_bytes() == b"\0new" and os.listdir(tmp_path) == ["file"]
+    with pytest.raises(FileNotFoundError):
+        write_file(tmp_path / "missing" / "file", "")
+
+
+def test_a_file_and_its_name_are_forced_to_the_disk_in_this_order(tmp_path, monkeypatch):
+    path, events = tmp_path / "file", []
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", lambda *paths: (events.append("replace"), replace(*paths)))
+    write_file(path, "text")
+    assert events == [str(partial_path(path)), "replace", str(tmp_path)]
+
+
+def test_a_directory_is_there_whole_or_as_before(tmp_path):
+    path = tmp_path / "directory"
+    with whole_directory(path) as directory:
+        (directory / "inner").mkdir()
+        (directory / "inner" / "file").write_text("1")
+        assert directory.parent == tmp_path and not path.exists() and is_locked(directory)
+    with pytest.raises(OSError, match="not empty"), whole_directory(path) as directory:
+        (directory / "other").write_text("2")
+    with pytest.raises(ValueError, match="no"), whole_directory(path, replace=True) as directory:
+        raise ValueError("no")
+    assert os.listdir(tmp_path) == ["directory"] and (path / "inner" / "file").read_text() == "1"
+    with whole_directory(path, replace=True) as directory:
+        (directory / "other").write_text("2")
+    assert os.listdir(tmp_path) == ["directory"] and os.listdir(path) == ["other"]

@@ -11,13 +11,10 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file
 
 from mindrlhf.errors import UserError
-from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
+from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.tensors import TensorInfo, array_infos
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?"]
-
-
-def infos_of(arrays):
-    return {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()}
 
 
 def same_bits(left, right):
@@ -36,7 +33,7 @@ def test_arrays_come_back_bit_for_bit_in_any_order_of_writing(tmp_path_factory, 
     path = tmp_path_factory.mktemp("arrays") / "arrays.safetensors"
     shuffled = list(arrays.items())
     order.shuffle(shuffled)
-    checksum = save_arrays(path, iter(shuffled), infos_of(arrays))
+    checksum = save_arrays(path, iter(shuffled), array_infos(arrays))
     in_order = sorted(arrays, key=lambda name: -arrays[name].itemsize)
     positions = [in_order.index(name) for name, array in shuffled if array.size]
     assert (checksum is not None) == (positions == sorted(positions))
@@ -53,7 +50,7 @@ def test_arrays_come_back_bit_for_bit_in_any_order_of_writing(tmp_path_factory, 
 def test_views_that_are_not_contiguous_are_written_as_they_look(tmp_path):
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     arrays = {"transposed": base.T, "strided": base[:, ::2], "reversed": base[::-1]}
-    save_arrays(tmp_path / "a", arrays.items(), infos_of(arrays))
+    save_arrays(tmp_path / "a", arrays.items(), array_infos(arrays))
     loaded = load_arrays(tmp_path / "a")
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array)
@@ -66,7 +63,7 @@ def test_arrays_are_drawn_one_at_a_time_and_read_as_copies(tmp_path):
             buffer[:] = number
             yield f"array {number}", buffer
 
-    infos = {f"array {number}": ArrayInfo(np.dtype(np.int32), (3,)) for number in (1, 2)}
+    infos = [TensorInfo(f"array {number}", "int32", (3,)) for number in (1, 2)]
     save_arrays(tmp_path / "a", draw(), infos)
     loaded = load_arrays(tmp_path / "a")
     loaded["array 1"][:] = 7
@@ -85,7 +82,7 @@ def test_arrays_are_drawn_one_at_a_time_and_read_as_copies(tmp_path):
     ],
 )
 def test_anything_but_the_infos_fails_and_leaves_the_old_file(tmp_path, arrays, message):
-    infos = {"a": ArrayInfo(np.dtype(np.float32), (2,))}
+    infos = [TensorInfo("a", "float32", (2,))]
     save_arrays(tmp_path / "file", [("a", np.ones(2, np.float32))], infos)
     with pytest.raises(AssertionError, match=message):
         save_arrays(tmp_path / "file", arrays.items(), infos)
@@ -96,7 +93,7 @@ def test_anything_but_the_infos_fails_and_leaves_the_old_file(tmp_path, arrays, 
 @pytest.mark.parametrize("dtype", [">f4", "c8", "U3", "O"])
 def test_dtypes_the_format_does_not_have_are_refused(tmp_path, dtype):
     with pytest.raises(AssertionError, match="only little-endian numbers"):
-        save_arrays(tmp_path / "a", [], {"a": ArrayInfo(np.dtype(dtype), (2,))})
+        save_arrays(tmp_path / "a", [], array_infos({"a": np.zeros(2, dtype)}))
 
 
 def test_a_missing_file_is_one_line(tmp_path):
@@ -109,7 +106,7 @@ def test_a_missing_file_is_one_line(tmp_path):
 def test_a_damaged_file_loads_or_is_one_line(tmp_path_factory, cut, position, byte):
     path = tmp_path_factory.mktemp("damaged") / "file"
     arrays = {"exp_avg.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "step": np.array([3], np.int32)}
-    save_arrays(path, arrays.items(), infos_of(arrays))
+    save_arrays(path, arrays.items(), array_infos(arrays))
     data = bytearray(path.read_bytes())
     data[position % len(data)] = byte
     path.write_bytes(data[: len(data) - cut] if cut < 100 else data)

@@ -19,7 +19,8 @@ from mindrlhf.weights.convert import (
     import_directory,
     random_hf_weights,
 )
-from mindrlhf.weights.hf import SafetensorsDirectory, convert_dtype, read_hf_config
+from mindrlhf.weights.hf import SafetensorsDirectory, read_hf_config
+from mindrlhf.weights.tensors import convert_dtype
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

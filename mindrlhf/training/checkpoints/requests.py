@@ -1,4 +1,4 @@
-"""Checkpoints on request: SIGUSR1 asks the lead rank for one, SIGTERM for one and the end of the run."""
+"""Checkpoints on request: SIGUSR1 asks rank 0 for one, SIGTERM for one and the end of the run."""
 
 import contextlib
 import signal

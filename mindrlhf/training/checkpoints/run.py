@@ -1,7 +1,6 @@
-"""When a run's state is saved, and how a run picks it up again; the lead rank's part."""
+"""When a run's state is saved, and how a run picks it up again; rank 0's part."""
 
 import contextlib
-import copy
 import dataclasses
 import json
 import shutil
@@ -9,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
-from mindrlhf.checkpoint.carried import CarriedSample, carried_records, load_carried, save_carried
+from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
 from mindrlhf.checkpoint.resume import check_resumable
-from mindrlhf.checkpoint.state import CRITIC_NAME, RunState, StateWriter, read_state, write_state
+from mindrlhf.checkpoint.state import CRITIC_NAME, STATE_NAME, RunState, StateWriter, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -36,10 +36,9 @@ class Progress:
     step: int = 0  # steps done
     weights_version: int = 0  # versions published to the generator
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
-    # JSON values that the algorithm keeps from step to step, such as the weight of the KL term.
-    algorithm_state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Samples drawn but not yet trained on; a step replaces the list and does not change what is in it.
-    carried: list[CarriedSample] = dataclasses.field(default_factory=list)
+    algorithm: AlgorithmState = dataclasses.field(default_factory=AlgorithmState)
+    # Samples not yet trained on; a step replaces the list and does not change what is in it.
+    leftover: list[LeftoverSample] = dataclasses.field(default_factory=list)
 
 
 def save_dir(config: AnyConfig) -> Path:
@@ -99,7 +98,7 @@ class RunCheckpoints:
         # Where every rank holds a part of the model.
         self._slices = SliceCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
-        self._begun: tuple[RunState, list[CarriedSample]] | None = None
+        self._begun: tuple[RunState, list[LeftoverSample]] | None = None
         self._saved_step: int | None = None
 
     def begin_step(self, progress: Progress) -> None:
@@ -111,7 +110,7 @@ class RunCheckpoints:
         if self._slices:
             self._slices.settle(wait=False)
         self._writer.check()
-        self._begun = self._state(progress), list(progress.carried)
+        self._begun = self._state(progress), list(progress.leftover)
 
     @property
     def must_stop(self) -> bool:
@@ -137,20 +136,20 @@ class RunCheckpoints:
         Raises:
             UserError: the disk has too little room, or an earlier checkpoint could not be written.
         """
-        self._write(self._state(progress), list(progress.carried), _best_step(progress.evaluations))
+        self._write(self._state(progress), list(progress.leftover), _best_step(progress.evaluations))
         if self._requests.save:
             self._requests.save = False
             print(f"mindrlhf: SIGUSR1: saving step {progress.step} in {self._store.path(progress.step)}", flush=True)
         if self._requests.stop:
-            self._say_goodbye(progress.step)
+            self._end_on_request(progress.step)
 
     def save_broken_off(self, progress: Progress) -> None:
         """Write a checkpoint as of the beginning of a step that was broken off before it changed the weights."""
         assert self._begun is not None and self._begun[0].step == progress.step, "no step was begun"
-        state, carried = self._begun
+        state, leftover = self._begun
         if self._saved_step != state.step:
-            self._write(state, carried, _best_step(progress.evaluations))
-        self._say_goodbye(state.step)
+            self._write(state, leftover, _best_step(progress.evaluations))
+        self._end_on_request(state.step)
 
     def wait(self) -> None:
         """Return when nothing is being written.
@@ -180,7 +179,8 @@ class RunCheckpoints:
             raise _nothing_to_resume(self._store)
         state = read_state(directory)
         check_resumable(state.config, self._config)
-        carried = load_carried(directory, state.carried)
+        leftover = load_leftover(directory, state.carried)
+        algorithm = AlgorithmState.from_json(state.algorithm_state, str(directory / STATE_NAME))
         self._team.call("restore", directory=str(directory))
         self._stream.restore(state.prompt_stream)
         self._saved_step = state.step
@@ -189,8 +189,8 @@ class RunCheckpoints:
             # The loop publishes first, under the next number: that of the checkpoint.
             weights_version=max(0, state.weights_version - 1),
             evaluations=[Evaluation.from_json(values) for values in state.evaluations],
-            algorithm_state=state.algorithm_state,
-            carried=carried,
+            algorithm=algorithm,
+            leftover=leftover,
         )
 
     def _state(self, progress: Progress) -> RunState:
@@ -203,13 +203,13 @@ class RunCheckpoints:
             prompt_stream=self._stream.state(),
             config=self._config,
             evaluations=self._evaluations,
-            algorithm_state=copy.deepcopy(progress.algorithm_state),
-            carried=carried_records(progress.carried),
+            algorithm_state=progress.algorithm.to_json(),
+            carried=leftover_records(progress.leftover),
         )
 
-    def _write(self, state: RunState, carried: list[CarriedSample], best_step: int | None) -> None:
+    def _write(self, state: RunState, leftover: list[LeftoverSample], best_step: int | None) -> None:
         size_bytes = self._team.lead.state_size_bytes()
-        size_bytes += sum(array.nbytes for sample in carried for array in sample.arrays.values())
+        size_bytes += sum(array.nbytes for sample in leftover for array in sample.arrays.values())
         self._store.check_space(size_bytes)
         best_step = best_step if self._section.keep_best else None
 
@@ -217,7 +217,7 @@ class RunCheckpoints:
         writing = self._store.writing(state.step, size_bytes, best_step, checksums)
 
         def write_rest(directory: Path) -> None:
-            save_carried(directory, carried)
+            save_leftover(directory, leftover)
             write_state(directory, state)
 
         def write(write_model: StateWriter) -> None:
@@ -237,7 +237,7 @@ class RunCheckpoints:
         else:
             write(self._team.lead.save)
 
-    def _say_goodbye(self, step: int) -> None:
+    def _end_on_request(self, step: int) -> None:
         self.wait()
         where = self._store.path(step)
         print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)

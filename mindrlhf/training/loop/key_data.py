@@ -12,7 +12,7 @@ from mindrlhf.debugging.dump_paths import rank_dir
 
 if TYPE_CHECKING:
     from mindrlhf.rollout.samples import Sample
-    from mindrlhf.training.loop.guards import StepRecord
+    from mindrlhf.training.loop.step_record import StepRecord
     from mindrlhf.training.team import Team
 
 # What the ranks were given, by the stage that computed it; the rest was made for the update.

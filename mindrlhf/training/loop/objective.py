@@ -1,4 +1,4 @@
-"""What the config's algorithm makes of scored samples, on the lead rank: rewards, advantages, weights. NumPy."""
+"""What the config's algorithm makes of scored samples, on rank 0: rewards, advantages, weights. NumPy."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The lead rank's prompts and samples of a step."""
+"""The prompts of each step in the order of the stream, and their samples, on rank 0."""
 
 import contextlib
 import dataclasses
@@ -15,16 +15,16 @@ from mindrlhf.training.loop.dynamic_sampling import GroupSampling, StepSamples
 MAX_RECORDS_IN_MEMORY = 10_000
 
 
-class Drawing:
-    """Reads prompts in the stream's order and has their samples drawn and scored.
+class PromptSampling:
+    """Reads prompts in the stream's order and has their samples generated and scored.
 
     Args:
         config: of the run.
         prompts, stream: the prompts and their order.
-        sampler: draws and scores.
+        sampler: generates and scores.
         stop_token_ids: tokens that end a response.
         timer: times ``data`` and ``rollout``.
-        interruptible: context in which a request to end breaks off a draw.
+        interruptible: context in which a request to end breaks off the rollout.
     """
 
     def __init__(
@@ -58,27 +58,30 @@ class Drawing:
         if len(self._prompts) <= MAX_RECORDS_IN_MEMORY:
             self._records = self._prompts.read(range(len(self._prompts)))
 
-    def draw(self, index: int, carried: Sequence[Sample], *, needs_greedy: bool) -> tuple[StepSamples, list[Sample]]:
+    def sample(self, index: int, leftover: Sequence[Sample], *, needs_greedy: bool) -> tuple[StepSamples, list[Sample]]:
         """Return the samples of step ``index`` (from 0), and the likeliest response to each prompt if it is needed.
 
         Args:
             index: the step.
-            carried: samples that the step before left.
-            needs_greedy: whether to draw the likeliest responses.
+            leftover: samples that the step before left.
+            needs_greedy: whether to generate the likeliest responses.
+
+        Raises:
+            StopRequested: the run was asked to end.
         """
         records: list[PromptRecord] = []
 
-        def draw_round(num_prompts: int, first_group: int) -> list[Sample]:
+        def sample_round(num_prompts: int, first_group: int) -> list[Sample]:
             with self._timer.stage("data"):
                 new = self._next_records(num_prompts)
             records.extend(new)
-            return self._sample(new, index, self._config.algorithm.num_generations, self._sampling, first_group)
+            return self._generate(new, index, self._config.algorithm.num_generations, self._sampling, first_group)
 
-        step = self._groups.collect(draw_round, carried)
+        step = self._groups.collect(sample_round, leftover)
         if not needs_greedy:
             return step, []
         greedy = dataclasses.replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return step, self._sample(records, index, 1, greedy, 0)
+        return step, self._generate(records, index, 1, greedy, 0)
 
     def _next_records(self, num_prompts: int) -> list[PromptRecord]:
         indices = self._stream.next(num_prompts)
@@ -86,7 +89,7 @@ class Drawing:
             return [self._records[index] for index in indices]
         return self._prompts.read(indices)
 
-    def _sample(
+    def _generate(
         self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
         with self._timer.stage("rollout"), self._interruptible():

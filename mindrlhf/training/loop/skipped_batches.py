@@ -21,7 +21,8 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import sync
 from mindrlhf.training.batch import unpack_share
-from mindrlhf.weights.array_file import ArrayInfo, load_arrays, save_arrays
+from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.tensors import array_infos
 
 ARRAYS_NAME, INFO_NAME = "batch.safetensors", "batch.json"
 FORMAT_VERSION = 1
@@ -68,8 +69,7 @@ def save_skipped(directory: Path, batch: SkippedBatch, arrays: Mapping[str, np.n
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
     temporary.mkdir(parents=True)
     try:
-        infos = {name: ArrayInfo(array.dtype, array.shape) for name, array in arrays.items()}
-        save_arrays(temporary / ARRAYS_NAME, arrays.items(), infos)
+        save_arrays(temporary / ARRAYS_NAME, arrays.items(), array_infos(arrays))
         with open(temporary / INFO_NAME, "w", encoding="utf-8") as file:
             json.dump({"format_version": FORMAT_VERSION, **dataclasses.asdict(batch)}, file, indent=1)
             file.flush()

@@ -1,87 +1,45 @@
-"""The reinforcement learning loop, as the lead rank runs it: sample, score, update, publish, report."""
+"""The reinforcement learning loop, as rank 0 runs it: sample, score, batch, log-probs, advantages, update, publish."""
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict
 
 import numpy as np
 
-from mindrlhf.algorithms.losses import POLICY_STATISTICS
+from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptFile
-from mindrlhf.data.stream import PromptStream
-from mindrlhf.evaluation.heldout import HeldOut
-from mindrlhf.observe import metrics as measure
-from mindrlhf.observe.samples import SampleWriter
-from mindrlhf.observe.sinks import SinkGroup
-from mindrlhf.observe.timing import StageTimer, throughput
-from mindrlhf.observe.trajectory import TrajectoryWriter, digest_weights
-from mindrlhf.rollout.conversations import tool_metrics
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record, verifier_names
-from mindrlhf.rollout.types import Generator
-from mindrlhf.system import heartbeat
-from mindrlhf.training.batch import Batch, RowOptions, make_batch
-from mindrlhf.training.checkpoints.requests import StopRequested
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples, from_carried, to_carried
-from mindrlhf.training.loop.guards import Guards, StepRecord
+from mindrlhf.observe.metrics import combine_metrics
+from mindrlhf.observe.trajectory import digest_weights
+from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
+from mindrlhf.training.batch import Batch, make_batch
+from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.life_cycle import Steps
+from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples, from_leftover, to_leftover
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.objective import Objective
-from mindrlhf.training.loop.prompts import Drawing
+from mindrlhf.training.loop.parts import Parts
+from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
+from mindrlhf.training.loop.step_record import Results, StepRecord
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
 from mindrlhf.training.schedule import learning_rate
-from mindrlhf.training.team import Team
-from mindrlhf.weights.board import WeightBoard
-
-Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What the loop works with, made by :mod:`mindrlhf.training.main`."""
-
-    team: Team
-    board: WeightBoard
-    generator: Generator
-    sampler: Sampler
-    prompts: PromptFile
-    stream: PromptStream
-    held_out: HeldOut | None
-    sinks: SinkGroup
-    sample_writer: SampleWriter
-    rows: RowOptions
-    stop_token_ids: tuple[int, ...]
-    checkpoints: RunCheckpoints
-    guards: Guards
-    trajectory: TrajectoryWriter
-    key_data: KeyData | None = None  # None: no step is dumped
-
-
-class Trainer:
-    """Group-relative policy optimisation over verifier rewards."""
+class Trainer(Steps):
+    """Policy optimisation over rewards."""
 
     def __init__(self, config: GrpoConfig, parts: Parts, progress: Progress, num_steps: int):
         self.config = config
         self.parts = parts
         self.progress = progress
         self.num_steps = num_steps
-        self.timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
+        self.timer = parts.timer
         self.objective = Objective(config)
-        if "kl" in progress.algorithm_state:
-            self.objective.kl.restore(progress.algorithm_state["kl"])
+        if kl := progress.algorithm.kl:
+            self.objective.kl.restore(asdict(kl))
         self._weights = ""  # digest of the published weights
         needs_values = self.objective.needs_values
         self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if needs_values else None
-        self.ledger = SampleLedger(progress.algorithm_state.get("samples"))
-        self._drawing = Drawing(
-            config,
-            parts.prompts,
-            parts.stream,
-            parts.sampler,
-            parts.stop_token_ids,
-            self.timer,
-            parts.checkpoints.interruptible,
-        )
+        self.ledger = SampleLedger(progress.algorithm.samples)
 
     @property
     def updates_per_step(self) -> int:
@@ -104,42 +62,41 @@ class Trainer:
             rows_per_micro_batch=rows.rows_per_micro_batch,
             graphs=graphs,
         )
-        self._drawing.read_small_file()
+        self.parts.rollout.prompts.read_small_file()
 
-    def run(self) -> bool:
-        """Train to the last step, evaluating, reporting and saving on the way.
-
-        Returns:
-            Whether the last step was reached: a request to end may come before it.
-        """
-        checkpoints = self.parts.checkpoints
+    def begin(self) -> None:
+        """Give the generator the weights that the first step samples from."""
         self.publish()
         if self.progress.step == 0:
             self._write_trajectory({})
         self.timer.finish_step()
-        every_eval = self.config.evaluation.every_steps
-        is_new = self.progress.step == 0 and not self.progress.evaluations
-        if self.parts.held_out and self.config.evaluation.before_training and is_new:
-            self.parts.sinks.write(0, self.evaluate())
-        while self.progress.step < self.num_steps:
-            checkpoints.begin_step(self.progress)
-            try:
-                metrics = self.step()
-            except StopRequested:
-                checkpoints.save_broken_off(self.progress)
-                return False
-            is_last = self.progress.step == self.num_steps
-            if self.parts.held_out and (is_last or (every_eval and self.progress.step % every_eval == 0)):
-                metrics |= self.evaluate()
-            self.parts.sinks.write(self.progress.step, metrics)
-            self.parts.guards.check()
-            must_stop = checkpoints.must_stop  # read first: a later request breaks off the next step
-            if checkpoints.is_due(self.progress):
-                with self.timer.stage("checkpoint"):
-                    checkpoints.save(self.progress)
-            if must_stop:
-                return False
-        return True
+
+    def step(self) -> dict[str, float]:
+        """Do one step and return its metrics; see ``Steps.step``."""
+        index = self.progress.step
+        key_data = self._begin_key_data(index + 1)
+        samples, greedy = self._sample(index)
+        batches = self._make_batches(samples.used)
+        with self.timer.stage("distribute"):
+            self._distribute(batches)
+        trains_actor = index >= self.num_critic_steps
+        old, reference = self._logprobs(batches, needs_old=not trains_actor)
+        old_logprobs = self._old_logprobs(samples, batches, old)
+        values = self.critic.values(batches) if self.critic else None
+        with self.timer.stage("pack"):
+            metrics = self._send_advantages(samples.used, greedy, batches, old_logprobs, reference, values)
+        if self.critic:
+            metrics |= self.critic.update(batches, index)
+        results = self._update(batches, index) if trains_actor else []
+        record = StepRecord(index + 1, samples.used, batches, results, self.objective.kl.coefficient, self._weights)
+        if key_data:
+            with self.timer.stage("dump"):
+                key_data.finish(record)
+        with self.timer.stage("reshard_to_infer"):
+            self.publish()
+        self.progress.step += 1
+        # A single update computes the log-probabilities before it changes the weights: they are the old ones.
+        return self._report(record, samples, _collect(batches, old or results), metrics)
 
     def publish(self) -> None:
         """Put the current weights on the board and have the generator load them."""
@@ -150,67 +107,58 @@ class Trainer:
         contributions = [result["contribution"] for result in results]
         self.parts.board.seal(contributions)
         self._weights = digest_weights(contributions)
-        self.parts.generator.wake()
-        self.parts.generator.update_weights(version)
+        self.parts.rollout.generator.wake()
+        self.parts.rollout.generator.update_weights(version)
 
     def evaluate(self) -> dict[str, float]:
-        """Sample the held-out prompts and return their metrics; the time counts to no step."""
+        """Sample the held-out prompts if it is time, and return their metrics; the time counts to no step."""
+        if not self._must_evaluate():
+            return {}
+        rollout = self.parts.rollout
         with self.timer.stage("evaluation"):
-            evaluation = self.parts.held_out.run(self.parts.sampler, self.progress.step)
+            evaluation = rollout.held_out.run(rollout.sampler, self.progress.step)
         self.progress.evaluations.append(evaluation)
         return {**evaluation.metrics(), "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
 
-    def step(self) -> dict[str, float]:
-        """Do one step and return its metrics."""
-        index = self.progress.step
-        key_data = self.parts.key_data if self.parts.key_data and self.parts.key_data.is_due(index + 1) else None
-        if key_data:
-            key_data.begin(index + 1)
-        carried = from_carried(self.progress.carried)
-        step_samples, greedy = self._drawing.draw(index, carried, needs_greedy=self.objective.needs_greedy)
-        samples = step_samples.used
-        self.parts.generator.sleep()
-        with self.timer.stage("pack"):
-            batches = self._batches(samples)
-        with self.timer.stage("distribute"):
-            self._distribute(batches)
-        trains_actor = index >= self.num_critic_steps
-        old, reference = self._logprobs(batches, needs_old=not trains_actor)
-        old_logprobs = self._old_logprobs(step_samples, batches, old)
-        values = self.critic.values(batches) if self.critic else None
-        with self.timer.stage("pack"):
-            extra = self._send_advantages(samples, greedy, batches, old_logprobs, reference, values)
-        if self.critic:
-            extra |= self.critic.update(batches, index)
-        results = self._update(batches, index) if trains_actor else []
-        record = StepRecord(index + 1, samples, batches, results, self.objective.kl.coefficient, self._weights)
-        if key_data:
-            with self.timer.stage("dump"):
-                key_data.finish(record)
-        with self.timer.stage("reshard_to_infer"):
-            self.publish()
-        self.progress.step += 1
-        self._write_samples(samples)
-        # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        metrics = self._metrics(step_samples, batches, old or results, results) | extra
-        metrics |= self._account(step_samples)
-        self.parts.guards.review_rewards(index + 1, step_samples.drawn)
-        metrics |= self.parts.guards.review(record, metrics["rollout_diff/mean_abs"])
-        self.progress.algorithm_state["guards"] = self.parts.guards.state()
-        course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
-        self._write_trajectory(sample_parts(samples) | course)
-        if "kl" in metrics and np.isfinite(metrics["kl"]):
-            self.objective.kl.update(metrics["kl"])
-            self.progress.algorithm_state["kl"] = self.objective.kl.state()
-        return metrics
+    def check(self) -> None:
+        """Stop the run if its guards demand it."""
+        self.parts.observers.guards.check()
 
-    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        """Cut the samples into one batch per optimiser update of a pass."""
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Time the saving of a checkpoint; it is reported with the next step."""
+        return self.timer.stage("checkpoint")
+
+    def _must_evaluate(self) -> bool:
+        step, evaluation = self.progress.step, self.config.evaluation
+        if not self.parts.rollout.held_out:
+            return False
+        if step == 0:
+            return evaluation.before_training and not self.progress.evaluations
+        return step == self.num_steps or bool(evaluation.every_steps and step % evaluation.every_steps == 0)
+
+    def _begin_key_data(self, step: int) -> KeyData | None:
+        """Begin the dump of a step, from 1, if it is among the chosen ones."""
+        key_data = self.parts.observers.key_data
+        if not (key_data and key_data.is_due(step)):
+            return None
+        key_data.begin(step)
+        return key_data
+
+    def _sample(self, index: int) -> tuple[StepSamples, list[Sample]]:
+        """Return the scored samples of a step, and the likeliest responses if the objective needs them."""
+        rollout, leftover = self.parts.rollout, from_leftover(self.progress.leftover)
+        sampled = rollout.prompts.sample(index, leftover, needs_greedy=self.objective.needs_greedy)
+        rollout.generator.sleep()
+        return sampled
+
+    def _make_batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        """Return one batch of samples for each optimiser update of a pass."""
         batches = []
-        for part in np.array_split(np.arange(len(samples)), self.config.training.num_minibatches):
-            if len(part):
-                sequences = self.objective.sequences([samples[item] for item in part])
-                batches.append(make_batch(sequences, self.parts.rows))
+        with self.timer.stage("pack"):
+            for part in np.array_split(np.arange(len(samples)), self.config.training.num_minibatches):
+                if len(part):
+                    sequences = self.objective.sequences([samples[item] for item in part])
+                    batches.append(make_batch(sequences, self.parts.rows))
         return batches
 
     def _distribute(self, batches: Sequence[Batch]) -> None:
@@ -308,111 +256,44 @@ class Trainer:
         num_updates = (self.num_steps - self.num_critic_steps) * self.updates_per_step
         return learning_rate(self.config.optimizer, update, num_updates)
 
-    def _metrics(
-        self,
-        step_samples: StepSamples,
-        batches: Sequence[Batch],
-        old: Sequence[Results],
-        results: Sequence[Results],
+    def _report(
+        self, record: StepRecord, samples: StepSamples, train_logprobs: Sequence[np.ndarray], metrics: dict[str, float]
     ) -> dict[str, float]:
-        samples = step_samples.drawn
-        lengths = np.array([len(sample.response_ids) for sample in samples])
-        prompt_lengths = np.array([len(sample.prompt_ids) for sample in samples])
-        # Stale samples differ by the update since they were drawn as well.
-        rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.fresh]
-        train_logprobs = _collect(batches, old)[step_samples.num_stale :]
-        rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.segment_ids]
-        parts = [
-            measure.reward_metrics(
-                np.array([sample.reward for sample in samples]),
-                np.array([sample.group for sample in samples]),
-                {name: reward_matrix(samples, 1, name).ravel() for name in verifier_names(samples)},
-            ),
-            {"reward/failures": sum(bool(sample.failures) for sample in samples)},
-            measure.length_metrics(
-                prompt_lengths, lengths, np.array([sample.finish_reason == "length" for sample in samples])
-            ),
-            measure.rollout_diff_metrics(
-                np.concatenate(rollout_logprobs),
-                np.concatenate(train_logprobs),
-                np.ones(sum(map(len, rollout_logprobs))),
-            ),
-            measure.rollout_ratio_metrics(rollout_logprobs, train_logprobs),
-            measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows]),
-            self._update_metrics(batches, results) if results else {},
-            tool_metrics(samples) if self.config.tools.names else {},
-        ]
+        """Have a step that is done written down and reviewed; return its metrics, with those that it has already."""
+        config, observers, state = self.config, self.parts.observers, self.progress.algorithm
+        shown = record.samples[: config.observe.samples_per_step]
+        observers.samples.write(sample_record(sample, record.step) for sample in shown)
+        num_updates = (record.step - self.num_critic_steps) * self.updates_per_step
+        lr = self.learning_rate(num_updates - 1) if record.results else None
+        measured = step_metrics(config, self.objective, samples, record.batches, train_logprobs, record.results, lr)
         timings = self.timer.finish_step()
-        if self.config.observe.performance_stats:
-            parts.append(timings)
-            parts.append(self._throughput(timings, step_samples))
-        return measure.combine_metrics(*parts)
+        performance = performance_metrics(config, timings, samples, self.parts.team.num_devices)
+        metrics = combine_metrics(measured, performance) | metrics | self._keep_leftover(samples)
+        observers.guards.review_rewards(record.step, samples.generated)
+        metrics |= observers.guards.review(record, metrics["rollout_diff/mean_abs"])
+        state.guards = observers.guards.state()
+        course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
+        self._write_trajectory(sample_parts(record.samples) | course)
+        if "kl" in metrics and np.isfinite(metrics["kl"]):
+            self.objective.kl.update(metrics["kl"])
+            state.kl = KlState(**self.objective.kl.state())
+        return metrics
 
-    def _throughput(self, timings: dict[str, float], step_samples: StepSamples) -> dict[str, float]:
-        """Return the rates of the step: the rollout's of the samples it drew, the others of those that were used."""
-        rates = {}
-        for stages, samples in ((("rollout",), step_samples.drawn), (("all", "update"), step_samples.used)):
-            rates |= throughput(
-                {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},
-                mean_prompt_length=float(np.mean([len(sample.prompt_ids) for sample in samples])),
-                mean_response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
-                num_prompts=len(samples) // self.config.algorithm.num_generations,
-                num_samples=self.config.algorithm.num_generations,
-                world_size=self.parts.team.num_devices,
-            )
-        return rates
-
-    def _account(self, step_samples: StepSamples) -> dict[str, float]:
+    def _keep_leftover(self, samples: StepSamples) -> dict[str, float]:
         """Keep what is left over for the next step, and return where the samples of this one went."""
         if not self.config.algorithm.dynamic_sampling:
             return {}
-        metrics = self.ledger.add(step_samples)
-        self.progress.carried = to_carried(step_samples.carried)
-        self.progress.algorithm_state["samples"] = self.ledger.state()
-        return metrics
-
-    def _update_metrics(self, batches: Sequence[Batch], results: Sequence[Results]) -> dict[str, float]:
-        """Return the training scalars: means over the updates of the step."""
-        sums = [np.sum([result["statistics"] for result in ranks], axis=0) for ranks in results]
-        counts = [batches[position % len(batches)].num_tokens for position in range(len(results))]
-        loss, *per_token = np.mean([_per_token(total, count) for total, count in zip(sums, counts)], axis=0)
-        names = dict(zip(POLICY_STATISTICS[1:], per_token))
-        everyone = [result for ranks in results for result in ranks]
-        metrics = {
-            "loss": loss,
-            "clip_fraction/low": names["clipped_low"],
-            "clip_fraction/high": names["clipped_high"],
-            "kl": names["kl"],
-            "entropy": names["entropy"],
-            "grad_norm": np.mean([ranks[0]["grad_norm"] for ranks in results]),
-            "lr": self.learning_rate((self.progress.step - self.num_critic_steps) * self.updates_per_step - 1),
-            "recompiles": max(result["recompiles"] for result in everyone),
-            "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
-        }
-        if self.objective.is_corrected:
-            metrics["correction/weight"] = names["correction"]
-            metrics["correction/changed"] = names["corrected"]
-        if not self.objective.needs_reference or self.objective.kl_in_reward:
-            del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
-        if self.config.algorithm.kl_target is not None:
-            metrics["kl_coefficient"] = self.objective.kl.coefficient
+        metrics = self.ledger.add(samples)
+        self.progress.leftover = to_leftover(samples.leftover)
+        self.progress.algorithm.samples = self.ledger.state()
         return metrics
 
     def _write_trajectory(self, parts: dict[str, str | float]) -> None:
-        state = self.progress.algorithm_state
+        state = self.progress.algorithm
         parts = {**parts, "weights": self._weights}
-        state["trajectory"] = self.parts.trajectory.write(self.progress.step, state.get("trajectory", ""), parts)
-
-    def _write_samples(self, samples: Sequence[Sample]) -> None:
-        chosen = samples[: self.config.observe.samples_per_step]
-        self.parts.sample_writer.write(sample_record(sample, self.progress.step) for sample in chosen)
+        state.trajectory = self.parts.observers.trajectory.write(self.progress.step, state.trajectory or "", parts)
 
 
 def _collect(batches: Sequence[Batch], passes: Sequence[Results]) -> list[np.ndarray]:
     """Return the ranks' log-probabilities of all batches, one array per response, in the order of the samples."""
     return [response for batch, shares in zip(batches, passes) for response in batch.collect(shares, "logprobs")]
-
-
-def _per_token(total: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Divide all statistics but the loss, which already is a mean."""
-    return np.concatenate([total[:1], total[1:] / num_tokens])

@@ -1,4 +1,4 @@
-"""What preference learning makes of the model's outputs on a batch of pairs, on the lead rank. NumPy, float64."""
+"""What preference learning makes of the model's outputs on a batch of pairs, on rank 0. NumPy, float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import CoefficientLoss
 from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
@@ -85,7 +86,7 @@ class Pairs:
 
 
 def run_preference_rank(config: Config, *, resume: bool = False) -> None:
-    """Do this rank's part of a preference run: the lead drives the loop, the others serve it.
+    """Do this rank's part of a preference run: rank 0 drives the loop, the others serve it.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.
@@ -152,23 +153,22 @@ class PreferenceTrainer:
         if not self._held_out or not is_due:
             return {}
         metrics, accuracy = self._evaluate_held_out()
-        measured = {"pairs": self._held_out_digest, "step": progress.step, "accuracy": list(accuracy)}
-        state = progress.algorithm_state
+        state = progress.algorithm
+        state.last_evaluation = PairAccuracy(self._held_out_digest, progress.step, list(accuracy))
         # A resumed run may have been given other pairs.
-        if state.get("first_evaluation", {}).get("pairs") != self._held_out_digest:
-            state["first_evaluation"] = measured
-        state["last_evaluation"] = measured
+        if state.first_evaluation is None or state.first_evaluation.pairs != self._held_out_digest:
+            state.first_evaluation = state.last_evaluation
         return metrics
 
     def summary(self, progress: Progress) -> str:
         """Return the accuracy on held-out pairs before and after."""
         if not self._held_out:
             return ""
-        first, last = (progress.algorithm_state[f"{name}_evaluation"] for name in ("first", "last"))
-        accuracies = f"{_percentages(Interval(*last['accuracy']))} after"
-        if first["step"] != last["step"]:
-            when = f"at step {first['step']}" if first["step"] else "before"
-            accuracies = f"{_percentages(Interval(*first['accuracy']))} {when}, {accuracies}"
+        first, last = progress.algorithm.first_evaluation, progress.algorithm.last_evaluation
+        accuracies = f"{_percentages(Interval(*last.accuracy))} after"
+        if first.step != last.step:
+            when = f"at step {first.step}" if first.step else "before"
+            accuracies = f"{_percentages(Interval(*first.accuracy))} {when}, {accuracies}"
         return f"preference accuracy on {len(self._held_out)} held-out pairs: {accuracies}"
 
     def update(self, pairs: Pairs, lr: float) -> dict[str, float]:

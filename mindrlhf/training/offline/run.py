@@ -1,22 +1,21 @@
-"""A run on fixed data (supervised, preference, reward model) as the lead rank drives it: steps, files, checkpoints."""
+"""Training on fixed data (supervised, preference, reward model) as the life cycle of a run needs it."""
 
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from mindrlhf.config.parse import write_config
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
-from mindrlhf.observe.sinks import SinkGroup, open_sinks
 from mindrlhf.system import heartbeat
+from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, check_output
+from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME
-from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
-from mindrlhf.training.team import Team, connect, serve
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.team import Team
 from mindrlhf.training.worker.learner import Learner
 
 Config = SftConfig | DpoConfig | RewardModelConfig
@@ -50,79 +49,78 @@ def run_rank(
     *,
     resume: bool,
 ) -> None:
-    """Do this rank's part of a run: the lead trains and exports the model, the others serve it.
+    """Do this rank's part of a run: rank 0 trains and exports the model, the others serve it.
 
     Args:
         build_learner: builds the worker of this rank, with the model that the run starts from.
-        make_trainer: called on the lead while the learner has that model, also when it then resumes from a checkpoint.
+        make_trainer: called on rank 0 while the learner has that model, also when it then resumes from a checkpoint.
         resume: continue from the newest whole checkpoint.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    if is_lead_process():
-        check_output(config, resume=resume)
-    rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
-    connections = connect(rank)
-    learner = build_learner(rank)
-    if rank.is_lead:
-        _lead(config, learner, connections, make_trainer, resume)
-    else:
-        serve(learner, connections[0])
+    life_cycle.run_rank(config, OfflineTraining(config, build_learner, make_trainer), resume=resume)
 
 
-def _lead(
-    config: Config, learner: Learner, connections: list, make_trainer: Callable[[Team], Trainer], resume: bool
-) -> None:
-    """Train to the last step, or until a signal asks to end, and export the model."""
-    output_dir = Path(config.run.output_dir)
-    with contextlib.ExitStack() as stack:
-        team = Team(learner, connections)
-        stack.callback(team.close)
-        trainer = make_trainer(team)
-        requests = SaveRequests()
-        checkpoints = RunCheckpoints(config, team, trainer.order, requests)
-        stack.callback(checkpoints.close)
-        progress = Progress()
-        if resume:
-            progress = checkpoints.resume()
-            print(f"mindrlhf: resumed after step {progress.step}", flush=True)
-        first_step = progress.step + 1 if resume else 0
-        sinks = open_sinks(output_dir, first_step=first_step, tensorboard=config.observe.tensorboard)
-        stack.callback(sinks.close)
-        write_config(config, output_dir)
-        requests.listen()
-        is_complete = run_steps(trainer, progress, checkpoints, sinks)
-        checkpoints.wait()
-    if is_complete:
-        if summary := trainer.summary(progress):
+class OfflineSteps(life_cycle.Steps):
+    """The steps of a trainer."""
+
+    def __init__(self, trainer: Trainer, progress: Progress):
+        self.progress = progress
+        self._trainer = trainer
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self._trainer.num_steps
+
+    def step(self) -> dict[str, float]:
+        """Train on the items of the next step and return its metrics."""
+        index = self.progress.step
+        heartbeat.enter(f"step {index + 1}")
+        metrics = self._trainer.step(index, self._trainer.order.items(index))
+        self.progress.step += 1
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the evaluation that is due, empty when none is."""
+        return self._trainer.evaluate(self.progress)
+
+
+class OfflineTraining(life_cycle.Training):
+    """A run on fixed data; see :func:`run_rank`."""
+
+    shown_steps = None
+
+    def __init__(
+        self, config: Config, build_learner: Callable[[Rank], Learner], make_trainer: Callable[[Team], Trainer]
+    ):
+        self._config = config
+        self._build_learner = build_learner
+        self._make_trainer = make_trainer
+
+    def build_worker(self, rank: Rank) -> Learner:
+        """Return the learner."""
+        return self._build_learner(rank)
+
+    def connect(self, worker: Learner, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
+        """Connect the ranks and make the trainer."""
+        self.team = Team(worker, connections)
+        stack.callback(self.team.close)
+        self._trainer = self._make_trainer(self.team)
+        self.order = self._trainer.order
+
+    def open(
+        self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack
+    ) -> OfflineSteps:
+        """Return the steps of the trainer."""
+        return OfflineSteps(self._trainer, progress)
+
+    def finish(self, worker: Learner, progress: Progress) -> None:
+        """Print the summary and export the model."""
+        if summary := self._trainer.summary(progress):
             print(f"\n{summary}", flush=True)
+        final = Path(self._config.run.output_dir) / FINAL_NAME
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        learner.export(output_dir / FINAL_NAME, config.data.tokenizer_dir)
-        print(f"model: {output_dir / FINAL_NAME}", flush=True)
-
-
-def run_steps(trainer: Trainer, progress: Progress, checkpoints: Any, sinks: SinkGroup) -> bool:
-    """Train from ``progress`` on, evaluating, reporting and saving on the way.
-
-    Args:
-        checkpoints: :class:`mindrlhf.training.checkpoints.run.RunCheckpoints`.
-
-    Returns:
-        Whether the last step was reached: a request to end may come before it.
-    """
-    if progress.step == 0 and (metrics := trainer.evaluate(progress)):
-        sinks.write(0, metrics)
-    while progress.step < trainer.num_steps:
-        checkpoints.begin_step(progress)
-        heartbeat.enter(f"step {progress.step + 1}")
-        metrics = trainer.step(progress.step, trainer.order.items(progress.step))
-        progress.step += 1
-        metrics |= trainer.evaluate(progress)
-        sinks.write(progress.step, metrics)
-        must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
-        if checkpoints.is_due(progress):
-            checkpoints.save(progress)
-        if must_stop:
-            return False
-    return True
+        worker.export(final, self._config.data.tokenizer_dir)
+        print(f"model: {final}", flush=True)

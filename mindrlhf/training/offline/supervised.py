@@ -42,7 +42,7 @@ class SupervisedLearner(Learner):
 
 
 def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
-    """Do this rank's part of a supervised run: the lead drives the loop, the others serve it.
+    """Do this rank's part of a supervised run: rank 0 drives the loop, the others serve it.
 
     Raises:
         UserError, RunFailure: as the rooms raise them.

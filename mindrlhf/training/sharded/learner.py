@@ -29,8 +29,8 @@ from mindrlhf.shards.save import (
 from mindrlhf.shards.sources import ArraySource
 from mindrlhf.training.sharded.cells import ParallelUpdate
 from mindrlhf.training.sharded.factory import build_logprobs, layout_of, network_layouts
-from mindrlhf.weights.hf import STORAGE_DTYPES, convert_dtype
 from mindrlhf.weights.sharded import ShardedManifest
+from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
 
 class SlicedModel:
@@ -125,7 +125,7 @@ class SlicedModel:
     def size_bytes(self, *, with_state: bool) -> int:
         """Return the bytes that all ranks save, of parameters and, with ``with_state``, of AdamW's state."""
         arrays = self._plan_saving(with_state=with_state).arrays.values()
-        return sum(array.slice_info.size_bytes * len(array.layout.ranks) for array in arrays)
+        return sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays)
 
     def _held_arrays(self, manifest: ShardedManifest, optimizer: Any) -> Iterator[tuple[str, np.ndarray]]:
         """Yield what this rank writes in the order of its file."""

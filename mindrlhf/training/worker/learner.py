@@ -161,7 +161,7 @@ class Learner:
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint, in bytes: weights and both moments."""
         weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
-        return weights + sum(info.size_bytes for info in optimizer_infos(self.optimizer).values())
+        return weights + sum(info.size_bytes for info in optimizer_infos(self.optimizer))
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write weights and optimiser state; the lead rank's part, since all ranks hold the same.

@@ -7,7 +7,9 @@ from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.scoring import SCORE_NAME, scorer_architecture
 from mindrlhf.weights.convert import hf_shapes, ignored_names, load_hf_weights, load_random_weights, load_tensors
-from mindrlhf.weights.hf import convert_dtype, open_tensors, read_hf_config
+from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.tensors import convert_dtype
 
 
 def scorer_config(hf_config: dict) -> dict:
@@ -53,6 +55,6 @@ def _load_language_model(network: CausalLM, path: str) -> None:
     def read(name: str, dtype: str) -> np.ndarray:
         if name == SCORE_NAME:
             return convert_dtype(np.zeros(score_shape, np.float32), "float32", dtype)
-        return convert_dtype(checkpoint.read(name), checkpoint.info(name)[0], dtype)
+        return convert_dtype(checkpoint.read(name), checkpoint.info(name).dtype, dtype)
 
     load_tensors(network, read)

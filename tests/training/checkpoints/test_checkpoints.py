@@ -1,5 +1,6 @@
 """When a run saves, what a checkpoint brings back, and what a broken-off step leaves of it."""
 
+import json
 import os
 import signal
 import threading
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindrlhf.checkpoint.carried import CarriedSample
-from mindrlhf.checkpoint.state import read_state
+from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
+from mindrlhf.checkpoint.leftover import LeftoverSample
+from mindrlhf.checkpoint.manifest import write_manifest
+from mindrlhf.checkpoint.state import STATE_NAME, read_state
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
@@ -88,8 +91,8 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     run.step()
     run.step()
     run.progress.evaluations.append(evaluation(2, 0.25))
-    run.progress.algorithm_state["kl"] = {"coefficient": 0.125}
-    run.progress.carried = [CarriedSample({"prompt": "p"}, {"ids": np.arange(3, dtype=np.int32)})]
+    run.progress.algorithm.kl = KlState(0.125)
+    run.progress.leftover = [LeftoverSample({"prompt": "p"}, {"ids": np.arange(3, dtype=np.int32)})]
     run.checkpoints.save(run.progress)
     run.checkpoints.wait()
     following = run.stream.next(20)
@@ -100,20 +103,22 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     # The loop publishes before its first step, which makes the version that of the run never stopped.
     assert progress.weights_version == 1
     assert other.stream.next(20) == following
-    assert progress.algorithm_state == {"kl": {"coefficient": 0.125}}
+    assert progress.algorithm == AlgorithmState(kl=KlState(0.125))
     assert progress.evaluations[0].scores.tolist() == [[0.25]] * 4
-    (carried,) = progress.carried
-    assert carried.record == {"prompt": "p"}
-    np.testing.assert_array_equal(carried.arrays["ids"], [0, 1, 2])
+    (leftover,) = progress.leftover
+    assert leftover.record == {"prompt": "p"}
+    np.testing.assert_array_equal(leftover.arrays["ids"], [0, 1, 2])
 
 
 def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it(tmp_path):
     run = Run(tmp_path)
     run.step()
-    run.progress.algorithm_state["kl"] = {"coefficient": 1.0}
+    run.progress.algorithm.kl = KlState(1.0)
+    run.progress.algorithm.guards = GuardsState(norms=[1.0])
     run.lead.may_write.clear()
     run.checkpoints.save(run.progress)
-    run.progress.algorithm_state["kl"]["coefficient"] = 2.0
+    run.progress.algorithm.kl = KlState(2.0)
+    run.progress.algorithm.guards.norms.append(2.0)
     run.progress.evaluations.append(evaluation(2, 0.5))
     run.step()
     assert not list(run.checkpoints._store.save_dir.glob("step_*"))
@@ -122,7 +127,8 @@ def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it
     directory = newest_checkpoint(run.config)
     assert (directory / "weights").read_text() == "1"
     state = read_state(directory)
-    assert state.algorithm_state == {"kl": {"coefficient": 1.0}} and state.evaluations == []
+    assert state.algorithm_state["kl"] == {"coefficient": 1.0} and state.evaluations == []
+    assert state.algorithm_state["guards"]["norms"] == [1.0]
 
 
 def test_a_failed_write_ends_the_run_at_its_next_step(tmp_path):
@@ -276,3 +282,17 @@ def test_the_best_step_is_that_of_the_prompts_that_the_run_has_now(tmp_path):
         run.progress.evaluations.append(evaluation(run.progress.step, accuracy, questions))
         run.checkpoints.save(run.progress)
     assert run.steps() == [2, 3]
+
+
+def test_a_state_with_a_key_of_another_release_is_refused_by_name(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    path = newest_checkpoint(run.config) / STATE_NAME
+    state = json.loads(path.read_text())
+    state["algorithm_state"]["momentum"] = 0.9
+    path.write_text(json.dumps(state))
+    write_manifest(path.parent)
+    with pytest.raises(UserError, match=f"^{path} is damaged: algorithm_state.momentum is unknown"):
+        Run(tmp_path).checkpoints.resume()

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.checkpoint.carried import CarriedSample
+from mindrlhf.checkpoint.algorithm_state import SampleTotals
+from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.training.loop.dynamic_sampling import GroupSampling, SampleLedger, from_carried, to_carried
+from mindrlhf.training.loop.dynamic_sampling import GroupSampling, SampleLedger, from_leftover, to_leftover
 
 SIZE = 3  # samples of a group
 
@@ -67,8 +68,8 @@ def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
     draws = Draws([1, 0, 1, 1] + [0, 0] + [1, 1])
     step = GroupSampling(make_config()).collect(draws, [])
     assert draws.asked == [(4, 0), (2, 4), (2, 6)]
-    assert names(step.used) == [0, 2, 3, 6] and names(step.carried) == [7]
-    assert names(step.dropped) == [1, 4, 5] and names(step.drawn) == list(range(8))
+    assert names(step.used) == [0, 2, 3, 6] and names(step.leftover) == [7]
+    assert names(step.dropped) == [1, 4, 5] and names(step.generated) == list(range(8))
     assert [item.group for item in step.used[::SIZE]] == [0, 1, 2, 3]
     assert (step.num_stale, step.num_without_signal) == (0, 0)
 
@@ -76,7 +77,7 @@ def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
 def test_what_was_left_over_comes_first_and_is_told_apart():
     sampling, draws = GroupSampling(make_config()), Draws([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
     first = sampling.collect(draws, [])
-    second = sampling.collect(draws, from_carried(to_carried(first.carried)))
+    second = sampling.collect(draws, from_leftover(to_leftover(first.leftover)))
     assert draws.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
     assert names(second.used) == [7, 8, 9, 11]
     assert second.num_stale == SIZE and names(second.fresh) == [8, 9, 11]
@@ -88,14 +89,14 @@ def test_at_the_bound_groups_without_signal_fill_the_step():
     step = GroupSampling(make_config(max_oversampling=2)).collect(draws, [])
     assert draws.asked == [(4, 0), (4, 4)]
     assert names(step.used) == [1, 0, 2, 3] and names(step.dropped) == [4, 5, 6, 7]
-    assert step.num_without_signal == 3 * SIZE and not step.carried
+    assert step.num_without_signal == 3 * SIZE and not step.leftover
 
 
 def test_without_dynamic_sampling_all_that_one_round_draws_is_used():
     draws = Draws([0, 1, 0, 0])
     step = GroupSampling(make_config(dynamic_sampling=False)).collect(draws, [])
-    assert step.used is step.drawn and names(step.used) == [0, 1, 2, 3]
-    assert step.num_without_signal == 3 * SIZE and not step.carried and not step.dropped
+    assert step.used is step.generated and names(step.used) == [0, 1, 2, 3]
+    assert step.num_without_signal == 3 * SIZE and not step.leftover and not step.dropped
 
 
 def test_the_metrics_of_a_step_by_hand():
@@ -103,7 +104,7 @@ def test_the_metrics_of_a_step_by_hand():
     sampling, ledger = GroupSampling(make_config()), SampleLedger()
     first = sampling.collect(draws, [])
     ledger.add(first)
-    second = sampling.collect(draws, first.carried)
+    second = sampling.collect(draws, first.leftover)
     cut = dataclasses.replace(second.used[4], finish_reason="length")
     second.used[4] = cut
     assert ledger.add(second) == {
@@ -135,30 +136,30 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
     num_steps, num_groups = 6, chunk_size * num_rollouts
     draws = Draws(np.random.default_rng(seed).random(num_steps * num_groups * max_oversampling) < share)
     config = make_config(chunk_size, num_rollouts, max_oversampling)
-    sampling, ledger, carried = GroupSampling(config), SampleLedger(), []
+    sampling, ledger, leftover = GroupSampling(config), SampleLedger(), []
     used, dropped, generated = [], [], 0
     for index in range(num_steps):
         if index == resume_at:
             sampling, ledger = GroupSampling(config), SampleLedger(ledger.state())
-            carried = to_carried(from_carried(carried))
-        step = sampling.collect(draws, from_carried(carried))
+            leftover = to_leftover(from_leftover(leftover))
+        step = sampling.collect(draws, from_leftover(leftover))
         metrics = ledger.add(step)
-        carried = to_carried(step.carried)
+        leftover = to_leftover(step.leftover)
         used += names(step.used)
         dropped += names(step.dropped)
         generated += metrics["samples/generated"]
         assert len(step.used) == num_groups * SIZE
-        left = names(step.carried)
+        left = names(step.leftover)
         assert len(left) < chunk_size and all(draws.signals[name] for name in left)
         assert not any(draws.signals[name] for name in names(step.dropped))
         assert metrics["samples/total_generated"] == generated == draws.num_drawn * SIZE
         assert sorted(used + dropped + left) == list(range(draws.num_drawn)), "each prompt is in one place"
-    assert ledger.state() == {
-        "generated": draws.num_drawn * SIZE,
-        "used": len(used) * SIZE,
-        "dropped": len(dropped) * SIZE,
-        "carried": len(carried),
-    }
+    assert ledger.state() == SampleTotals(
+        generated=draws.num_drawn * SIZE,
+        used=len(used) * SIZE,
+        dropped=len(dropped) * SIZE,
+        carried=len(leftover),
+    )
 
 
 def test_a_lost_sample_is_noticed():
@@ -171,10 +172,10 @@ def test_a_lost_sample_is_noticed():
         ledger.add(step)
 
 
-def test_carried_samples_come_back_exactly():
+def test_leftover_samples_come_back_exactly():
     original = dataclasses.replace(sample(4, 1 / 3, "p", "length"), failures={"length": "timeout"})
-    (carried,) = to_carried([original])
-    (back,) = from_carried([carried])
+    (leftover,) = to_leftover([original])
+    (back,) = from_leftover([leftover])
     for field in dataclasses.fields(Sample):
         before, after = getattr(original, field.name), getattr(back, field.name)
         if isinstance(before, np.ndarray):
@@ -182,5 +183,5 @@ def test_carried_samples_come_back_exactly():
         else:
             assert before == after
     with pytest.raises(UserError, match="'answer' of carried sample 0"):
-        record = {name: value for name, value in carried.record.items() if name != "answer"}
-        from_carried([CarriedSample(record, carried.arrays)])
+        record = {name: value for name, value in leftover.record.items() if name != "answer"}
+        from_leftover([LeftoverSample(record, leftover.arrays)])

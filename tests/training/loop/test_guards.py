@@ -6,15 +6,17 @@ import json
 import numpy as np
 import pytest
 
+from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
-from mindrlhf.training.loop import guards as guards_module
-from mindrlhf.training.loop.guards import Guards, StepRecord
+from mindrlhf.training.loop.guards import skipped_updates
+from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped, merge_shares
+from mindrlhf.training.loop.step_record import StepRecord
 
 NUM_RANKS = 2
 LENGTHS = [3, 1, 2, 4]
@@ -93,6 +95,11 @@ def open_guards(tmp_path, step):
         guards.close()
 
 
+def through_checkpoint(guards) -> GuardsState:
+    values = json.loads(json.dumps(AlgorithmState(guards=guards.state()).to_json()))
+    return AlgorithmState.from_json(values, "state.json").guards
+
+
 def events(directory) -> list[dict]:
     return [json.loads(line) for line in (directory / "guards.jsonl").read_text().splitlines()]
 
@@ -101,7 +108,7 @@ def test_a_plain_step_is_left_alone(open_guards, step, tmp_path, capsys):
     guards = open_guards()
     assert guards.review(step.record(1, 1.0, 2.0), 1e-5) == {"guard/skipped_updates": 0, "guard/grad_spikes": 0}
     guards.check()
-    assert guards.state() == {"num_skipped": 0, "norms": [1.0, 2.0], "failed_steps": {}}
+    assert guards.state() == GuardsState(num_skipped=0, norms=[1.0, 2.0], failed_steps={})
     assert events(tmp_path) == [] and capsys.readouterr().err == "" and not (tmp_path / "skipped").exists()
 
 
@@ -141,8 +148,8 @@ def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_
     guards.review(step.record(1, np.nan, np.nan), 0.0)
     guards.review(step.record(2, 1.0, np.nan), 0.0)
     guards.check()
-    state = json.loads(json.dumps(guards.state()))
-    assert state["num_skipped"] == 1
+    state = through_checkpoint(guards)
+    assert state.num_skipped == 1
     resumed = open_guards(first_step=3, state=state, max_skipped_updates=3)
     # The row is complete within the step, and what follows does not undo it.
     resumed.review(step.record(3, np.nan, np.nan, 1.0), 0.0)
@@ -151,7 +158,7 @@ def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_
 
 
 def test_only_the_first_batches_are_saved(open_guards, step, tmp_path, monkeypatch):
-    monkeypatch.setattr(guards_module, "MAX_SAVED_BATCHES", 3)
+    monkeypatch.setattr(skipped_updates, "MAX_SAVED_BATCHES", 3)
     guards = open_guards(max_skipped_updates=9)
     guards.review(step.record(1, np.nan, np.nan), 0.0)
     counts = guards.review(step.record(2, np.nan, np.nan), 0.0)
@@ -247,7 +254,7 @@ def test_a_verifier_that_fails_on_every_sample_stops_the_run_also_across_a_resum
     }  # fmt: skip
     warnings = capsys.readouterr().err
     assert warnings.count("verifier second failed on all 2 samples (KeyError: 'x')") == 2
-    resumed = open_guards(first_step=4, state=json.loads(json.dumps(guards.state())), max_failed_steps=3)
+    resumed = open_guards(first_step=4, state=through_checkpoint(guards), max_failed_steps=3)
     resumed.review_rewards(5, WHOLLY)
     with pytest.raises(RunFailure, match=r"^step 5: verifier second .*, 3 steps in a row, .*max_failed_steps is 3: "):
         resumed.check()
@@ -257,6 +264,20 @@ def test_failed_verifiers_never_stop_a_run_that_wants_none_of_it(open_guards):
     guards = open_guards(max_failed_steps=0)
     for number in range(1, 9):
         guards.review_rewards(number, WHOLLY)
+        guards.check()
+
+
+def test_of_several_failures_in_a_step_the_skipped_updates_are_named(open_guards, step):
+    limits = {"max_failed_steps": 1, "max_skipped_updates": 2, "max_rollout_diff": 1.0}
+    guards = open_guards(**limits)
+    guards.review_rewards(1, WHOLLY)
+    guards.review(step.record(1, np.nan), 9.0)
+    with pytest.raises(RunFailure, match="verifier second failed"):
+        guards.check()
+    guards = open_guards(**limits)
+    guards.review_rewards(1, WHOLLY)
+    guards.review(step.record(1, np.nan, np.nan), 9.0)
+    with pytest.raises(RunFailure, match="^2 updates in a row"):
         guards.check()
 
 

@@ -6,18 +6,23 @@ from collections import deque
 import numpy as np
 import pytest
 
+from mindrlhf.checkpoint.algorithm_state import GuardsState
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import HeldOut
+from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Completion, SamplingParams
 from mindrlhf.training.batch import RowOptions, unpack_share
 from mindrlhf.training.checkpoints.requests import StopRequested
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.trainer import Parts, Trainer
+from mindrlhf.training.life_cycle import run_steps
+from mindrlhf.training.loop.parts import Observers, Parts, Rollout
+from mindrlhf.training.loop.prompts import PromptSampling
+from mindrlhf.training.loop.trainer import Trainer
 
 END = 0
 NUM_GENERATIONS = 3
@@ -185,7 +190,7 @@ class Memory:
         return {"guard/skipped_updates": 0}
 
     def state(self):
-        return {"num_reviewed": len(self.reviewed)}
+        return GuardsState(num_skipped=len(self.reviewed))
 
     def check(self):
         self.checked_after = len(self.metrics)
@@ -239,26 +244,28 @@ class Run:
         per_step = training.chunk_size * training.num_rollouts
         self.num_steps = steps or -(-num_prompts * training.epochs // per_step)
         self.progress = Progress()
+        self.stream = PromptStream(num_prompts, 0, False, training.epochs)
+        timer, sampler = StageTimer(), Sampler(self.generator, Rewards(), Tokens())
+        prompts = PromptSampling(
+            self.config, self.prompts, self.stream, sampler, (END,), timer, self.memory.interruptible
+        )
+        questions = HeldOut(self.prompts.records[:2], 2, "half", SamplingParams(7), 0) if held_out else None
         parts = Parts(
             team=LocalTeam(self.ranks),
             board=Board(self.journal),
-            generator=self.generator,
-            sampler=Sampler(self.generator, Rewards(), Tokens()),
-            prompts=self.prompts,
-            stream=PromptStream(num_prompts, 0, False, training.epochs),
-            held_out=HeldOut(self.prompts.records[:2], 2, "half", SamplingParams(7), 0) if held_out else None,
-            sinks=self.memory,
-            sample_writer=self.memory,
             rows=RowOptions((8, 16), training.batch_size, world_size, training.pack),
-            stop_token_ids=(END,),
-            checkpoints=self.memory,
-            guards=self.memory,
-            trajectory=Course(self.memory),
+            rollout=Rollout(self.generator, prompts, sampler, questions),
+            observers=Observers(self.memory, self.memory, Course(self.memory)),
+            timer=timer,
         )
         self.trainer = Trainer(self.config, parts, self.progress, self.num_steps)
 
+    def train(self):
+        """Return whether the last step was reached."""
+        return run_steps(self.trainer, self.memory, self.memory)
+
     def __call__(self):
-        self.trainer.run()
+        self.train()
         return dict(self.memory.metrics)
 
 
@@ -467,7 +474,7 @@ def test_a_resumed_run_goes_on_with_the_next_step():
     whole()
     resumed = Run(num_prompts=10)
     resumed.progress.step, resumed.progress.weights_version = 3, 4
-    resumed.trainer.parts.stream.next(6)
+    resumed.stream.next(6)
     metrics = resumed()
     assert list(metrics) == [4, 5]
     assert resumed.journal[:4] == ["publish 5", "seal 1", "wake", "update_weights 5"]
@@ -478,11 +485,11 @@ def test_a_resumed_run_goes_on_with_the_next_step():
 def test_a_request_to_end_is_granted_after_the_step_or_breaks_off_its_rollout():
     run = Run(num_prompts=10)
     run.memory.must_stop = True
-    run.trainer.run()
+    run.train()
     assert run.memory.saved == [1] and run.progress.step == 1
     run = Run(num_prompts=10)
     run.memory.stops_at = 3
-    assert run.trainer.run() is False
+    assert run.train() is False
     assert run.memory.saved == ["broken off after 2"]
     assert [step for step, _ in run.memory.metrics] == [1, 2]
     assert run.journal.count("update 0") == 2 and run.journal[-1] == "generate 2"
@@ -507,8 +514,8 @@ def test_guards_and_trajectory_see_every_step():
     assert first[:2] == (1, "1") and second[:2] == (2, "2")
     assert set(first[2]) == {"prompts", "samples", "rollout_logprobs", "rewards", "loss", "grad_norm", "weights"}
     assert first[2]["weights"] == last.weights and first[2]["grad_norm"] == 2
-    assert run.progress.algorithm_state["trajectory"] == "3"
-    assert run.progress.algorithm_state["guards"] == {"num_reviewed": 2}
+    assert run.progress.algorithm.trajectory == "3"
+    assert run.progress.algorithm.guards == GuardsState(num_skipped=2)
 
 
 def test_a_kl_that_is_not_finite_does_not_spoil_its_controller(monkeypatch):

@@ -47,11 +47,11 @@ def test_beta_follows_its_target_and_continues_after_a_restart():
     # The loss reports a KL of 0.1 per token, twice the target: the error is bounded to 0.2, and half of it is taken.
     assert run.ranks[0].kl_coefficients == pytest.approx([0.1, 0.1 * 1.1])
     assert metrics[2]["kl_coefficient"] == pytest.approx(0.1 * 1.1)
-    assert run.progress.algorithm_state["kl"]["coefficient"] == pytest.approx(0.1 * 1.1**2)
+    assert run.progress.algorithm.kl.coefficient == pytest.approx(0.1 * 1.1**2)
     later = Run(num_prompts=2, algorithm=algorithm)
-    later.progress.algorithm_state = run.progress.algorithm_state
-    trainer = type(later.trainer)(later.config, later.trainer.parts, later.progress, 1)
-    trainer.run()
+    later.progress.algorithm = run.progress.algorithm
+    later.trainer = type(later.trainer)(later.config, later.trainer.parts, later.progress, 1)
+    later.train()
     assert later.ranks[0].kl_coefficients == pytest.approx([0.1 * 1.1**2])
 
 

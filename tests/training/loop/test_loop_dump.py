@@ -60,7 +60,8 @@ def train(directory, *, world_size=1, **section):
     for rank in ranks.team.ranks:
         rank.compute_logprobs = _keeping(rank)
     key_data = KeyData(MsprobeSection(enabled=True, **section), directory, ranks)
-    run.trainer.parts = dataclasses.replace(run.trainer.parts, key_data=key_data)
+    observers = dataclasses.replace(run.trainer.parts.observers, key_data=key_data)
+    run.trainer.parts = dataclasses.replace(run.trainer.parts, observers=observers)
     return run(), ranks.calls
 
 

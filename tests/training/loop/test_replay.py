@@ -14,8 +14,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.observe.trajectory import digest_weights
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.loop.guards import Guards, StepRecord
+from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.skipped_batches import load_skipped
+from mindrlhf.training.loop.step_record import StepRecord
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -66,10 +66,11 @@ def checkpoints_of(config, trainer, learner, requests=None):
 
 def train(trainer, progress, checkpoints):
     """Return whether the run was complete, and the metrics of each step without times."""
-    from mindrlhf.training.offline.run import run_steps
+    from mindrlhf.training.life_cycle import run_steps
+    from mindrlhf.training.offline.run import OfflineSteps
 
     sinks = Sinks()
-    is_complete = run_steps(trainer, progress, checkpoints, sinks)
+    is_complete = run_steps(OfflineSteps(trainer, progress), checkpoints, sinks)
     varying = ("timing/all", "e2e_tps", "recompiles", "memory/peak_rss_gb")
     metrics = {
         step: {name: value for name, value in values.items() if name not in varying}

@@ -29,10 +29,11 @@ def make_trainer(config, rank_length=32):
 def run(trainer):
     """Train to the end; return the metrics of each step and what the user is told."""
     from mindrlhf.training.checkpoints.run import Progress
-    from mindrlhf.training.offline.run import run_steps
+    from mindrlhf.training.life_cycle import run_steps
+    from mindrlhf.training.offline.run import OfflineSteps
 
     sinks, progress = Sinks(), Progress()
-    assert run_steps(trainer, progress, NoCheckpoints(), sinks)
+    assert run_steps(OfflineSteps(trainer, progress), NoCheckpoints(), sinks)
     return sinks.metrics, trainer.summary(progress)
 
 

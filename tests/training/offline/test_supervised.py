@@ -13,7 +13,8 @@ from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.training.batch import unpack_share
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.offline.run import run_steps
+from mindrlhf.training.life_cycle import run_steps
+from mindrlhf.training.offline.run import OfflineSteps
 from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
 from mindrlhf.training.preflight import RunInputs
 
@@ -88,7 +89,7 @@ def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed
     )
     team, sinks = LocalTeam(world_size), Sinks()
     inputs = RunInputs(None, Records(lengths), Records(held_out) if held_out else None, (8, 16), 0)
-    assert run_steps(SupervisedTrainer(config, inputs, team), Progress(), NoCheckpoints(), sinks)
+    assert run_steps(OfflineSteps(SupervisedTrainer(config, inputs, team), Progress()), NoCheckpoints(), sinks)
     return team, sinks.metrics
 
 

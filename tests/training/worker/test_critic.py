@@ -227,7 +227,8 @@ def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apa
 
 def test_the_critic_is_exported_before_the_actor(worker, tmp_path, monkeypatch):
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.weights.hf import open_tensors, read_hf_config
+    from mindrlhf.weights.hf import read_hf_config
+    from mindrlhf.weights.open import open_tensors
 
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "left_by_a_killed_run").write_text("")

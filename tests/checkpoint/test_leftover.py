@@ -1,4 +1,4 @@
-"""Samples handed on from step to step: round trip through a checkpoint, and damage."""
+"""Samples left over for the next step: round trip through a checkpoint, and damage."""
 
 import json
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mindrlhf.checkpoint.carried import CARRIED_NAME, CarriedSample, carried_records, load_carried, save_carried
+from mindrlhf.checkpoint.leftover import LEFTOVER_NAME, LeftoverSample, leftover_records, load_leftover, save_leftover
 from mindrlhf.errors import UserError
 
 arrays = st.one_of(
@@ -17,7 +17,7 @@ arrays = st.one_of(
 )
 samples = st.lists(
     st.builds(
-        CarriedSample,
+        LeftoverSample,
         st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=3),
         st.dictionaries(st.sampled_from(["prompt_ids", "response_ids", "a.b"]), arrays, max_size=3),
     ),
@@ -30,14 +30,14 @@ def through_json(values):
 
 
 @settings(max_examples=40, deadline=None)
-@given(carried=samples)
-def test_samples_come_back_as_they_were(tmp_path_factory, carried):
-    directory = tmp_path_factory.mktemp("carried")
-    save_carried(directory, carried)
-    assert (directory / CARRIED_NAME).exists() == any(sample.arrays for sample in carried)
-    loaded = load_carried(directory, through_json(carried_records(carried)))
-    assert [sample.record for sample in loaded] == [sample.record for sample in carried]
-    for one, other in zip(loaded, carried, strict=True):
+@given(leftover=samples)
+def test_samples_come_back_as_they_were(tmp_path_factory, leftover):
+    directory = tmp_path_factory.mktemp("leftover")
+    save_leftover(directory, leftover)
+    assert (directory / LEFTOVER_NAME).exists() == any(sample.arrays for sample in leftover)
+    loaded = load_leftover(directory, through_json(leftover_records(leftover)))
+    assert [sample.record for sample in loaded] == [sample.record for sample in leftover]
+    for one, other in zip(loaded, leftover, strict=True):
         assert one.arrays.keys() == other.arrays.keys()
         for name, array in one.arrays.items():
             assert array.dtype == other.arrays[name].dtype
@@ -45,12 +45,12 @@ def test_samples_come_back_as_they_were(tmp_path_factory, carried):
 
 
 def test_a_missing_array_and_strange_records_are_damage(tmp_path):
-    save_carried(tmp_path, [CarriedSample({}, {"ids": np.arange(3)})])
+    save_leftover(tmp_path, [LeftoverSample({}, {"ids": np.arange(3)})])
     with pytest.raises(UserError, match="lacks the array 'logprobs' of carried sample 0"):
-        load_carried(tmp_path, [{"record": {}, "arrays": ["ids", "logprobs"]}])
+        load_leftover(tmp_path, [{"record": {}, "arrays": ["ids", "logprobs"]}])
     for strange in ([{"arrays": []}], [{"record": {}, "arrays": 3}], ["text"]):
         with pytest.raises(UserError, match="carried samples are no records"):
-            load_carried(tmp_path, strange)
-    (tmp_path / CARRIED_NAME).unlink()
-    with pytest.raises(UserError, match=CARRIED_NAME):
-        load_carried(tmp_path, [{"record": {}, "arrays": ["ids"]}])
+            load_leftover(tmp_path, strange)
+    (tmp_path / LEFTOVER_NAME).unlink()
+    with pytest.raises(UserError, match=LEFTOVER_NAME):
+        load_leftover(tmp_path, [{"record": {}, "arrays": ["ids"]}])

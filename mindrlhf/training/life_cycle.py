@@ -1,0 +1,166 @@
+"""The life of a run, of whatever kind: checked, connected, resumed, stepped through, saved, exported."""
+
+import contextlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from mindrlhf.config.parse import write_config
+from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.observe.sinks import SinkGroup, open_sinks
+from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
+from mindrlhf.training.checkpoints.run import AnyConfig, Progress, RunCheckpoints, check_output
+from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
+from mindrlhf.training.team import Team, connect, serve
+
+
+class Steps(Protocol):
+    """The steps of a run on rank 0; ``begin``, ``check`` and ``saving`` do nothing where nobody says otherwise.
+
+    Attributes:
+        progress: where the run is; ``step`` moves it on.
+        num_steps: of the whole run.
+    """
+
+    progress: Progress
+    num_steps: int
+
+    def begin(self) -> None:
+        """Do what comes before the first step of this process."""
+
+    def step(self) -> dict[str, float]:
+        """Do one step and return its metrics.
+
+        Raises:
+            StopRequested: the run was asked to end, and the step has changed nothing yet.
+        """
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the evaluation that is due after ``progress.step`` steps, empty when none is."""
+
+    def check(self) -> None:
+        """Stop the run if the last step, which is reported by now, demands it.
+
+        Raises:
+            RunFailure: it does.
+        """
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context around the saving of a checkpoint."""
+        return contextlib.nullcontext()
+
+
+class Training(Protocol):
+    """A kind of training, as a run needs it; the methods are called in this order.
+
+    Attributes:
+        team: the ranks, once ``connect`` is done.
+        order: the order of the data, once ``connect`` is done.
+        shown_steps: the number of steps that the console shows, None to show none.
+    """
+
+    team: Team
+    order: PromptStream | EpochSteps
+    shown_steps: int | None
+
+    def start_early(self, stack: contextlib.ExitStack) -> None:
+        """On rank 0, start what takes long, before anything else; by default nothing."""
+
+    def build_worker(self, rank: Rank) -> Any:
+        """Return this rank's worker, with the model that the run starts from."""
+
+    def connect(self, worker: Any, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
+        """On rank 0, connect all that takes part, while the workers have the model that the run starts from."""
+
+    def open(
+        self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack
+    ) -> Steps:
+        """On rank 0, return the steps that go on from ``progress``, ready to begin.
+
+        Args:
+            first_step: see :class:`mindrlhf.observe.records.JsonlWriter`.
+        """
+
+    def finish(self, worker: Any, progress: Progress) -> None:
+        """On rank 0, sum up a complete run and export its model."""
+
+
+def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
+    """Do this rank's part of a run: rank 0 trains and exports the model, the others serve it.
+
+    Args:
+        resume: continue from the newest whole checkpoint.
+
+    Raises:
+        UserError, RunFailure: as the rooms raise them.
+    """
+    if is_lead_process():
+        check_output(config, resume=resume)
+    output_dir = Path(config.run.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if is_lead_process():
+            training.start_early(stack)
+        rank = start_runtime(config.run, output_dir / "logs")
+        connections = connect(rank)
+        worker = training.build_worker(rank)
+        if rank.is_lead:
+            _run_lead(config, training, worker, connections, stack, resume)
+        else:
+            serve(worker, connections[0])
+
+
+def _run_lead(
+    config: AnyConfig, training: Training, worker: Any, connections: list, stack: contextlib.ExitStack, resume: bool
+) -> None:
+    output_dir = Path(config.run.output_dir)
+    requests = SaveRequests()
+    training.connect(worker, connections, requests, stack)
+    checkpoints = RunCheckpoints(config, training.team, training.order, requests)
+    stack.callback(checkpoints.close)
+    progress = Progress()
+    if resume:
+        progress = checkpoints.resume()
+        print(f"mindrlhf: resumed after step {progress.step}", flush=True)
+    first_step = progress.step + 1 if resume else 0
+    sinks = open_sinks(
+        output_dir, first_step=first_step, num_steps=training.shown_steps, tensorboard=config.observe.tensorboard
+    )
+    stack.callback(sinks.close)
+    write_config(config, output_dir)
+    steps = training.open(progress, checkpoints, first_step, stack)
+    requests.listen()
+    is_complete = run_steps(steps, checkpoints, sinks)
+    checkpoints.wait()
+    if is_complete:
+        sinks.close()
+        training.finish(worker, progress)
+
+
+def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bool:
+    """Train to the last step, evaluating, reporting and saving on the way.
+
+    Returns:
+        Whether the last step was reached: a request to end may come before it.
+    """
+    progress = steps.progress
+    steps.begin()
+    if progress.step == 0 and (metrics := steps.evaluate()):
+        sinks.write(0, metrics)
+    while progress.step < steps.num_steps:
+        checkpoints.begin_step(progress)
+        try:
+            metrics = steps.step()
+        except StopRequested:
+            checkpoints.save_broken_off(progress)
+            return False
+        metrics |= steps.evaluate()
+        sinks.write(progress.step, metrics)
+        steps.check()
+        must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
+        if checkpoints.is_due(progress):
+            with steps.saving():
+                checkpoints.save(progress)
+        if must_stop:
+            return False
+    return True

@@ -1,0 +1,131 @@
+"""The metrics of a reinforcement learning step, from its samples and from what the ranks returned."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mindrlhf.algorithms.losses import POLICY_STATISTICS
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.observe import metrics as measure
+from mindrlhf.observe.timing import throughput
+from mindrlhf.rollout.conversations import tool_metrics
+from mindrlhf.rollout.samples import Sample, reward_matrix, verifier_names
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.loop.dynamic_sampling import StepSamples
+from mindrlhf.training.loop.objective import Objective
+from mindrlhf.training.loop.step_record import Results
+
+
+def step_metrics(
+    config: GrpoConfig,
+    objective: Objective,
+    samples: StepSamples,
+    batches: Sequence[Batch],
+    train_logprobs: Sequence[np.ndarray],
+    results: Sequence[Results],
+    lr: float | None,
+) -> dict[str, float]:
+    """Return the metrics of a step but for its times.
+
+    Args:
+        config, objective: of the run.
+        samples: of the step.
+        batches: of one pass over the used samples.
+        train_logprobs: float [generated tokens] of each used sample, under the weights that the step began with.
+        results: of each update, passes in order.
+        lr: learning rate of the last update, None when there was none.
+    """
+    return measure.combine_metrics(
+        sample_metrics(samples.generated),
+        rollout_metrics(samples, train_logprobs),
+        packing_metrics(batches),
+        update_metrics(config, objective, batches, results, lr) if results else {},
+        tool_metrics(samples.generated) if config.tools.names else {},
+    )
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return rewards and lengths of all samples that a step generated, whether trained on or not."""
+    rewards = measure.reward_metrics(
+        np.array([sample.reward for sample in samples]),
+        np.array([sample.group for sample in samples]),
+        {name: reward_matrix(samples, 1, name).ravel() for name in verifier_names(samples)},
+    )
+    lengths = measure.length_metrics(
+        np.array([len(sample.prompt_ids) for sample in samples]),
+        np.array([len(sample.response_ids) for sample in samples]),
+        np.array([sample.finish_reason == "length" for sample in samples]),
+    )
+    return {**rewards, "reward/failures": sum(bool(sample.failures) for sample in samples), **lengths}
+
+
+def rollout_metrics(samples: StepSamples, train_logprobs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``."""
+    # Stale samples differ by the update since they were sampled as well.
+    fresh = train_logprobs[samples.num_stale :]
+    rollout = [sample.rollout_logprobs for sample in samples.fresh]
+    difference = measure.rollout_diff_metrics(
+        np.concatenate(rollout), np.concatenate(fresh), np.ones(sum(map(len, rollout)))
+    )
+    return difference | measure.rollout_ratio_metrics(rollout, fresh)
+
+
+def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """Return how well the rows of a step are filled."""
+    rows = [row for batch in batches for micro_batch in batch.micro_batches for row in micro_batch.segment_ids]
+    return measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows])
+
+
+def update_metrics(
+    config: GrpoConfig, objective: Objective, batches: Sequence[Batch], results: Sequence[Results], lr: float
+) -> dict[str, float]:
+    """Return the training scalars: means over the updates of the step; see ``step_metrics``."""
+    sums = [np.sum([result["statistics"] for result in ranks], axis=0) for ranks in results]
+    counts = [batches[position % len(batches)].num_tokens for position in range(len(results))]
+    loss, *per_token = np.mean([_per_token(total, count) for total, count in zip(sums, counts)], axis=0)
+    names = dict(zip(POLICY_STATISTICS[1:], per_token))
+    everyone = [result for ranks in results for result in ranks]
+    metrics = {
+        "loss": loss,
+        "clip_fraction/low": names["clipped_low"],
+        "clip_fraction/high": names["clipped_high"],
+        "kl": names["kl"],
+        "entropy": names["entropy"],
+        "grad_norm": np.mean([ranks[0]["grad_norm"] for ranks in results]),
+        "lr": lr,
+        "recompiles": max(result["recompiles"] for result in everyone),
+        "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
+    }
+    if objective.is_corrected:
+        metrics["correction/weight"] = names["correction"]
+        metrics["correction/changed"] = names["corrected"]
+    if not objective.needs_reference or objective.kl_in_reward:
+        del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
+    if config.algorithm.kl_target is not None:
+        metrics["kl_coefficient"] = objective.kl.coefficient
+    return metrics
+
+
+def performance_metrics(
+    config: GrpoConfig, timings: Mapping[str, float], samples: StepSamples, num_devices: int
+) -> dict[str, float]:
+    """Return times and rates of a step, the rollout's of the samples it generated, the others of those it used."""
+    if not config.observe.performance_stats:
+        return {}
+    num_generations = config.algorithm.num_generations
+    metrics = dict(timings)
+    for stages, ones in ((("rollout",), samples.generated), (("all", "update"), samples.used)):
+        metrics |= throughput(
+            {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},
+            mean_prompt_length=float(np.mean([len(sample.prompt_ids) for sample in ones])),
+            mean_response_length=float(np.mean([len(sample.response_ids) for sample in ones])),
+            num_prompts=len(ones) // num_generations,
+            num_samples=num_generations,
+            world_size=num_devices,
+        )
+    return metrics
+
+
+def _per_token(total: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Divide all statistics but the loss, which already is a mean."""
+    return np.concatenate([total[:1], total[1:] / num_tokens])

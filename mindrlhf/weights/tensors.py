@@ -1,0 +1,71 @@
+"""What a tensor is, apart from its numbers: the one record of name, dtype and shape, and the dtypes there are.
+
+Needs the standard library and NumPy only: both interpreters (training and rollout) import it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+# NumPy has no bfloat16: those tensors are held as their bit patterns, uint16.
+_BFLOAT16 = np.dtype(np.uint16)
+# Of weights.
+STORAGE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": _BFLOAT16}
+# Of weights, and of the step count of an optimiser.
+SHARD_DTYPES = {**STORAGE_DTYPES, "int32": np.dtype(np.int32)}
+
+
+class TensorInfo(NamedTuple):
+    """Name, dtype name ("float32", "bfloat16", ...) and shape of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The dtype of the arrays to write and read; bfloat16 is handled as its uint16 bits."""
+        return _BFLOAT16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.numpy_dtype.itemsize
+
+
+def array_infos(arrays: Mapping[str, np.ndarray]) -> list[TensorInfo]:
+    """Describe named arrays; uint16 is itself here, not bfloat16."""
+    return [TensorInfo(name, array_dtype_name(array.dtype), array.shape) for name, array in arrays.items()]
+
+
+def array_dtype_name(dtype: np.dtype) -> str:
+    """NumPy's name of numbers and booleans in the machine's byte order, its code of anything else."""
+    return dtype.name if dtype.isnative and dtype.kind in "biuf" else dtype.str
+
+
+def dtype_name(array: np.ndarray) -> str:
+    """Name of the dtype of weights that an array stores; uint16 stands for bfloat16."""
+    return next(name for name, dtype in STORAGE_DTYPES.items() if dtype == array.dtype)
+
+
+def convert_dtype(array: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Convert between dtypes given by name; bfloat16 is rounded to nearest even. The array itself when they agree."""
+    if source == target:
+        return array
+    if source == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if target != "bfloat16":
+        return array.astype(STORAGE_DTYPES[target])
+    return _round_to_bfloat16(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def _round_to_bfloat16(array: np.ndarray) -> np.ndarray:
+    bits = array.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    # Rounding a NaN could carry into infinity: keep its upper half and make it quiet.
+    return np.where(np.isnan(array), ((bits >> 16) | 0x40).astype(np.uint16), rounded)

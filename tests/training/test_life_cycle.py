@@ -1,0 +1,145 @@
+"""The life of a run on rank 0: what is called when, and what is on disk by then."""
+
+import contextlib
+import json
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from mindrlhf.config import sections
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.stream import PromptStream
+from mindrlhf.errors import RunFailure
+from mindrlhf.training import life_cycle
+from mindrlhf.training.checkpoints.run import newest_checkpoint
+from mindrlhf.training.runtime import Rank
+
+NUM_STEPS = 3
+
+
+class Fake(life_cycle.Training, life_cycle.Steps):
+    """A kind of training that keeps a journal; ``fails_at`` and ``ends_at`` are steps."""
+
+    shown_steps, num_steps = None, NUM_STEPS
+
+    def __init__(self, output_dir, fails_at=0, ends_at=0):
+        self.output_dir = output_dir
+        self.fails_at, self.ends_at = fails_at, ends_at
+        self.journal = []
+        self.order = PromptStream(10, seed=0)
+
+    def start_early(self, stack):
+        self.note("start early")
+        stack.callback(self.note, "closed")
+
+    def build_worker(self, rank):
+        self.note("build worker")
+        return self
+
+    def connect(self, worker, connections, requests, stack):
+        self.note("connect")
+        self.requests = requests
+        self.team = SimpleNamespace(lead=self, call=lambda method, directory: self.note(method))
+
+    def open(self, progress, checkpoints, first_step, stack):
+        self.note(f"open {first_step}")
+        self.progress = progress
+        return self
+
+    def begin(self):
+        self.note("begin")
+
+    def step(self):
+        self.progress.step += 1
+        self.note(f"step {self.progress.step}")
+        self.requests.stop = self.progress.step == self.ends_at
+        return {"loss": 0.5}
+
+    def evaluate(self):
+        return {"eval/loss": 0.25} if self.progress.step in (0, NUM_STEPS) else {}
+
+    def check(self):
+        self.note("check")
+        if self.progress.step == self.fails_at:
+            raise RunFailure("the guards demand it")
+
+    @contextlib.contextmanager
+    def saving(self):
+        self.note("saving")
+        yield
+
+    def finish(self, worker, progress):
+        assert worker is self and progress.step == NUM_STEPS
+        self.note("finish")
+
+    def state_size_bytes(self):
+        return 10
+
+    def save(self, directory):
+        return {}
+
+    def note(self, what):
+        """Write down what is done."""
+        self.journal.append(what)
+
+    def metrics(self):
+        return [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(life_cycle, "start_runtime", lambda section, log_dir: Rank(0, 1))
+    monkeypatch.setattr(life_cycle, "connect", lambda rank: [])
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    config = GrpoConfig(
+        run=sections.RunSection(output_dir=str(tmp_path / "run")),
+        model=sections.ModelSection(path="model"),
+        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=sections.RewardSection(verifier_function=("length",)),
+        checkpoint=sections.CheckpointSection(every_steps=2, asynchronous=False),
+        observe=sections.ObserveSection(tensorboard=False),
+    )
+
+    def run_one(resume=False, **options):
+        training = Fake(tmp_path / "run", **options)
+        with contextlib.nullcontext() if not training.fails_at else pytest.raises(RunFailure):
+            life_cycle.run_rank(config, training, resume=resume)
+        return training, newest_checkpoint(config)
+
+    yield run_one
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_whole_run_in_order(run):
+    training, checkpoint = run()
+    assert training.journal == [
+        *("start early", "build worker", "connect", "open 0", "begin"),
+        *("step 1", "check", "step 2", "check", "saving", "step 3", "check"),
+        *("finish", "closed"),
+    ]
+    assert checkpoint.name == "step_00000002"
+    assert training.metrics() == [
+        {"step": 0, "eval/loss": 0.25},
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 0.5, "eval/loss": 0.25},
+    ]
+
+
+def test_a_run_that_is_asked_to_end_saves_and_is_resumed(run, capsys):
+    training, checkpoint = run(ends_at=1)
+    assert training.journal[5:] == ["step 1", "check", "saving", "closed"], "no model is exported"
+    assert checkpoint.name == "step_00000001"
+    resumed, _ = run(resume=True)
+    assert "mindrlhf: resumed after step 1\n" in capsys.readouterr().out
+    assert resumed.journal[2:7] == ["connect", "restore", "open 2", "begin", "step 2"]
+    assert resumed.journal[-2:] == ["finish", "closed"]
+    assert [line["step"] for line in resumed.metrics()] == [0, 1, 2, 3]
+
+
+def test_the_step_that_fails_a_run_is_reported_and_not_saved(run):
+    training, checkpoint = run(fails_at=2)
+    assert training.journal[-3:] == ["step 2", "check", "closed"] and checkpoint is None
+    assert training.metrics()[-1]["step"] == 2
