@@ -31,8 +31,8 @@ def data_fingerprint(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def check_same_data(
-    old: Mapping[str, Mapping[str, Any]], old_data: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]
-) -> None:
+    old: Mapping[str, Any], old_data: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Check that a run is resumed on the data with which it began, in the same place or moved.
 
     Args:
@@ -40,6 +40,9 @@ def check_same_data(
         old_data: data section of the checkpoint's config.
         new: fingerprint of the data of now.
         data: data section of the config of now.
+
+    Returns:
+        The keys, such as "data.train_file", of what a run may not change and was compared: their paths may differ.
 
     Raises:
         UserError: a file holds something else; the message names each such file and what has changed.
@@ -53,6 +56,7 @@ def check_same_data(
             f"cannot resume the checkpoint: {'; '.join(sorted(changes))}: put back what the run began with, or start a "
             "new run"
         )
+    return tuple(f"data.{key}" for key in FIXED_KEYS if key in old)
 
 
 def _file_fingerprint(path: str) -> dict[str, Any]:
@@ -67,10 +71,11 @@ def _file_fingerprint(path: str) -> dict[str, Any]:
     }
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def _changes(old: Any, new: Mapping[str, Any]) -> Iterator[str]:
     """Yield what has changed, in words: the causes if there are any, else that it is something else."""
-    if dict(old) == dict(new):
+    if old == new:
         return
+    old = old if isinstance(old, Mapping) else {}
     causes = []
     if old.get("tokenizer") != new.get("tokenizer"):
         causes.append(f"has tokenizer {_short(new, 'tokenizer')}, not {_short(old, 'tokenizer')}")

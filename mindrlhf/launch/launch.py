@@ -71,13 +71,12 @@ def launch(
         env: added to this process's environment for the ranks; wins over this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
-        start_timeout_s: longest time until the ranks' heartbeats say that all have found each other; 0 means no
-            limit. When nothing but the scheduler is in the way, they are started once more, on another port.
+        start_timeout_s: longest time until all ranks have found each other; 0 means no limit. When nothing but the
+            scheduler is in the way, they are started once more, on another port.
         computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
         lead_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
-            instead of ending the run. SIGTERM is meant to have it end the run in its own time: the next signal is not
-            passed on.
-        advice: the last line of the report of a failure, asked for when there is one.
+            instead of ending the run. SIGTERM has it end the run in its own time: the next signal is not passed on.
+        advice: the last line of a failure's report.
 
     Returns:
         0 when every rank ended with 0; the exit code of the first rank that failed (128 + signal number if a signal
@@ -87,31 +86,32 @@ def launch(
         UserError: ``num_workers`` is below 1, or this interpreter has no ``msrun`` or no ``python`` beside it.
         RunFailure: processes of the run could not be killed.
     """
-    if num_workers < 1:
-        raise UserError(f"the number of workers is {num_workers}; give at least 1")
-    log_dir = Path(log_dir).absolute()
-    log_dir.mkdir(parents=True, exist_ok=True)
-    for stale in launch_files(log_dir):
-        stale.unlink()
+    log_dir = _prepared(Path(log_dir).absolute(), num_workers)
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
     may_repeat = start_timeout_s > 0 and num_workers > 1
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = master_port or find_free_port()
             root = _start(command, num_workers, log_dir, env or {}, port)
-            ranks = RunProcesses(root, num_workers, log_dir, bystanders)
             follower = LogFollower({i: log_dir / f"worker_{i}.log" for i in range(num_workers)}, out or sys.stdout)
             health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
             joining = JoiningWatch(num_workers, start_timeout_s)
+            ranks = RunProcesses(root, num_workers, log_dir, bystanders)
             run = _Watch(ranks, follower, health, joining, port, received, lead_signals, log_dir, advice)
-            try:
-                code = run.watch(may_repeat=may_repeat)
-            finally:
-                run.end(grace_s)
-            if code is not None:
+            if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             may_repeat, master_port = False, None
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
+
+
+def _prepared(log_dir: Path, num_workers: int) -> Path:
+    """Return the directory for the logs of a launch, made, and without those of an earlier one."""
+    if num_workers < 1:
+        raise UserError(f"the number of workers is {num_workers}; give at least 1")
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for stale in launch_files(log_dir):
+        stale.unlink()
+    return log_dir
 
 
 def launch_files(log_dir: Path) -> list[Path]:
@@ -252,11 +252,19 @@ class _Watch:
         self._is_ending = False  # rank 0 was asked to end the run
         self._start_s = time.monotonic()
 
-    def watch(self, *, may_repeat: bool) -> int | None:
-        """Follow the run until every rank has ended well, one has failed or a signal came; return the exit code.
+    def watch_to_the_end(self, grace_s: float, *, may_repeat: bool) -> int | None:
+        """Follow the run until every rank has ended well, one has failed or a signal came, and end what is left of it.
 
-        With ``may_repeat`` None when the ranks did not find each other for a reason that another port may mend.
+        Returns:
+            The exit code; with ``may_repeat`` None when the ranks did not find each other for a reason that another
+            port may mend.
         """
+        try:
+            return self._watch(may_repeat=may_repeat)
+        finally:
+            self._end(grace_s)
+
+    def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
             self._run.update()
             self._follower.poll()
@@ -306,7 +314,7 @@ class _Watch:
             hang = hang[0], f"{hang[1]}; {waited_for} {how}"
         return (*hang, meeting.is_stuck_at_scheduler)
 
-    def end(self, grace_s: float) -> None:
+    def _end(self, grace_s: float) -> None:
         """End every process of the run; a second signal cuts the grace short."""
         patience = self._num_handled_signals + 1 if self._num_handled_signals else 2
 
