@@ -23,9 +23,6 @@ _DEVICE_VARIABLES = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # vLLM compiles sampler operators at the first request otherwise, which needs a C++ compiler and seconds.
         "TORCHDYNAMO_DISABLE": "1",
-        # vLLM's workers take 160 MiB of /dev/shm for their messages otherwise; containers have 64 MiB. A longer message
-        # takes a slower way.
-        "VLLM_MQ_MAX_CHUNK_BYTES_MB": "1",
     },
     "ascend": {"VLLM_ASCEND_ENABLE_NZ": "0"},  # weights in that layout cannot be reloaded
 }

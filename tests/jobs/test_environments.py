@@ -77,8 +77,5 @@ def test_a_run_with_next_to_no_variables(fault_inputs_dir, tmp_path, environment
 
 
 @SLOW
-@pytest.mark.parametrize("num_server_ranks", [1, 2])
-def test_a_run_with_little_shared_memory(fault_inputs_dir, tmp_path, num_server_ranks):
-    prefix = small_shared_memory()
-    option = f"rollout.tensor_parallel_size={num_server_ranks}"
-    train(fault_inputs_dir, tmp_path / "run", "--workers", 2, option, prefix=prefix, **os.environ)
+def test_a_run_with_little_shared_memory(fault_inputs_dir, tmp_path):
+    train(fault_inputs_dir, tmp_path / "run", "--workers", 2, prefix=small_shared_memory(), **os.environ)
