@@ -10,10 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from mindrlhf.sandbox.server import active_layers, describe, is_strong
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.9.0", "mindformers": "1.9.0"}
@@ -191,7 +193,16 @@ def check_machine() -> list[Check]:
         )
     )
     checks.append(_check_shared_memory(Path("/dev/shm")))
+    checks.append(check_sandbox(active_layers()))
     return checks
+
+
+def check_sandbox(layers: Collection[str]) -> Check:
+    """Return the finding on what keeps programs in that the model writes."""
+    if is_strong(layers):
+        return Check("machine", "sandbox", "ok", describe(layers))
+    fix = "allow user namespaces or Landlock; or set sandbox.allow_weak: true in a container with nothing to lose"
+    return Check("machine", "sandbox", "warning", f"too few locks for code rewards: {describe(layers) or 'none'}", fix)
 
 
 def check_ascend(has_npu: bool, training: Mapping[str, object] | str, environment: Mapping[str, str]) -> Check:

@@ -30,13 +30,15 @@ from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
+from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.records import Share
 from mindrlhf.training.runtime import start_runtime
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.actor import Actor
-from mindrlhf.training.worker.learner import load_model
+from mindrlhf.training.worker.policy_learner import PolicyLearner
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 
 RESPONSE_LENGTH = 64
@@ -56,10 +58,10 @@ def build(config: GrpoConfig, row_length: int) -> Actor:
     rank = start_runtime(config.run, Path(config.run.output_dir) / "logs")
     network = load_model(config.model, config.model.path, config.run, row_length)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, config.run.device))
-    return Actor(network, loss, config.optimizer, rank, config.run.device, None, saves_reference=False)
+    return Actor(PolicyLearner(network, loss, config.optimizer, rank, config.run.device), None, saves_reference=False)
 
 
-def random_batch(vocab_size: int, num_samples: int, row_length: int) -> dict:
+def random_batch(vocab_size: int, num_samples: int, row_length: int) -> Share:
     generator = np.random.default_rng(0)
     sequences = [
         TokenSequence(
@@ -94,14 +96,14 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
     config = make_config(directory, asynchronous=not arguments.no_asynchronous)
     actor = build(config, arguments.row_length)
     checkpoints = RunCheckpoints(config, Team(actor), PromptStream(8, seed=0), SaveRequests())
-    batch = random_batch(actor.network.dims.vocab_size, arguments.num_samples, arguments.row_length)
+    batch = random_batch(actor.learner.network.dims.vocab_size, arguments.num_samples, arguments.row_length)
     progress, blocking_s = Progress(), []
 
     def block(saves: bool) -> tuple[float, float]:
         start, cpu_start = time.perf_counter(), time.process_time()
         for index in range(arguments.steps):
             checkpoints.begin_step(progress)
-            actor.receive_batch(is_first=True, **batch)
+            actor.receive_batch(batch, is_first=True)
             actor.update(batch=0, lr=1e-6, kl_coefficient=0.0)
             progress.step += 1
             if saves and index == 0:
@@ -121,7 +123,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
     delays_s, cpu_s = (with_checkpoint - without).T
     step_s, delay_s = float(np.mean(without[:, 0])) / arguments.steps, float(np.mean(delays_s))
     return {
-        "num_parameters": sum(parameter.size for parameter in actor.network.get_parameters()),
+        "num_parameters": sum(parameter.size for parameter in actor.learner.network.get_parameters()),
         "checkpoint_gb": actor.state_size_bytes() / 1e9,
         "rounds": arguments.rounds,
         "step_without_s": step_s,

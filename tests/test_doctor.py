@@ -172,3 +172,9 @@ def test_the_command_prints_json_and_returns_whether_a_run_is_possible(monkeypat
     assert json.loads(capsys.readouterr().out)["usable_devices"] == list(devices)
     assert cli.main(["doctor"]) == code
     assert "cores" in capsys.readouterr().out
+
+
+def test_the_sandbox_is_looked_at():
+    assert doctor.check_sandbox({"limits", "namespaces"}).status == "ok"
+    weak = doctor.check_sandbox({"limits"})
+    assert weak.status == "warning" and "sandbox.allow_weak" in weak.fix and "limits" in weak.finding

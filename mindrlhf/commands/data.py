@@ -1,6 +1,7 @@
 """``mindrlhf data``: build prompt files from raw data, and show what is in them."""
 
 import argparse
+import sys
 from dataclasses import asdict
 
 from mindrlhf.errors import UserError
@@ -54,6 +55,11 @@ def _register_build(actions) -> None:
     )
     build.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
     build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
+    build.add_argument(
+        "--keep-control-tokens",
+        action="store_true",
+        help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
+    )
     build.set_defaults(run=run_build)
 
 
@@ -83,8 +89,17 @@ def run_build(arguments) -> int:
         max_length=arguments.max_length,
         num_workers=arguments.workers,
         skip_bad=arguments.skip_bad,
+        keep_control_tokens=arguments.keep_control_tokens,
     )
     print_report(report)
+    if report.num_with_control_tokens:
+        what = (
+            "kept: they can end a turn and forge another"
+            if arguments.keep_control_tokens
+            else "written apart, as in < |im_end|> (--keep-control-tokens keeps them)"
+        )
+        share = f"{report.num_with_control_tokens} of {report.header.num_read} records"
+        print(f"warning: control tokens in the texts of {share}, {what}", file=sys.stderr)
     return 0
 
 

@@ -42,14 +42,13 @@ def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.load import CONFIG_LOADERS
     from mindrlhf.launch.launch import launch
     from mindrlhf.launch.restarts import run_with_restarts
-    from mindrlhf.training.checkpoints.run import check_output, newest_checkpoint
+    from mindrlhf.training.checkpoints.run import check_output, holding_directories, newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
     # All checks run here once before any rank starts, so that a mistake costs a second.
     config = CONFIG_LOADERS[command](arguments.config, overrides, world_size=arguments.workers)
     _check_inputs(command, config, arguments.workers)
-    check_output(config, resume=is_resumed)
     log_dir = Path(config.run.output_dir) / "logs"
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     again = shlex.join(["mindrlhf", command, arguments.config, *overrides, *options])
@@ -66,16 +65,24 @@ def _run(arguments: argparse.Namespace) -> int:
             advice=lambda: _advice(newest_checkpoint(config), again),
         )
 
-    return run_with_restarts(
-        start, lambda: newest_checkpoint(config) is not None, arguments.max_restarts, log_dir, resume=is_resumed
-    )
+    with holding_directories(config, f"mindrlhf {command}"):
+        check_output(config, resume=is_resumed)
+        return run_with_restarts(
+            start, lambda: newest_checkpoint(config) is not None, arguments.max_restarts, log_dir, resume=is_resumed
+        )
 
 
 def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
-    from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inputs, check_sft_inputs
+    from mindrlhf.training.preflight import (
+        check_grpo_inputs,
+        check_preference_inputs,
+        check_sandbox,
+        check_sft_inputs,
+    )
 
     if command == "train":
         check_grpo_inputs(config, num_ranks)
+        check_sandbox(config)
     elif command == "sft":
         check_sft_inputs(config)
     else:

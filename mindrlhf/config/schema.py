@@ -19,6 +19,7 @@ class GrpoConfig:
     run: sections.RunSection = section(sections.RunSection, "the run")
     rollout: sections.RolloutSection = section(sections.RolloutSection, "the generator")
     tools: sections.ToolSection = section(sections.ToolSection, "the tools")
+    sandbox: sections.SandboxSection = section(sections.SandboxSection, "the sandbox")
     algorithm: sections.AlgorithmSection = section(sections.AlgorithmSection, "the objective")
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")

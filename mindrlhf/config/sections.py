@@ -117,6 +117,13 @@ class ToolSection:
 
 
 @dataclass(frozen=True)
+class SandboxSection:
+    """Where programs that the model writes are run: the verifier `code_execution` and the tool `python`."""
+
+    allow_weak: bool = key(False, "run them even with too few of the sandbox's locks, which `mindrlhf doctor` lists")
+
+
+@dataclass(frozen=True)
 class RewardSection:
     """What scores a response: verifiers, a reward model, or both."""
 

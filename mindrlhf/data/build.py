@@ -67,6 +67,7 @@ class BuildReport:
     header: PromptFileHeader
     prompt_lengths: LengthSummary
     response_lengths: LengthSummary | None  # of pairs, the longer one; None for task prompts
+    num_with_control_tokens: int  # records whose texts hold control tokens, written apart unless they were to be kept
     bad_examples: tuple[str, ...]
     elapsed_s: float
 
@@ -78,6 +79,7 @@ class _Tally:
     num_read: int = 0
     num_bad: int = 0
     num_too_long: int = 0
+    num_with_control_tokens: int = 0
     bad_examples: list[str] = field(default_factory=list)
     lengths: list[Counter] = field(default_factory=lambda: [Counter(), Counter()])  # of prompts, of responses
     choices: set[str] = field(default_factory=set)  # of verifiers
@@ -86,6 +88,7 @@ class _Tally:
         self.num_read += chunk.num_read
         self.num_bad += len(chunk.bad_records)
         self.num_too_long += chunk.num_too_long
+        self.num_with_control_tokens += chunk.num_with_control_tokens
         num_wanted = NUM_REPORTED_BAD - len(self.bad_examples)
         self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
         for counter, lengths in zip(self.lengths, chunk.lengths().T):
@@ -121,6 +124,7 @@ def build_prompts(
     max_length: int | None = None,
     num_workers: int | None = None,
     skip_bad: bool = False,
+    keep_control_tokens: bool = False,
     show_progress: bool = True,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
@@ -136,6 +140,7 @@ def build_prompts(
             longer ones are dropped and counted.
         num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
         skip_bad: count records that cannot be used, instead of ending at the first.
+        keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written ``< |im_end|>``.
         show_progress: draw a progress bar on stderr when it is a terminal.
 
     Raises:
@@ -154,6 +159,7 @@ def build_prompts(
         max_prompt_length=max_prompt_length,
         max_length=max_length,
         source_names=_source_names(inputs),
+        keep_control_tokens=keep_control_tokens,
     )
     return _build(inputs, Path(output), settings, num_workers, skip_bad, show_progress)
 
@@ -189,6 +195,7 @@ def _build(
         header=header,
         prompt_lengths=tally.summary(0),
         response_lengths=tally.summary(1) if RESPONSES[settings.task] else None,
+        num_with_control_tokens=tally.num_with_control_tokens,
         bad_examples=tuple(tally.bad_examples),
         elapsed_s=time.monotonic() - started_s,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised
 from mindrlhf.data.handlers import Example, RecordError, load_handler, with_source
 from mindrlhf.data.mindrecord import RESPONSES
 from mindrlhf.data.readers import BadRecord, RawRecord
@@ -20,7 +21,8 @@ class EncoderSettings:
     """All that decides how a record becomes ids; plain values, so that it can be sent to a worker.
 
     ``max_length`` bounds prompt + response for the tasks that have responses and is None for task "prompts".
-    ``source_names`` gives the name of each input file (key: its path as text) in source ids.
+    ``source_names`` gives the name of each input file (key: its path as text) in source ids. Control tokens that are
+    written out in the data are written apart, unless ``keep_control_tokens``.
     """
 
     tokenizer_path: str
@@ -33,6 +35,7 @@ class EncoderSettings:
     max_prompt_length: int
     max_length: int | None
     source_names: Mapping[str, str]
+    keep_control_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class EncodedChunk:
     bad_records: list[BadRecord] = field(default_factory=list)
     num_read: int = 0
     num_too_long: int = 0
+    num_with_control_tokens: int = 0  # of all usable records, too long or not
 
     def lengths(self) -> np.ndarray:
         """Return int64 ``[records, 2]``: lengths of the prompt and of the longer response, in tokens."""
@@ -76,6 +80,7 @@ class RecordEncoder:
         self._handler = load_handler(settings.handler, settings.key_map)
         self.tokenizer = load_tokenizer(settings.tokenizer_path, settings.merges_path)
         self.template = load_template(settings.template, self.tokenizer, settings.system)
+        self._control_tokens = control_token_pattern(self.tokenizer.control_tokens)
         self._response_fields = RESPONSES[settings.task]
         self._end_id = response_end_id(self.template, self.tokenizer) if self._response_fields else None
 
@@ -86,12 +91,13 @@ class RecordEncoder:
         prompts: list[str] = []
         for raw in raw_records:
             try:
-                example, prompt = self._prepare(raw)
+                example, prompt, is_controlled = self._prepare(raw)
             except RecordError as error:
                 chunk.bad_records.append(BadRecord(raw.path, raw.number, str(error)))
             else:
                 examples.append(example)
                 prompts.append(prompt)
+                chunk.num_with_control_tokens += is_controlled
         all_prompt_ids = self.tokenizer.encode_batch(prompts)
         response_ids, rejected_ids = (self._encode_responses(examples, name) for name in ("response", "rejected"))
         for example, *ids in zip(examples, all_prompt_ids, response_ids, rejected_ids):
@@ -109,7 +115,8 @@ class RecordEncoder:
         texts = [getattr(example, name) for example in examples]
         return [[*ids, self._end_id] for ids in self.tokenizer.encode_batch(texts)]
 
-    def _prepare(self, raw: RawRecord | BadRecord) -> tuple[Example, str]:
+    def _prepare(self, raw: RawRecord | BadRecord) -> tuple[Example, str, bool]:
+        """Return the example, its prompt, and whether the record's texts hold control tokens."""
         if isinstance(raw, BadRecord):
             raise RecordError(raw.reason)
         source = self._settings.source_names[str(raw.path)]
@@ -119,10 +126,13 @@ class RecordEncoder:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
+        is_controlled = self._control_tokens is not None and holds_control_token(example, self._control_tokens)
+        if is_controlled and not self._settings.keep_control_tokens:
+            example = neutralised(example, self._control_tokens)
         prompt = self.template.render(example)
         for text in (prompt, example.answer, example.response or "", example.rejected or ""):
             _check_storable(text)
-        return example, prompt
+        return example, prompt, is_controlled
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
         max_length = self._settings.max_length

@@ -245,8 +245,18 @@ class PromptFile:
         ]
 
 
-def read_header(path: Path) -> PromptFileHeader:
-    """Return the header of the prompt file at ``path``, without MindSpore.
+def read_identity(path: Path) -> tuple[PromptFileHeader, str]:
+    """Return the header of a prompt file and the checksum in it (hex), which ``PromptFile.open`` verifies.
+
+    Raises:
+        UserError: absent, empty, truncated or foreign file, or one of another version.
+    """
+    header, header_size_bytes = _read_headers(path)
+    return header, read_checksum(path, header_size_bytes)
+
+
+def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
+    """Return our header, and the size in bytes of the page that holds it, without MindSpore.
 
     A MindRecord file starts with the length of its own header (uint64, little endian) and the header
     (JSON), which holds our description, the page size and the table of pages.
@@ -254,21 +264,6 @@ def read_header(path: Path) -> PromptFileHeader:
     Raises:
         UserError: absent, empty, truncated or foreign file, or one of another version.
     """
-    return _read_headers(path)[0]
-
-
-def read_identity(path: Path) -> tuple[PromptFileHeader, str]:
-    """Return the header of a prompt file and the checksum in it (hex), which ``PromptFile.open`` verifies.
-
-    Raises:
-        UserError: as ``read_header``.
-    """
-    header, header_size_bytes = _read_headers(path)
-    return header, read_checksum(path, header_size_bytes)
-
-
-def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
-    """Return our header, and the size in bytes of the page that holds it."""
     if not path.is_file():
         raise UserError(f"no prompt file at {path}: build one with 'mindrlhf data build'")
     size_bytes = path.stat().st_size

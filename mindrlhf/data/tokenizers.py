@@ -35,15 +35,18 @@ class Tokenizer(ABC):
         eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist.
         pad_token_id: the pad token, else eos, else 0. Padding is masked everywhere, so any valid id serves.
         chat_template: Jinja source, None when the tokenizer has none.
+        control_tokens: the texts that steer a model rather than say something: special tokens, and all of the above.
     """
 
-    def __init__(self, config: TokenizerConfig, added_ids: dict[str, int], vocab_size: int):
-        """``added_ids`` maps the special and added tokens to their ids."""
+    def __init__(self, config: TokenizerConfig, added_ids: dict[str, int], special: set[str], vocab_size: int):
+        """``added_ids`` maps the special and added tokens to their ids; ``special`` are those marked as special."""
         self.vocab_size = vocab_size
         self.bos_token = config.bos_token
         self.eos_token = config.eos_token
         self.chat_template = config.chat_template
         self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
+        named = {config.bos_token, config.eos_token, config.pad_token, self.chat_end_token} - {None}
+        self.control_tokens = frozenset(special | named)
         end_ids = [self._special_id(token) for token in (self.chat_end_token, config.eos_token) if token]
         self.eos_token_ids = tuple(dict.fromkeys(end_ids))
         if config.pad_token:
@@ -98,7 +101,8 @@ class HuggingFaceTokenizer(Tokenizer):
         _add_tokens(backend, config.added_tokens)
         self._backend = backend
         added_ids = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
-        super().__init__(config, added_ids, vocab_size=_checked_vocab_size(backend.get_vocab()))
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        super().__init__(config, added_ids, special, vocab_size=_checked_vocab_size(backend.get_vocab()))
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
@@ -156,7 +160,8 @@ class SentencePieceTokenizer(Tokenizer):
         longest_first = sorted(map(re.escape, self._special_ids), key=len, reverse=True)
         self._splitter = re.compile("(" + "|".join(longest_first) + ")") if longest_first else None
         vocab_size = max(self._num_pieces, *(token_id + 1 for token_id in self._special_ids.values()), 0)
-        super().__init__(config, self._special_ids, vocab_size)
+        special = {token for token, token_id in self._special_ids.items() if token_id in self._skipped_ids}
+        super().__init__(config, self._special_ids, special, vocab_size)
 
     def _piece(self, piece_id: int) -> str | None:
         return self._processor.IdToPiece(piece_id) if piece_id >= 0 else None

@@ -1,7 +1,7 @@
 """Accuracy over several samples per prompt, and how sure of it we are.
 
 The unit of chance is the prompt: samples of one prompt are not independent, so they are first reduced to one
-value per prompt (``avg_at_k``, ``pass_at_k``), and the bootstrap then draws prompts with replacement.
+value per prompt (their mean, ``pass_at_k``), and the bootstrap then draws prompts with replacement.
 """
 
 from statistics import NormalDist
@@ -26,15 +26,6 @@ class Interval(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
-
-
-def avg_at_k(scores: ArrayLike) -> np.ndarray:
-    """The mean score of each prompt's k samples: float64 ``[prompts, k]`` to float64 ``[prompts]``.
-
-    Raises:
-        UserError: not a filled two-dimensional array of finite numbers.
-    """
-    return _checked(scores, "scores", num_dimensions=2).mean(axis=1)
 
 
 def pass_at_k(correct: ArrayLike, k: int) -> np.ndarray:

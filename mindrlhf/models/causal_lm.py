@@ -73,22 +73,6 @@ class CausalLM(nn.Cell):
         return self.outputs(hidden_states, input_ids)
 
 
-class CausalLMLogits(nn.Cell):
-    """Float32 logits `[B, S, V]` of a `CausalLM`, for tests and the plain generator."""
-
-    def __init__(self, language_model: CausalLM):
-        super().__init__(auto_prefix=False)
-        self.language_model = language_model
-        self.head_weight = language_model.head_weight
-
-    def construct(self, input_ids, segment_ids):
-        hidden_states = self.language_model(input_ids, segment_ids)
-        weight = ops.cast(self.head_weight, hidden_states.dtype)
-        rows = ops.reshape(hidden_states, (-1, hidden_states.shape[-1]))
-        logits = ops.cast(ops.MatMul(transpose_b=True)(rows, weight), ms.float32)
-        return ops.reshape(logits, input_ids.shape + (-1,))
-
-
 def build_model(
     hf_config: dict,
     *,

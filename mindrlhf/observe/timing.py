@@ -86,18 +86,9 @@ def peak_rss_gb(pid: int | None = None) -> float:
     Raises:
         OSError: the process has ended, or the system has no ``/proc``.
     """
-    return _status_gb(pid, "VmHWM")
-
-
-def rss_gb(pid: int | None = None) -> float:
-    """Return the resident memory of a process now, in GB (1e9 bytes); see ``peak_rss_gb``."""
-    return _status_gb(pid, "VmRSS")
-
-
-def _status_gb(pid: int | None, field: str) -> float:
     path = Path("/proc", "self" if pid is None else str(pid), "status")
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == field:
+        if name == "VmHWM":
             return int(value.split()[0]) * 1024 / 1e9
-    raise ProcessLookupError(f"process {pid} has ended: {path} has no {field}")
+    raise ProcessLookupError(f"process {pid} has ended: {path} has no VmHWM")

@@ -11,7 +11,6 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 
-GROUP_SIZE = 4
 NUM_GROUPS = 32
 # Below, a verifier holds up a batch of a thousand samples for over ten seconds on one worker.
 MIN_SCORES_PER_S = 100

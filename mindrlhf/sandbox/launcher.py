@@ -1,153 +1,260 @@
-"""The leash of untrusted programs: ``python -I -S -B sandbox_launcher.py SETTINGS``, standard library only.
+"""The launcher of untrusted programs: ``python -I -B launcher.py SETTINGS``, standard library only.
 
-Three processes, since only the first process of a process namespace takes all others with it when it ends:
+One launcher waits, warm, for each process that runs programs. For every program it forks, so that no interpreter has to
+start, and there are then three processes more:
 
-1. the launcher leaves the namespaces of the caller (network, processes, mounts, IPC; see namespaces(7)) and waits;
-2. the namespace's first process makes the file system read-only but for a small memory disk, and waits;
-3. the program runs with limits on memory, CPU time, processes, file sizes and open files.
+1. the watch leaves the namespaces of the launcher and waits, so that the end of all the others is seen;
+2. the namespace's first process mounts what the program may write to, counts what it holds, and kills it at a limit:
+   with it ends the namespace and all that is in it;
+3. the program runs without rights, under limits, a Landlock ruleset and a seccomp filter (``leash/``).
 
-Where namespaces are refused, as in some containers, what remains is the limits, and the caller's hunt for
-descendants. ``ISOLATED`` or ``NOT_ISOLATED`` goes to the status pipe before the program starts.
+Nothing of one program is left for the next but the launcher's own state, which holds no data of any. What a system
+refuses is left out and told in the first line on the control socket: ``{"layers": [...]}``.
 
-``SETTINGS`` is JSON: the fields of ``sandbox.LaunchSettings``.
+``SETTINGS`` is JSON: ``control_fd`` and ``without``, layers not to use. For each program the control socket brings a
+byte with the descriptors of its channel, standard input, output, error and, if it has one, its link to a judge. The
+channel brings the request, one line of JSON with the fields of ``run.LaunchRequest``, and takes the answers: the
+watch's process id, then how the program ended.
 """
 
+import contextlib
 import ctypes
+import dataclasses
+import gc
 import json
 import os
+import random
 import resource
-import shutil
 import signal
+import socket
 import sys
+import tempfile
+import types
 
-ISOLATED, NOT_ISOLATED = b"i", b"n"
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "leash"))
+import landlock  # noqa: E402
+import namespaces  # noqa: E402
+import seccomp  # noqa: E402
+import watch  # noqa: E402
+
+del sys.path[0]
+
 CANNOT_START_EXIT_CODE = 126
-# Beside the directory the program works in.
-INTERPRETER_DIR = "python"
-
-# include/uapi/linux/sched.h, mount.h, prctl.h
-_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = (
-    0x00020000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
+LINK_FD = 3
+# Imported once, here, instead of in every program.
+WARM_MODULES = (
+    "abc array ast bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions functools "
+    "heapq inspect io itertools math numbers operator queue random re statistics string struct textwrap threading "
+    "traceback typing"
 )
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
-_MOUNT_ATTR_RDONLY, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = 1, 0x8000, 442
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
-_MAX_OPEN_FILES = 64
+_MAX_OPEN_FILES, _MAX_PENDING_SIGNALS, _LOCKED_BYTES = 64, 256, 64 << 10
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_compiled: dict[str, types.CodeType] = {}
 
 
-class _MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+# What a program's process goes on with: the compiled main file, if it is ours, and the namespace to run it in.
+Started = tuple[types.CodeType | None, dict]
 
 
-def main() -> int:
+@dataclasses.dataclass
+class Launch:
+    """One program to start."""
+
+    request: dict
+    code: types.CodeType | None  # of the main file, if it is ours
+    channel: socket.socket
+    descriptors: list[int]  # 0, 1, 2 of the program, and its link
+    layers: set[str]
+    work_dir: str = namespaces.WORK_DIR
+
+
+def main() -> Started | None:
+    """Serve until the caller hangs up. Returns only in a program's process: its code, if ours, and its namespace."""
     settings = json.loads(sys.argv[1])
-    is_isolated = _leave_namespaces()
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.getppid() != settings["parent_pid"]:
-        return 1
-    # Closed by the kernel when the launcher ends: the sign of life that a process in another namespace can see.
-    alive_read, alive_write = os.pipe()
+    control = socket.socket(fileno=settings["control_fd"])
+    control.set_inheritable(False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # The low numbers are for what programs are given.
+    while os.open(os.devnull, os.O_RDWR) <= LINK_FD:
+        pass
+    layers = _take_layers(set(settings["without"]))
+    for name in WARM_MODULES.split():
+        __import__(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the watches
+    gc.collect()
+    gc.freeze()
+    control.sendall(json.dumps({"layers": sorted(layers)}).encode() + b"\n")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 8)
+        if not message:
+            return None
+        channel = socket.socket(fileno=descriptors.pop(0))
+        request = _read_request(channel)
+        if request is not None:
+            code = _compile_once(request)
+            if os.fork() == 0:
+                control.close()
+                try:
+                    return _be_watch(Launch(request, code, channel, descriptors, layers))
+                except BaseException as error:  # of the watch or the first process: what the program raises is later
+                    with contextlib.suppress(OSError):
+                        _tell(channel, failure=f"{type(error).__name__}: {error}")
+                    os._exit(1)
+        channel.close()
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _take_layers(without: set[str]) -> set[str]:
+    """Leave the file system, if the system lets us, and return the names of all layers in force."""
+    layers = {"limits", "watcher"}
+    if landlock.version() > 0:
+        layers.add("landlock")
+    if seccomp.is_available():
+        layers.add("seccomp")
+    if os.geteuid() == 0:
+        layers.add("user")
+    if "namespaces" not in without and namespaces.enter(os.path.realpath(sys.base_prefix)):
+        layers.add("namespaces")
+    return layers - without
+
+
+def _read_request(channel: socket.socket) -> dict | None:
+    """Return the request; None when the caller has gone away."""
+    try:
+        with channel.makefile("rb") as file:
+            line = file.readline()
+    except OSError:
+        return None
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _compile_once(request: dict) -> types.CodeType | None:
+    """Compile the main file if it is ours, and the same every time; other people's source is not touched here."""
+    if not request["is_main_ours"]:
+        return None
+    source = request["files"][request["main"]]
+    if source not in _compiled:
+        _compiled[source] = compile(source, request["main"], "exec")
+    return _compiled[source]
+
+
+def _be_watch(launch: Launch) -> Started:
+    """Start the first process of the program's namespaces and wait for its end, which is the end of all of them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if "namespaces" in launch.layers:
+        namespaces.leave_for_program()
+    else:
+        launch.work_dir = tempfile.mkdtemp(prefix="mindrlhf-sandbox-")
+        os.chmod(launch.work_dir, 0o777)  # the program may be another user
+    _tell(launch.channel, pid=os.getpid(), work_dir=launch.work_dir)
     first = os.fork()
     if first == 0:
-        os.close(alive_write)
-        os._exit(_be_first_process(settings, is_isolated, alive_read))
-    os.close(alive_read)
-    return _wait(first)
+        return _be_first_process(launch)
+    for fd in launch.descriptors:
+        os.close(fd)
+    os.waitpid(first, 0)
+    while "namespaces" not in launch.layers:
+        signal.pause()  # daemons may be left below this process: the caller finds them there and kills all
+    os._exit(0)
 
 
-def _leave_namespaces() -> bool:
-    flags = _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
-    user, group = os.geteuid(), os.getegid()
-    if user == 0 and _libc.unshare(flags) == 0:
-        return True
-    if _libc.unshare(flags | _CLONE_NEWUSER) != 0:
-        return False
-    for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(line)
-    return True
-
-
-def _be_first_process(settings: dict, is_isolated: bool, alive_fd: int) -> int:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    os.set_blocking(alive_fd, False)
-    try:
-        os.read(alive_fd, 1)
-        return 1  # end of file: the launcher died before it could take this process along
-    except BlockingIOError:
-        pass
-    interpreter = [settings["interpreter"]]
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": settings["work_dir"]}
-    stdin_fd = os.open(settings["stdin_file"], os.O_RDONLY)
+def _be_first_process(launch: Launch) -> Started:
+    """Prepare what the program sees, start it, and see to it that it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user cannot look into this process
+    is_isolated = "namespaces" in launch.layers
     if is_isolated:
-        _close_file_system(settings, environment)
-    for name in os.listdir(settings["source_dir"]):
-        shutil.copy(os.path.join(settings["source_dir"], name), settings["work_dir"])
-        os.chmod(os.path.join(settings["work_dir"], name), 0o644)
-    _share_interpreter(settings, interpreter, environment, is_isolated)
-    os.write(settings["status_fd"], ISOLATED if is_isolated else NOT_ISOLATED)
+        namespaces.mount_program_dirs(launch.request["disk_bytes"])
+    for name, text in launch.request["files"].items():
+        if name != launch.request["main"] or not launch.request["is_main_ours"]:
+            with open(os.path.join(launch.work_dir, name), "wb") as file:
+                file.write(text.encode(errors="surrogatepass"))
     program = os.fork()
     if program == 0:
-        _become_program(settings, stdin_fd, [*interpreter, "-I", "-B", settings["main"]], environment)
-    os.close(stdin_fd)
-    return _wait(program)
+        return _become_program(launch)
+    for fd in launch.descriptors:
+        os.close(fd)
+
+    def limit_passed() -> str:
+        if "watcher" not in launch.layers:
+            return ""
+        if is_isolated:
+            pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+            disk = os.statvfs(launch.work_dir)
+            num_bytes = watch.memory_bytes(pids) + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        else:
+            num_bytes = watch.memory_bytes(watch.descendants(os.getpid()))
+            if watch.is_directory_full(launch.work_dir, launch.request["disk_bytes"]):
+                return "disk limit"
+        return "memory limit" if num_bytes > launch.request["memory_bytes"] else ""
+
+    ending = watch.wait(program, launch.channel.fileno(), limit_passed)
+    with contextlib.suppress(OSError):
+        _tell(launch.channel, ending=ending)
+    os._exit(0)
 
 
-def _close_file_system(settings: dict, environment: dict) -> None:
-    """Let everything be read-only but the working directory, a memory disk that ends with the namespace."""
-    _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    attributes = _MountAttributes(attr_set=_MOUNT_ATTR_RDONLY)
-    _libc.syscall(_SYS_MOUNT_SETATTR, -100, b"/", _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes))
-    options = f"size={settings['disk_bytes']},mode=0777".encode()
-    _libc.mount(b"tmpfs", settings["work_dir"].encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    # The namespace's own processes only; a container that masks parts of /proc does not allow it.
-    _libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
-
-
-def _share_interpreter(settings: dict, interpreter: list, environment: dict, is_isolated: bool) -> None:
-    """Give an unprivileged program an interpreter that only root may read where it lies."""
-    if os.geteuid() != 0 or not is_isolated:
-        return
-    mount_point = settings["interpreter_dir"].encode()
-    if _libc.mount(settings["base_prefix"].encode(), mount_point, None, _MS_BIND, None) == 0:
-        relative = os.path.relpath(settings["interpreter"], settings["base_prefix"])
-        interpreter[0] = os.path.join(settings["interpreter_dir"], relative)
-        environment["LD_LIBRARY_PATH"] = os.path.join(settings["interpreter_dir"], "lib")
-
-
-def _become_program(settings: dict, stdin_fd: int, command: list, environment: dict) -> None:
+def _become_program(launch: Launch) -> Started:
     try:
         os.setsid()
-        os.dup2(stdin_fd, 0)
-        # Descriptors of Python are closed on exec; these two were handed over on purpose.
-        os.set_inheritable(settings["status_fd"], False)
-        os.set_inheritable(stdin_fd, False)
-        os.chdir(settings["work_dir"])
-        _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        for target, fd in enumerate(launch.descriptors):
+            os.dup2(fd, target)
+        os.closerange(len(launch.descriptors), launch.channel.fileno())
+        os.closerange(launch.channel.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        os.chdir(launch.work_dir)
+        os.environ["HOME"] = launch.work_dir
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if os.geteuid() == 0:
-            _drop_privileges(settings["user_id"])
-        num_seconds = settings["cpu_s"]
-        for limit, value in (
-            (resource.RLIMIT_AS, settings["memory_bytes"]),
-            (resource.RLIMIT_CPU, num_seconds),
-            (resource.RLIMIT_FSIZE, settings["disk_bytes"]),
-            (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_NPROC, settings["num_processes"]),
-        ):
-            resource.setrlimit(limit, (value, value))
-        os.execve(command[0], command, environment)
+            if "user" in launch.layers:
+                _drop_privileges(launch.request["user_id"])
+        elif "namespaces" in launch.layers:
+            namespaces.drop_capabilities()
+        _prctl(_PR_SET_DUMPABLE, 1)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.stat(os.__file__)  # modules are still to be imported
+        _limit(launch.request)
+        if "landlock" in launch.layers:
+            _restrict_files(launch)
+        if "seccomp" in launch.layers:
+            shields_others = not launch.layers & {"namespaces", "user"}
+            seccomp.install(seccomp.build("namespaces" in launch.layers, shields_others))
     except OSError as error:
-        os.write(2, f"the sandbox cannot start the program: {error}".encode())
-    finally:
+        _tell(launch.channel, failure=f"the sandbox cannot start the program: {error}")
         os._exit(CANNOT_START_EXIT_CODE)
+    launch.channel.close()
+    return _prepare_interpreter(launch)
+
+
+def _limit(request: dict) -> None:
+    for limit, value in (
+        (resource.RLIMIT_AS, request["memory_bytes"]),
+        (resource.RLIMIT_CPU, request["cpu_s"]),
+        (resource.RLIMIT_FSIZE, request["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, request["num_processes"]),
+        (resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, _LOCKED_BYTES),
+    ):
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+
+
+def _restrict_files(launch: Launch) -> None:
+    if "namespaces" in launch.layers:
+        landlock.restrict(["/"], [launch.work_dir, "/dev/null"], allows_network=True)
+        return
+    prefix = os.path.realpath(sys.base_prefix)
+    readable = [*namespaces.SYSTEM_DIRS, *namespaces.SYSTEM_FILES, *namespaces.DEVICES, "/proc/self", prefix]
+    landlock.restrict(readable, [launch.work_dir, "/dev/null"], allows_network=False)
 
 
 def _drop_privileges(user_id: int) -> None:
@@ -163,14 +270,43 @@ def _drop_privileges(user_id: int) -> None:
     raise PermissionError("no unprivileged user to run the program as")
 
 
-def _wait(pid: int) -> int:
-    """Reap until ``pid`` ends, orphans of others included, and return its exit code as a shell would."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == pid:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+def _prepare_interpreter(launch: Launch) -> Started:
+    """Make this process look as if an interpreter had just been started on the program."""
+    path = os.path.join(launch.work_dir, launch.request["main"])
+    for name in ("landlock", "namespaces", "seccomp", "watch"):
+        del sys.modules[name]
+    random.seed()
+    sys.argv = [path]
+    sys.excepthook = _show_without_launcher
+    encoding = {"encoding": "utf-8", "errors": "surrogateescape", "closefd": False}
+    sys.stdin = sys.__stdin__ = open(0, **encoding)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", **encoding)  # noqa: SIM115
+    encoding["errors"] = "backslashreplace"
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, **encoding)  # noqa: SIM115
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    return launch.code, vars(module)
+
+
+def _show_without_launcher(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _tell(channel: socket.socket, **fields: object) -> None:
+    channel.sendall(json.dumps(fields).encode() + b"\n")
+
+
+def _prctl(option: int, argument: int) -> None:
+    _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    started = main()
+    if started is not None:
+        if started[0] is None:
+            with open(started[1]["__file__"], "rb") as source_file:
+                started = (compile(source_file.read(), source_file.name, "exec", dont_inherit=True), started[1])
+        exec(*started)

@@ -176,7 +176,6 @@ _LATENT_ATTENTION = (
 DEEPSEEK_V3 = ModelSpec(
     name="deepseek_v3",
     hf_architecture="DeepseekV3ForCausalLM",
-    model_type="deepseek_v3",
     mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
     parameter_rules=(
         EMBEDDING,

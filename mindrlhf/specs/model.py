@@ -18,7 +18,6 @@ class ModelSpec:
     Attributes:
         name: short name used in messages and file names.
         hf_architecture: the value of `architectures[0]` in config.json.
-        model_type: the value of `model_type` in config.json.
         mcore_options: `TransformerConfig` keys that the architecture fixes.
         parameter_rules: rules of the parameters outside and inside (`{layer}`) the decoder layers.
         unsupported: config.json keys whose truth makes a variant that is not supported, with the reason.
@@ -29,7 +28,6 @@ class ModelSpec:
 
     name: str
     hf_architecture: str
-    model_type: str
     mcore_options: dict
     parameter_rules: tuple[ParameterRule, ...]
     unsupported: dict[str, str]

@@ -188,6 +188,11 @@ def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.S
         os.kill(os.getpid(), signal_number)
 
 
+def has_launcher() -> bool:
+    """Whether ``mindrlhf.launch.launch`` started this process, or one of those that did."""
+    return LAUNCHER_PID_VARIABLE in os.environ
+
+
 def die_with_launcher() -> None:
     """Call first in a worker's main: a worker of ``mindrlhf.launch.launch`` does not outlive a killed launcher.
 

@@ -36,7 +36,7 @@ def holding(directory: Path, purpose: str) -> Iterator[None]:
     Raises:
         UserError: somebody else holds it, or the directory cannot be written.
     """
-    path = directory / LOCK_NAME
+    path, is_new = directory / LOCK_NAME, not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = _open_locked(path)
@@ -50,6 +50,9 @@ def holding(directory: Path, purpose: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.unlink()  # while it is held: whoever waits for it sees that it is gone
         os.close(descriptor)
+        if is_new:
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # only what is empty goes
 
 
 def _open_locked(path: Path) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.run import SandboxLimits, run_python
+from mindrlhf.sandbox.server import shared_server
 from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.tools.arithmetic import calculate
 
@@ -31,6 +32,7 @@ def calculator(expression: str) -> int | float:
 
 def python(code: str) -> str:
     """Run a Python program and return what it prints."""
+    shared_server()  # its start, at the first call, counts
     limit_s = min(remaining_s(), MAX_SANDBOX_S)
     run = run_python(code, limits=SandboxLimits(time_s=max(limit_s - SANDBOX_MARGIN_S, limit_s / 2)))
     if run.succeeded:

@@ -1,14 +1,15 @@
 """From scored samples to the micro-batches of every rank."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, padding_rows, plan_rows
+from mindrlhf.training.records import Share, TokenArrays
 
-_FIELDS = ("input_ids", "segment_ids", "labels", "mask")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,53 +34,46 @@ class Batch:
     num_tokens: int
     placed: tuple[tuple[int, int, int, int], ...]  # per sequence: micro-batch, row, first position, last + 1
 
-    def share(self, rank: int, num_ranks: int) -> dict[str, Any]:
-        """Return rank's micro-batches as arrays and JSON values by name, the inverse of ``unpack_share``."""
-        values: dict[str, Any] = {"num_tokens": self.num_tokens}
+    def share(self, rank: int, num_ranks: int) -> Share:
+        """Return rank's micro-batches, to which it may add token arrays of its own."""
         own = self.micro_batches[rank::num_ranks]
-        values["num_micro_batches"] = len(own)
-        for index, rows in enumerate(own):
-            values.update({f"{index}.{field}": getattr(rows, field) for field in _FIELDS})
-            values.update({f"{index}.tokens.{name}": array for name, array in rows.tokens.items()})
-        return values
+        return Share(tuple(replace(rows, tokens=dict(rows.tokens)) for rows in own), self.num_tokens)
 
-    def collect(self, shares: Sequence[Mapping[str, np.ndarray]], name: str) -> list[np.ndarray]:
+    def shares(self, num_ranks: int) -> list[dict[str, Share]]:
+        """Return the argument ``share`` of a call to the ranks, by rank."""
+        return [{"share": self.share(rank, num_ranks)} for rank in range(num_ranks)]
+
+    def collect(self, shares: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """Gather per-position results of all ranks back into one array for each sequence: of its generated tokens.
 
         Args:
-            shares: by rank, ``"<index>.<name>"`` -> [rows, length] for each of its micro-batches.
+            shares: by rank, [rows, length] for each of its micro-batches.
         """
-        responses = []
-        for micro_batch, row, first, last in self.placed:
-            rank, index = micro_batch % len(shares), micro_batch // len(shares)
-            is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
-            responses.append(shares[rank][f"{index}.{name}"][row, first:last][is_generated])
-        return responses
+        return self.responses(in_order(shares))
 
-    def spread(self, responses: Sequence[np.ndarray], name: str, num_ranks: int) -> list[dict[str, np.ndarray]]:
+    def responses(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return one array for each sequence, of its generated tokens, from [rows, length] for each micro-batch."""
+        return [
+            arrays[index][row, first:last][self.micro_batches[index].mask[row, first:last] > 0]
+            for index, row, first, last in self.placed
+        ]
+
+    def spread(self, responses: Sequence[np.ndarray], num_ranks: int) -> list[TokenArrays]:
         """Lay one array per sequence, of its generated tokens, out over the rows: the inverse of ``collect``.
 
         Returns:
-            By rank, ``"<index>.<name>"`` -> float32 [rows, length] for each of its micro-batches.
+            By rank, float32 [rows, length] for each of its micro-batches.
         """
         arrays = [np.zeros_like(rows.mask) for rows in self.micro_batches]
         for (micro_batch, row, first, last), values in zip(self.placed, responses, strict=True):
             is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
             arrays[micro_batch][row, first:last][is_generated] = values
-        return [
-            {f"{index}.{name}": array for index, array in enumerate(arrays[rank::num_ranks])}
-            for rank in range(num_ranks)
-        ]
+        return [TokenArrays(tuple(arrays[rank::num_ranks])) for rank in range(num_ranks)]
 
 
-def unpack_share(values: Mapping[str, Any]) -> tuple[list[PackedRows], int]:
-    """Return the micro-batches and the token count of a share that another rank cut."""
-    micro_batches = []
-    for index in range(values["num_micro_batches"]):
-        prefix = f"{index}.tokens."
-        tokens = {name[len(prefix) :]: array for name, array in values.items() if name.startswith(prefix)}
-        micro_batches.append(PackedRows(**{field: values[f"{index}.{field}"] for field in _FIELDS}, tokens=tokens))
-    return micro_batches, values["num_tokens"]
+def in_order(shares: Sequence[Sequence[T]]) -> list[T]:
+    """Return what the ranks have for their micro-batches in the order of the batch."""
+    return [one for same_index in zip(*shares, strict=True) for one in same_index]
 
 
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:

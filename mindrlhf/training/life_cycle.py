@@ -9,8 +9,15 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.observe.sinks import SinkGroup, open_sinks
+from mindrlhf.system.processes import has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
-from mindrlhf.training.checkpoints.run import AnyConfig, Progress, RunCheckpoints, check_output
+from mindrlhf.training.checkpoints.run import (
+    AnyConfig,
+    Progress,
+    RunCheckpoints,
+    check_output,
+    holding_directories,
+)
 from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
 from mindrlhf.training.team import Team, connect, serve
 
@@ -95,13 +102,14 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    if is_lead_process():
-        check_output(config, resume=resume)
     output_dir = Path(config.run.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if is_lead_process():
+            if not has_launcher():  # which holds them for all of its attempts
+                stack.enter_context(holding_directories(config, "a run started by msrun"))
+            check_output(config, resume=resume)
             training.start_early(stack)
+        output_dir.mkdir(parents=True, exist_ok=True)
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)
         worker = training.build_worker(rank)

@@ -17,6 +17,7 @@ from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import check_feasible, is_split
 from mindrlhf.layout.layout import Layout
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.tools.registry import check as check_tools
@@ -37,6 +38,17 @@ class RunInputs:
     held_out: PromptFile | None
     row_lengths: tuple[int, ...]  # ascending
     num_steps: int
+
+
+def check_sandbox(config: GrpoConfig) -> str:
+    """Return a line for the log on what keeps programs of the model in; empty when the run has none.
+
+    Raises:
+        UserError: the system allows too little, and `sandbox.allow_weak` is not set.
+    """
+    if "code_execution" not in config.reward.verifier_function and "python" not in config.tools.names:
+        return ""
+    return f"sandbox of programs that the model writes: {check_strong(config.sandbox.allow_weak)}"
 
 
 def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:

@@ -30,9 +30,10 @@ from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
+from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
@@ -59,6 +60,8 @@ class ReinforcementTraining(life_cycle.Training):
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
+        if sandbox := check_sandbox(self._config):
+            print(f"mindrlhf: {sandbox}", flush=True)
         self._generator = _start_generator(self._config, self._inputs, stack)
 
     def build_worker(self, rank: Rank):
@@ -74,9 +77,10 @@ class ReinforcementTraining(life_cycle.Training):
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
         self.team = _make_team(config, worker, connections)
         stack.callback(self.team.close)
-        self._board = stack.enter_context(worker.create_board())
-        self.team.call("attach_board", path=self._board.path)
-        self._generator.use_board(self._board.path)
+        board = stack.enter_context(worker.create_board())
+        self.team.call("attach_board", path=board.path)
+        self._generator.use_board(board.path)
+        self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
         self._rows = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
@@ -93,7 +97,7 @@ class ReinforcementTraining(life_cycle.Training):
         timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
         parts = Parts(
             team=self.team,
-            board=self._board,
+            policy=self._policy,
             rows=self._rows,
             rollout=self._build_rollout(checkpoints, timer),
             observers=self._open_observers(progress, first_step, stack),
@@ -133,12 +137,12 @@ class ReinforcementTraining(life_cycle.Training):
         config = self._config
         samples = SampleWriter(self._output_dir / "samples.jsonl", first_step=first_step)
         stack.callback(samples.close)
-        guards = Guards(config, self.team, first_step=first_step, state=progress.algorithm.guards)
+        guards = Guards(config, self._policy, first_step=first_step, state=progress.algorithm.guards)
         stack.callback(guards.close)
         trajectory = TrajectoryWriter(self._output_dir / TRAJECTORY_NAME, first_step=first_step)
         stack.callback(trajectory.close)
         msprobe = config.msprobe
-        key_data = KeyData(msprobe, dump_dir(msprobe, config.run), self.team) if msprobe.enabled else None
+        key_data = KeyData(msprobe, dump_dir(msprobe, config.run), self._policy) if msprobe.enabled else None
         return Observers(guards, samples, trajectory, key_data)
 
 
@@ -171,43 +175,40 @@ def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
 
 def _build_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     if is_split(config.parallel_config):
-        from mindrlhf.training.sharded.build import build_parallel_actor
+        from mindrlhf.training.sharded.build import build_sharded_actor
 
-        return build_parallel_actor(config, inputs.row_lengths, rank)
+        return build_sharded_actor(config, inputs.row_lengths, rank)
     return _build_whole_actor(config, inputs, rank)
 
 
 def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.scores import TokenScores
+    from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.worker.actor import Actor
     from mindrlhf.training.worker.cell_dump import CellDump
     from mindrlhf.training.worker.critic import ActorCritic, build_critic
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.model import WholeModel
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
-    from mindrlhf.training.worker.scorer import load_scorer
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
-    length = inputs.row_lengths[-1]
+    length, temperature = inputs.row_lengths[-1], config.rollout.temperature
     network = load_model(model, model.path, config.run, length)
+    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
+    learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0:
         reference_network = load_model(model, model.reference_path or model.path, config.run, length)
-        reference = PolicyLogProbs(reference_network, config.rollout.temperature, device)
-    loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, device))
-    options = {
-        "network": network,
-        "loss": loss,
-        "optimizer": config.optimizer,
-        "rank": rank,
-        "device": device,
-        "reference": reference,
-        "saves_reference": algorithm.sync_ref_model,
-    }
-    actor = ActorCritic(build_critic(config, length, rank), **options) if needs_critic(config) else Actor(**options)
+        reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
+    options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
+    if needs_critic(config):
+        actor = ActorCritic(build_critic(config, length, rank), device, **options)
+    else:
+        actor = Actor(**options)
     if config.reward.model_path:
         scorer = load_scorer(model, config.reward.model_path, config.run, length)
-        actor.use_reward_model(TokenScores(scorer, after_token=True))
+        actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), rank))
     if config.msprobe.enabled and config.msprobe.level == CELL_LEVEL:
         actor.use_cell_dump(CellDump(config.msprobe, dump_dir(config.msprobe, config.run), rank.index))
     return actor

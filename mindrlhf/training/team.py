@@ -1,7 +1,7 @@
 """The lead rank calls a method on the worker of every rank at once.
 
 A star of TCP connections between rank 0 and the others, beside the device's own collectives: it carries batches
-and results as plain NumPy arrays, and it closes the moment a process dies, which a collective does not notice.
+and results as JSON and plain NumPy arrays, and it closes the moment a process dies, which a collective does not notice.
 """
 
 import contextlib
@@ -18,13 +18,14 @@ import numpy as np
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+from mindrlhf.training.messages import decode, encode
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0
 _HELLO_TIMEOUT_S = 5.0  # a stranger that says nothing keeps the ranks waiting no longer than this
 _TOKEN_WORDS = 4
 
-Values = dict[str, Any]  # arguments or results: NumPy arrays and JSON values by name
+Results = list[Any]  # the records that the ranks returned from one call, by rank; None where they return nothing
 
 
 class Team:
@@ -45,14 +46,15 @@ class Team:
 
     @property
     def num_devices(self) -> int:
-        """Number of ranks, also where copies of the model stand for them; see :mod:`mindrlhf.training.replica_team`."""
+        """Number of ranks, also where replicas stand for them; see :mod:`mindrlhf.training.replica_team`."""
         return self.world_size
 
-    def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> list[Values]:
+    def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> Results:
         """Run ``worker.method(**arguments)`` on every rank and return the results by rank.
 
         Args:
-            method: a public method of the worker; it takes and returns arrays and JSON values by name.
+            method: a public method of the worker; it takes records, arrays and JSON values by name, and returns a
+                record (:mod:`mindrlhf.training.records`) or nothing.
             per_rank: arguments of their own for each rank.
             common: arguments that all ranks get.
 
@@ -62,13 +64,13 @@ class Team:
         arguments = [{**common, **own} for own in per_rank] if per_rank else [common] * self.world_size
         for rank, connection in enumerate(self._connections, start=1):
             self._guard(rank, _send, connection, {"method": method}, arguments[rank])
-        results = [getattr(self.lead, method)(**arguments[0]) or {}]
+        results = [getattr(self.lead, method)(**arguments[0])]
         for rank, connection in enumerate(self._connections, start=1):
             header, values = self._guard(rank, _receive, connection)
             if "error" in header:
                 error = UserError if header["is_user_error"] else RunFailure
                 raise error(f"rank {rank}: {header['error']}")
-            results.append(values)
+            results.append(values["result"])
         heartbeat.tick()
         return results
 
@@ -101,13 +103,13 @@ def serve(worker: Any, connection: socket.socket) -> None:
             connection.close()
             return
         try:
-            result = getattr(worker, header["method"])(**arguments) or {}
+            result = getattr(worker, header["method"])(**arguments)
         except Exception as error:
             message = " ".join(str(error).split()) or type(error).__name__
             with contextlib.suppress(ConnectionClosed, OSError):  # what went wrong here matters more
                 _send(connection, {"error": message, "is_user_error": isinstance(error, UserError)}, {})
             raise
-        _with_lead(_send, connection, {}, result)
+        _with_lead(_send, connection, {}, {"result": result})
 
 
 def _with_lead(function: Any, *arguments: Any) -> Any:
@@ -191,11 +193,10 @@ def _broadcast(words: np.ndarray) -> np.ndarray:
 
 
 def _send(connection: socket.socket, header: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    plain = {name: value for name, value in values.items() if name not in arrays}
-    send_message(connection, {**header, "values": plain}, arrays)
+    encoded, arrays = encode(values)
+    send_message(connection, {**header, "values": encoded}, arrays)
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], Values]:
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], dict[str, Any]]:
     header, arrays = receive_message(connection)
-    return header, {**header.pop("values"), **arrays}
+    return header, decode(header.pop("values"), arrays)

@@ -7,7 +7,7 @@ import numpy as np
 
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.batch import RowOptions, make_batch
 
 MAX_RESPONSE_LENGTH = 12
 LONGEST = 16
@@ -131,23 +131,24 @@ def run(
     policy, function = compiled(rows.rows_per_micro_batch, loss, *keys)
     value, statistics, shares = 0.0, 0.0, []
     for rank in range(rows.num_ranks):
-        micro_batches, num_tokens = unpack_share(batch.share(rank, rows.num_ranks))
-        shares.append({})
-        for index, packed in enumerate(micro_batches):
+        share = batch.share(rank, rows.num_ranks)
+        shares.append({"logprobs": [], "entropy": []})
+        for packed in share.micro_batches:
             policy.logprobs.set_data(ms.Tensor(packed.tokens["logprobs"]))
             policy.entropy.set_data(ms.Tensor(packed.tokens["entropy"]))
             arrays = (packed.input_ids, packed.segment_ids, packed.labels, packed.mask)
             arrays += tuple(packed.tokens[name] for name in POLICY_INPUTS)
-            scalars = (ms.Tensor(kl_coefficient, ms.float32), ms.Tensor(num_tokens, ms.float32))
+            scalars = (ms.Tensor(kl_coefficient, ms.float32), ms.Tensor(share.num_tokens, ms.float32))
             (part, sums, logprobs), gradients = function(*map(ms.Tensor, arrays), *scalars)
             np.testing.assert_array_equal(logprobs.asnumpy(), packed.tokens["logprobs"])
             value, statistics = value + float(part), statistics + sums.asnumpy().astype(np.float64)
             for name, gradient in zip(("logprobs", "entropy"), gradients):
                 outside = gradient.asnumpy()[packed.mask == 0]
                 np.testing.assert_array_equal(outside, 0, err_msg="a gradient outside the responses")
-                shares[-1][f"{index}.{name}"] = gradient.asnumpy().copy()
+                shares[-1][name].append(gradient.asnumpy().copy())
     named = dict(zip(POLICY_STATISTICS, statistics, strict=True))
-    return value, named, batch.collect(shares, "logprobs"), batch.collect(shares, "entropy")
+    gradients = [batch.collect([share[name] for share in shares]) for name in ("logprobs", "entropy")]
+    return value, named, *gradients
 
 
 def central_differences(objective, responses, step: float = 1e-6) -> list[np.ndarray]:

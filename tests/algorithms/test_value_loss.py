@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.batch import RowOptions, make_batch
 
 LONGEST = 16
 PACKED = RowOptions((LONGEST,), 8, 1, True)
@@ -90,21 +90,21 @@ def run(responses, clip_range, rows=PACKED):
     batch = make_batch(sequences, rows)
     total, shares = np.zeros(len(VALUE_STATISTICS)), []
     for rank in range(rows.num_ranks):
-        micro_batches, num_tokens = unpack_share(batch.share(rank, rows.num_ranks))
-        shares.append({})
-        for index, packed in enumerate(micro_batches):
+        share = batch.share(rank, rows.num_ranks)
+        shares.append([])
+        for packed in share.micro_batches:
             scores.values.set_data(ms.Tensor(packed.tokens["new"]))
             arrays = [packed.input_ids, packed.segment_ids, packed.labels, packed.mask]
             arrays += [packed.tokens[name] for name in VALUE_INPUTS]
-            results, gradients = function(*map(ms.Tensor, arrays), ms.Tensor(num_tokens, ms.float32))
+            results, gradients = function(*map(ms.Tensor, arrays), ms.Tensor(share.num_tokens, ms.float32))
             loss, statistics, values = results
             assert float(loss) == statistics.asnumpy()[0]
             np.testing.assert_array_equal(values.asnumpy(), packed.tokens["new"])
             gradient = gradients[0].asnumpy().copy()
             assert not gradient[packed.mask == 0].any(), "a gradient outside the responses"
             total += statistics.asnumpy()
-            shares[-1][f"{index}.gradient"] = gradient
-    return total[0], total[1], batch.collect(shares, "gradient")
+            shares[-1].append(gradient)
+    return total[0], total[1], batch.collect(shares)
 
 
 def assert_close(actual, expected, rtol=1e-5):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data import mindrecord
-from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader, PromptRecord, read_header, write_prompt_file
+from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader, PromptRecord, write_prompt_file
 from mindrlhf.errors import UserError
 
 FINGERPRINT = "ab" * 32
@@ -241,7 +241,7 @@ def test_file_that_vanishes_after_opening_is_one_line(prompt_path):
 def test_newer_format_is_named(prompt_path, monkeypatch):
     monkeypatch.setattr(mindrecord, "FORMAT_VERSION", mindrecord.FORMAT_VERSION + 1)
     with pytest.raises(UserError, match="has format version 2, this release reads 3"):
-        read_header(prompt_path)
+        PromptFile.open(prompt_path)
 
 
 def test_output_path_is_checked(tmp_path):

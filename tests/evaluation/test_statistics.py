@@ -10,10 +10,6 @@ from mindrlhf.errors import UserError
 from mindrlhf.evaluation import statistics
 
 
-def test_avg_at_k_by_hand():
-    assert statistics.avg_at_k([[1, 0, 0, 1], [0, 0, 0, 1]]).tolist() == [0.5, 0.25]
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(data):
@@ -122,7 +118,7 @@ def test_paired_difference_cancels_what_both_share():
         (lambda: statistics.bootstrap_interval([1.0, 0.0], confidence=95), "between 0 and 1"),
         (lambda: statistics.bootstrap_interval([1.0, 0.0], num_resamples=0), "at least 1"),
         (lambda: statistics.paired_difference([1.0, 2.0], [1.0]), "same prompts"),
-        (lambda: statistics.avg_at_k([[]]), "not empty"),
+        (lambda: statistics.pass_at_k([[]], 1), "not empty"),
     ],
 )
 def test_nonsense_is_a_user_error(call, message):

@@ -102,7 +102,7 @@ def make_skipped_batch(directory: Path) -> Path:
     """Write a skipped update of three samples."""
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped
+    from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 
     ids = np.arange(3, dtype=np.int32)
     sequences = [TokenSequence(ids, ids, {"advantages": np.ones(3, np.float32)}) for _ in range(3)]
@@ -112,10 +112,9 @@ def make_skipped_batch(directory: Path) -> Path:
         grad_norm="1.5", weights="", placed=[list(place) for place in rows.placed],
         samples=[{"prompt": "q", "completion": "c", "reward": 1.0} for _ in rows.placed], config={"run": {"seed": 1}},
     )  # fmt: skip
-    share = {name: value for name, value in rows.share(0, 1).items() if isinstance(value, np.ndarray)}
-    share |= {f"{index}.logprobs": np.zeros_like(one.mask) for index, one in enumerate(rows.micro_batches)}
+    logprobs = [np.zeros_like(one.mask) for one in rows.micro_batches]
     target = directory / "batch"
-    save_skipped(target, batch, share)
+    save_skipped(target, batch, saved_arrays(rows.micro_batches, logprobs))
     return target
 
 

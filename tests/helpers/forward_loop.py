@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import mindspore as ms
 import numpy as np
+from causal_logits import CausalLMLogits
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.causal_lm import CausalLM, CausalLMLogits
+from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import load_tensors

@@ -42,7 +42,11 @@ _ALL_LAYOUTS = {
         },
         "dp2": {"data_parallel": 2},
         "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
-        "dp2_optimizer_parallel_pieces": {"data_parallel": 2, "enable_parallel_optimizer": True, "micro_batch_num": 2},
+        "dp2_optimizer_parallel_micro_batches": {
+            "data_parallel": 2,
+            "enable_parallel_optimizer": True,
+            "micro_batch_num": 2,
+        },
         "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
     },
     4: {
@@ -74,7 +78,7 @@ _ALL_CRITIC_LAYOUTS = {
     },
 }
 # Combinations of the others: nightly.
-_SLOW = ("dp2_optimizer_parallel_pieces", "dp2_pp2", "tp2_pp2", "critic_pp2", "critic_tp2_dp2")
+_SLOW = ("dp2_optimizer_parallel_micro_batches", "dp2_pp2", "tp2_pp2", "critic_pp2", "critic_tp2_dp2")
 
 
 def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, dict]]:
@@ -87,7 +91,7 @@ def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, di
 
 LAYOUTS = _of_today(_ALL_LAYOUTS)
 CRITIC_LAYOUTS = _of_today(_ALL_CRITIC_LAYOUTS)
-# Those whose log-probabilities are computed by the ranks as well, as the old ones of the first update.
+# Those whose ranks compute the old log-probabilities of a step; those of the others are made up.
 WITH_LOGPROBS = [
     name
     for layouts in LAYOUTS.values()

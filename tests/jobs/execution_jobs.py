@@ -1,16 +1,14 @@
 """Compiles layouts of a small model for Ascend and executes them on CPU ranks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from execution_cases import EPSILON, IS_LAST, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, mf_weights
+from cpu_execution.run import ExecutionJob, ExecutionResult, execute
+from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
-from mindrlhf.dryrun.execute.run import ExecutionJob, ExecutionResult, execute
-from mindrlhf.layout.layout import Layout
-from mindrlhf.layout.rows import num_logprob_pieces, num_update_pieces
 
 
 def compile_and_execute(
@@ -19,8 +17,8 @@ def compile_and_execute(
     all_layouts: dict[int, dict[str, dict]],
     batches: Sequence[Sequence[np.ndarray]],
     cells: tuple[str, str],
-    with_outputs: Collection[str],
-    output_input: int,
+    token_inputs: tuple[str, ...],
+    computed_inputs: Mapping[str, str],
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -30,15 +28,14 @@ def compile_and_execute(
         all_layouts: by number of ranks, name -> parallel_config.
         batches: for each call the inputs of the update.
         cells: the update, and the graph of outputs without gradients.
-        with_outputs: layouts whose ranks also compute the outputs under the initial weights,
-        output_input: in place of this input of the update.
+        token_inputs: names of the token arrays that the update takes.
+        computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
     """
     requests = {
         (name, cell, rank): _request(model, name, parallel, rank, cell, root)
         for size, layouts in all_layouts.items()
         for name, parallel in layouts.items()
         for cell in cells
-        if cell == cells[0] or name in with_outputs
         for rank in range(size)
     }
     compile_ranks(list(requests.values()), timeout_s=1800, num_processes=2)
@@ -46,16 +43,20 @@ def compile_and_execute(
     for size, layouts in all_layouts.items():
         jobs = []
         for name, parallel in layouts.items():
-            graphs, output_graphs = (
-                tuple(requests[name, cell, rank].mindir_file for rank in range(size) if (name, cell, rank) in requests)
-                for cell in cells
-            )
+            graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in cells]
             section = ParallelSection(**parallel)
-            pieces = num_update_pieces(section), num_logprob_pieces(section)
-            layout = Layout.from_config(section, size)
-            jobs.append(ExecutionJob(name, layout, graphs, pieces[0], output_graphs, pieces[1], output_input))
-        inputs = (jobs, model, mf_weights(model), batches, root / f"ranks_{size}")
-        done = execute(*inputs, learning_rate=LEARNING_RATE, is_last=IS_LAST, timeout_s=400)
+            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed_inputs.get(name, "")))
+        done = execute(
+            jobs,
+            model,
+            hf_weights(model),
+            batches,
+            root / f"ranks_{size}",
+            learning_rate=LEARNING_RATE,
+            kl_coefficient=KL_COEFFICIENT,
+            is_last=IS_LAST,
+            timeout_s=900,
+        )
         results.update({result.job.name: result for result in done})
     return results
 

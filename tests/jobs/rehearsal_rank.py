@@ -48,7 +48,7 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.sharded.build import build_parallel_actor
+    from mindrlhf.training.sharded.build import build_sharded_actor
 
     simulation.set_rank(index, work["world_size"])
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -56,16 +56,16 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     init()
     prepare_mindformers("ascend", directory / "mindformers")
     config = build(GrpoConfig, work["config"])
-    actor = build_parallel_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
+    actor = build_sharded_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
     contributions = []
     for board in work["boards"]:
         if contributions:
             actor.restore(work["checkpoint"])
         actor._board = None  # a run has one for good
         actor.attach_board(board)
-        contributions.append(actor.publish(1)["contribution"])
+        contributions.append(actor.publish(1).contribution)
     actor.begin_saving(work["save"], copies=True)
-    checksums = actor.end_saving()["checksums"]
+    checksums = actor.end_saving().checksums
     report = {
         "contributions": contributions,
         "state_size_bytes": actor.state_size_bytes(),

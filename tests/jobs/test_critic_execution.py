@@ -23,7 +23,6 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-5
-OLD_VALUES = 4  # their place among the inputs of the update
 CLIP_RANGE = 0.2
 NAMES = [name for layouts in CRITIC_LAYOUTS.values() for name in layouts]
 
@@ -31,11 +30,13 @@ NAMES = [name for layouts in CRITIC_LAYOUTS.values() for name in layouts]
 @pytest.fixture(scope="module")
 def executions(tmp_path_factory):
     """The result of every layout by name."""
+    from mindrlhf.algorithms.value_loss import VALUE_INPUTS
     from mindrlhf.dryrun.compile.request import VALUE_UPDATE, VALUES
 
     root = tmp_path_factory.mktemp("execution")
+    computed = dict.fromkeys(NAMES, "values")
     return compile_and_execute(
-        root, CRITIC, CRITIC_LAYOUTS, critic_batches(), (VALUE_UPDATE, VALUES), NAMES, OLD_VALUES
+        root, CRITIC, CRITIC_LAYOUTS, critic_batches(), (VALUE_UPDATE, VALUES), VALUE_INPUTS, computed
     )
 
 
@@ -80,8 +81,8 @@ def test_losses_are_those_of_one_process(executions, plain, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_those_of_one_process(executions, plain, name):
-    assert len(executions[name].logprobs) == len(IS_LAST)
-    for found, expected in zip(executions[name].logprobs, plain[1]):
+    assert len(executions[name].outputs["first"]) == len(IS_LAST)
+    for found, expected in zip(executions[name].outputs["first"], plain[1]):
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
@@ -97,5 +98,13 @@ def test_weights_are_those_of_one_process(executions, plain, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_that_hold_the_same_slice_stay_equal(executions, name):
+def test_ranks_that_hold_the_same_shard_stay_equal(executions, name):
     assert executions[name].replica_difference == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_after_a_restored_checkpoint_are_the_same_to_the_last_bit(executions, name):
+    result = executions[name]
+    np.testing.assert_array_equal(result.resumed_losses, result.losses[IS_LAST.index(True) + 1 :])
+    for hf_name, tensor in result.published["after"].items():
+        np.testing.assert_array_equal(result.published["resumed"][hf_name], tensor, err_msg=hf_name)

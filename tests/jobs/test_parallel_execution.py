@@ -1,10 +1,13 @@
 """Parallel graphs, compiled for Ascend and executed by msrun on CPU ranks, train like one plain process.
 
-The plain process uses the cells of the product on the CPU, which share no code with the Ascend cells, and knows nothing
-of parallelism. What the ranks publish to the weight board is compared with the tensors themselves.
+The ranks run the product's worker of a sharded model, and rank 0 its team and policy. The plain process uses the cells
+of the product on the CPU, which share no code with the Ascend cells, and knows nothing of parallelism. What the ranks
+publish to the weight board is compared with the tensors themselves.
 """
 
+import json
 import platform
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -33,21 +36,45 @@ pytestmark = [
 
 TOLERANCE = 1e-5
 OLD_LOGPROBS = 6  # their place among the inputs of the update
+FIRST_UPDATE = IS_LAST.index(True) + 1  # its number of calls
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 
 @pytest.fixture(scope="module")
 def executions(tmp_path_factory):
     """The result of every layout by name."""
+    from mindrlhf.algorithms.losses import POLICY_INPUTS
     from mindrlhf.dryrun.compile.request import LOGPROBS, UPDATE
 
     root = tmp_path_factory.mktemp("execution")
-    return compile_and_execute(root, MODEL, LAYOUTS, batches(), (UPDATE, LOGPROBS), WITH_LOGPROBS, OLD_LOGPROBS)
+    computed = dict.fromkeys(WITH_LOGPROBS, "old_logprobs")
+    return compile_and_execute(root, MODEL, LAYOUTS, batches(), (UPDATE, LOGPROBS), POLICY_INPUTS, computed)
+
+
+@dataclass
+class Plain:
+    """What one process computes.
+
+    Attributes:
+        losses: of each call.
+        statistics, norms: of each update.
+        initial, started, trained: log-probabilities of the rows of each call under the initial weights, those that the
+            update of the call began with, and the final weights.
+        weights: the final ones.
+    """
+
+    losses: list[float]
+    statistics: list[np.ndarray]
+    norms: list[float]
+    initial: list[np.ndarray]
+    started: list[np.ndarray]
+    trained: list[np.ndarray]
+    weights: dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Losses, log-probabilities and final weights of one process, by whether it computes the old log-probabilities."""
+    """The same training by one process, by whether it computes the old log-probabilities."""
     from mindrlhf.models.context import prepare_mindformers
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
@@ -74,39 +101,99 @@ def train_plainly(computes_logprobs):
     loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
     learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
     rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
-    logprobs = [learner.logprobs(learner.policy, one) for one in rows] if computes_logprobs else []
-    losses = []
+
+    def logprobs():
+        return [learner.model.logprobs(one) for one in rows]
+
+    initial = current = logprobs()
+    statistics, norms, started = [], [], []
     for call, (inputs, is_last) in enumerate(zip(batches(), IS_LAST)):
-        if logprobs:
-            inputs[OLD_LOGPROBS] = logprobs[call]
+        if computes_logprobs:
+            inputs[OLD_LOGPROBS] = initial[call]
         kl_coefficient, num_tokens = inputs[9][0]
-        statistics, _ = learner.accumulate(rows[call], [*inputs[4:9], kl_coefficient], num_tokens)
-        losses.append(statistics[0])
+        statistics.append(learner.accumulate(rows[call], [*inputs[4:9], kl_coefficient], num_tokens)[0])
+        started.append(current[call])
         if is_last:
-            norm = learner.apply(LEARNING_RATE)
-            assert np.isfinite(norm) == (call != NOT_FINITE + 1)
-    return losses, logprobs, {name: parameter.asnumpy() for name, parameter in parameters.items()}
+            norms.append(learner.apply(LEARNING_RATE))
+            assert np.isfinite(norms[-1]) == (call != NOT_FINITE + 1)
+            current = logprobs()
+    ends = [call + 1 for call, is_last in enumerate(IS_LAST) if is_last]
+    return Plain(
+        losses=[one[0] for one in statistics],
+        statistics=[sum(part) for part in np.split(np.array(statistics), ends[:-1])],
+        norms=norms,
+        initial=initial,
+        started=initial if computes_logprobs else started,
+        trained=current,
+        weights={name: parameter.asnumpy() for name, parameter in parameters.items()},
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_one_process(executions, plain, name):
-    losses = plain[name in WITH_LOGPROBS][0]
+    losses = plain[name in WITH_LOGPROBS].losses
     assert [np.isnan(loss) for loss in losses] == [call == NOT_FINITE for call in range(len(IS_LAST))]
     np.testing.assert_allclose(executions[name].losses, losses, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", WITH_LOGPROBS)
-def test_logprobs_are_those_of_one_process(executions, plain, name):
-    assert len(executions[name].logprobs) == len(IS_LAST)
-    for found, expected in zip(executions[name].logprobs, plain[True][1]):
+@pytest.mark.parametrize("name", NAMES)
+def test_statistics_and_norms_of_updates_are_those_of_one_process(executions, plain, name):
+    """The ranks' statistics add up to those of all rows: no replica counts twice, no stage is left out."""
+    expected = plain[name in WITH_LOGPROBS]
+    assert len(executions[name].statistics) == len(expected.statistics) == sum(IS_LAST)
+    for found, summed in zip(executions[name].statistics, expected.statistics):
+        assert found.shape == summed.shape == (7,)
+        np.testing.assert_allclose(found, summed, rtol=1e-4, atol=TOLERANCE)
+    np.testing.assert_allclose(executions[name].grad_norms, expected.norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "kind, of_plain", [("first", "started"), ("reference", "initial"), ("synchronised", "trained")]
+)
+def test_logprobs_are_those_of_one_process(executions, plain, name, kind, of_plain):
+    """Of the policy as its updates began; of the reference; and of the reference as a copy of the trained policy."""
+    found = executions[name].outputs[kind]
+    assert len(found) == len(IS_LAST)
+    for one, expected in zip(found, getattr(plain[name in WITH_LOGPROBS], of_plain)):
         assert expected.min() < -4
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(one, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_moves_logprobs_further_than_the_tolerance(executions, name):
+    outputs = executions[name].outputs
+    for old, new in zip(outputs["reference"], outputs["synchronised"]):
+        assert np.abs(old - new).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_after_a_restored_checkpoint_are_the_same_to_the_last_bit(executions, name):
+    """The ranks save after the first update, go on, restore, and make the other updates once more."""
+    result = executions[name]
+    np.testing.assert_array_equal(result.resumed_losses, result.losses[FIRST_UPDATE:])
+    assert result.published["resumed"].keys() == result.published["after"].keys()
+    for hf_name, tensor in result.published["after"].items():
+        np.testing.assert_array_equal(result.published["resumed"][hf_name], tensor, err_msg=hf_name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_exported_model_is_what_was_published_last(executions, name):
+    from safetensors.numpy import load_file
+
+    published, directory = executions[name].published["after"], executions[name].exported
+    (file,) = directory.glob("*.safetensors")
+    exported = load_file(file)
+    assert exported.keys() == published.keys()
+    for hf_name, tensor in published.items():
+        np.testing.assert_array_equal(exported[hf_name], tensor, err_msg=hf_name)
+    assert json.loads((directory / "config.json").read_text())["hidden_size"] == MODEL["hidden_size"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_of_one_process(executions, plain, name):
     """Two updates, and between them one that is withheld, since the loss of its first call is not finite."""
-    start, trained = mf_weights(), plain[name in WITH_LOGPROBS][2]
+    start, trained = mf_weights(), plain[name in WITH_LOGPROBS].weights
     assert executions[name].weights.keys() == trained.keys()
     for parameter, expected in trained.items():
         actual = executions[name].weights[parameter]
@@ -116,13 +203,13 @@ def test_weights_are_those_of_one_process(executions, plain, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_that_hold_the_same_slice_stay_equal(executions, name):
+def test_ranks_that_hold_the_same_shard_stay_equal(executions, name):
     assert executions[name].replica_difference == 0.0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_board_holds_the_logical_tensors(executions, name):
-    """Written by all ranks from their own slices, before the first step and after the last."""
+    """Written by all ranks from their own shards, before the first step and after the last."""
     published = executions[name].published
     spec = find_spec(MODEL)
     dims = spec.dims(MODEL)
@@ -132,15 +219,15 @@ def test_board_holds_the_logical_tensors(executions, name):
         for hf_name, tensor in zip(rule.hf_names, split(rule, dims, executions[name].weights[rule.mf_name]))
     }
     for moment, tensors in (("before", hf_weights()), ("after", trained)):
-        assert published[moment].tensors.keys() == tensors.keys()
+        assert published[moment].keys() == tensors.keys()
         for hf_name, tensor in tensors.items():
-            np.testing.assert_array_equal(published[moment].tensors[hf_name], tensor, err_msg=hf_name)
+            np.testing.assert_array_equal(published[moment][hf_name], tensor, err_msg=hf_name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_publishing_moves_each_byte_once_and_shares_the_work(executions, name):
     size_bytes = sum(tensor.nbytes for tensor in hf_weights().values())
-    written_bytes = executions[name].published["after"].written_bytes
+    written_bytes = executions[name].written_bytes
     assert sum(written_bytes) == size_bytes
     # The largest parameter is a tenth of this model: no rank writes much more than its share.
     assert max(written_bytes) <= 1.25 * size_bytes / len(written_bytes)
@@ -161,7 +248,7 @@ def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollo
     from mindrlhf.weights.board import TensorInfo, WeightBoard
     from mindrlhf.weights.convert import export_hf
 
-    published = executions[name].published["before"].tensors
+    published = executions[name].published["before"]
     model_dir = tmp_path / "model"
     export_hf(iter(hf_weights().items()), MODEL, model_dir)
     requests = [GenerationRequest(i, tuple(range(3 + i, 13 + i)), 2, seed=i) for i in range(4)]

@@ -151,9 +151,8 @@ def expected(reference_dir):
 @pytest.fixture(scope="module")
 def actual(model, expected):
     """Logits of three padded rows (12, 9 and 5 tokens) and one packed row (6 + 8 tokens), each 16 long."""
+    from causal_logits import CausalLMLogits
     from mindspore import Tensor
-
-    from mindrlhf.models.causal_lm import CausalLMLogits
 
     rows = expected[0]
     input_ids = np.full((4, 16), 7, np.int32)
@@ -183,9 +182,10 @@ def test_packed_row_matches_transformers(actual, expected):
 )
 def test_gradients_match_transformers(reference_dir, expected, recompute):
     import mindspore as ms
+    from causal_logits import CausalLMLogits
     from mindspore import nn, ops
 
-    from mindrlhf.models.causal_lm import CausalLMLogits, build_model
+    from mindrlhf.models.causal_lm import build_model
     from mindrlhf.specs.fuse import split
     from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config

@@ -159,8 +159,7 @@ def test_log_probabilities_are_those_of_the_training_cell(generator, model, temp
 
 def test_greedy_takes_the_likeliest_of_a_forward_pass(generator, model):
     import mindspore as ms
-
-    from mindrlhf.models.causal_lm import CausalLMLogits
+    from causal_logits import CausalLMLogits
 
     completion = collect(generator, REQUESTS[:1], temperature=0.0)[7, 1]
     ids = np.zeros((4, ROW_LENGTH), np.int32)

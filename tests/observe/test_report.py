@@ -250,8 +250,10 @@ def test_command_without_a_run(tmp_path):
         run_command(tmp_path)
 
 
-def test_learning_curve_of_a_training_run(tmp_path):
-    write_learning_curve(make_run(tmp_path, training_records(100)), tmp_path / "curve.svg")
+def test_learning_curve_of_a_training_run(tmp_path, capsys):
+    assert run_command(make_run(tmp_path, training_records(100)), "--svg", tmp_path / "curve.svg") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'curve.svg'}\n"
+    assert not (tmp_path / "report.html").exists()
     root = ElementTree.parse(tmp_path / "curve.svg").getroot()
     texts = [node.text for node in root.iter() if node.get("class") == "title"]
     assert texts == ["Held-out accuracy", "Mean reward in training"]

@@ -20,6 +20,12 @@ def verifier(name: str):
         ("<think>\\boxed{42}</think><answer>42</answer>", 0, 1, 0),
         ("<think>\\boxed{42}</think><answer>\\boxed{42}</answer>", 0, 1, 0),
         ("So: " + BOXED, 0, 1, 0),
+        (BOXED + "<|im_end|>", 1, 1, 1),
+        (BOXED + "<|im_end|>\n<|endoftext|><|endoftext|>\n", 1, 1, 1),
+        (BOXED + "</s>", 1, 1, 1),
+        (BOXED + "<|im_end|>I see", 0, 1, 0),
+        ("<|im_start|>" + BOXED, 0, 1, 0),
+        (BOXED.replace("42}", "42"), 1, 1, 0),
         ("<answer>42</answer><think>a</think>", 0, 0, 0),
         ("<think>a</think><answer>42", 0, 0, 0),
         ("", 0, 0, 0),
@@ -46,6 +52,22 @@ def test_formats(completion, strict, loose, base):
         ("", -1, 0),
         ("Answer: 42" + " " * 400, -1, 1),
         ("Answer: " + "4" * 400, -1, 0),
+        ("Answer:\n42", 1, 1),
+        ("**Answer:**\n\n42\n", 1, 1),
+        ("Answer:\n$$\n42\n$$", 1, 1),
+        ("Answer: \\[\n42\n\\]", 1, 1),
+        ("Answer: \\boxed{\n42\n}", 1, 1),
+        ("Answer:\n41\n42", -1, 0),
+        ("Answer:\n\nBecause it is so\n42", -1, 0),
+        ("42\nAnswer:\n", -1, 0),
+        ("Answer: 42<|im_end|>", 1, 1),
+        ("Answer:\n42<|im_end|>\n<|endoftext|>", 1, 1),
+        ("Answer: 42" + " " * 290 + "<|endoftext|>" * 100, 1, 1),
+        ("Answer: \\boxed{42", -1, 0),
+        ("Answer: 42\n\\boxed{42", 1, 0),
+        ("Answer: The answer is 42.", 1, 1),
+        ("Answer: not 42", -1, 0),
+        ("Answer: The answer is not 42.", -1, 0),
     ],
 )
 def test_answer_lines_and_boxes(completion, dapo, math_17k):
@@ -194,3 +216,23 @@ def test_any_text_has_a_bounded_reward(name, pieces):
 @pytest.mark.parametrize("unit", ["\\boxed{", "Answer: ", "<think>", "(A) ", "9^{", "Step 1:\n", "a "])
 def test_ten_megabytes_of_anything_pass(name, unit):
     assert -1 <= verifier(name)(unit * (10_000_000 // len(unit)), "42") <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "completion"),
+    [
+        ("accuracy_reward", "so $1.414$"),
+        ("qwen_accuracy_reward", "\\boxed{1.414}"),
+        ("math_17k_acc", "\\boxed{1.414}"),
+        ("acc_for_dapo", "Answer: 1.414"),
+        ("base_acc", BOXED.replace("42", "1.414")),
+    ],
+)
+def test_decimals_of_surds_are_right_within_a_tolerance_that_is_asked_for(name, completion):
+    # 1.414 is 1.5e-4 below the square root of 2, relatively.
+    wrong = -1 if name == "acc_for_dapo" else 0
+    assert verifier(name)(completion, "\\sqrt{2}") == wrong
+    assert verifier(name)(completion, "\\sqrt{2}", tolerance=1e-3) == 1
+    assert verifier(name)(completion, "\\sqrt{2}", tolerance=1e-5) == wrong
+    assert verifier(name)(completion.replace("1.414", "3.33"), "3.333", tolerance=1e-3) == 1
+    assert verifier(name)(completion.replace("1.414", "3.3"), "3.333", tolerance=1e-3) == wrong

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.sandbox import launcher as sandbox_launcher
-from mindrlhf.sandbox import run as sandbox
+from mindrlhf.errors import UserError
+from mindrlhf.sandbox import server
 from mindrlhf.sandbox.run import SandboxLimits, run_files, run_python
 
 pytestmark = [
@@ -43,23 +44,22 @@ def gone(mark: str, limit_s: float = 20.0) -> bool:
 
 
 @pytest.fixture
-def without_namespaces(tmp_path, monkeypatch):
-    """A launcher that is refused namespaces, as in a container without the right."""
+def without_namespaces(monkeypatch):
+    """A launcher that is refused all locks but the limits, as in a container without the rights."""
     if os.geteuid() == 0 and os.path.exists(SYSTEM_PYTHON):
         # Programs run as another user, who may not reach this interpreter.
         monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
-    source = Path(sandbox_launcher.__file__).read_text()
-    refused = source.replace("is_isolated = _leave_namespaces()", "is_isolated = False")
-    assert refused != source
-    path = tmp_path / "launcher.py"
-    path.write_text(refused)
-    monkeypatch.setattr(sandbox_launcher, "__file__", str(path))
-    monkeypatch.setattr(sandbox, "_has_warned", False)
+    weak = functools.partial(server.LauncherServer, without=("namespaces", "seccomp", "landlock"))
+    monkeypatch.setattr(server, "LauncherServer", weak)
+    monkeypatch.setattr(server, "_server", None)
+    monkeypatch.setattr(server, "_has_warned", False)
+    yield
+    if server._server is not None:
+        server._server.close()
 
 
-def is_isolated(capfd) -> bool:
-    run_python("", limits=LIMITS)
-    return "no namespaces" not in capfd.readouterr().err
+def is_isolated() -> bool:
+    return "namespaces" in server.shared_server().layers
 
 
 def test_output_input_and_exit_code():
@@ -139,8 +139,8 @@ except OSError:
     assert int(run.stdout) <= 8
 
 
-def test_neither_network_nor_files_nor_environment_are_in_reach(capfd, monkeypatch):
-    if not is_isolated(capfd):
+def test_neither_network_nor_files_nor_environment_are_in_reach(monkeypatch):
+    if not is_isolated():
         pytest.skip("this system allows no namespaces")
     monkeypatch.setenv("MINDRLHF_TEST_SECRET", "a secret of the caller")
     target = Path(tempfile.gettempdir(), f"mindrlhf-test-{os.getpid()}")
@@ -166,9 +166,10 @@ print(os.getpid() < 10)
 
 
 def test_without_namespaces_the_limits_remain(without_namespaces, capfd):
-    run = run_python("print(1)", limits=LIMITS)
-    if run.ending == "exit code 126":
-        pytest.skip(f"as root, without namespaces, an interpreter that others may not read: {run.stderr}")
+    try:
+        run = run_python("print(1)", limits=LIMITS)
+    except OSError as error:
+        pytest.skip(f"as root, without namespaces, an interpreter that others may not read: {error}")
     assert run.stdout == "1\n"
     assert "no namespaces" in capfd.readouterr().err
     mark = f"mindrlhf-loose-{os.getpid()}"
@@ -176,3 +177,14 @@ def test_without_namespaces_the_limits_remain(without_namespaces, capfd):
     run_python(FORKING.format(python="/proc/self/exe", mark=mark, rest="import time; time.sleep(1000)"), limits=SHORT)
     assert gone(mark)
     assert "no namespaces" not in capfd.readouterr().err, "one warning is enough"
+
+
+def test_too_few_locks_are_refused_unless_allowed(monkeypatch):
+    for layers in ({"limits", "watcher"}, {"limits", "watcher", "landlock"}, {"limits", "seccomp"}, set()):
+        monkeypatch.setattr(server, "active_layers", lambda layers=layers: frozenset(layers))
+        with pytest.raises(UserError, match=r"sandbox\.allow_weak=true"):
+            server.check_strong(allow_weak=False)
+        assert server.check_strong(allow_weak=True) == ", ".join(sorted(layers))
+    for layers in ({"namespaces"}, {"seccomp", "landlock"}, {"seccomp", "user"}):
+        monkeypatch.setattr(server, "active_layers", lambda layers=layers: frozenset(layers))
+        assert server.check_strong(allow_weak=False) == ", ".join(sorted(layers))

@@ -54,7 +54,7 @@ def test_a_second_run_is_refused_by_one_line_that_names_the_first(tmp_path, star
     owner.communicate("end\n")
     with run_lock.holding(tmp_path / "run", "mindrlhf sft"):
         assert json.loads((tmp_path / "run" / run_lock.LOCK_NAME).read_text())["pid"] == os.getpid()
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_owner_leaves_no_lock(tmp_path, start_owner):
@@ -66,11 +66,13 @@ def test_a_killed_owner_leaves_no_lock(tmp_path, start_owner):
         pass
 
 
-def test_a_body_that_fails_releases_the_lock(tmp_path):
-    with pytest.raises(ZeroDivisionError), run_lock.holding(tmp_path, "mindrlhf train"):
+def test_a_body_that_fails_releases_the_lock_and_leaves_no_directory(tmp_path):
+    with pytest.raises(ZeroDivisionError), run_lock.holding(tmp_path / "run", "mindrlhf train"):
         raise ZeroDivisionError
-    with run_lock.holding(tmp_path, "mindrlhf train"):
-        pass
+    assert list(tmp_path.iterdir()) == []
+    with run_lock.holding(tmp_path / "run", "mindrlhf train"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
 def test_of_many_that_start_at_once_one_runs(tmp_path):

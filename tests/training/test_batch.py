@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data.packing import TokenSequence, plan_rows
-from mindrlhf.training.batch import RowOptions, batch_of_rows, make_batch, unpack_share
+from mindrlhf.training.batch import RowOptions, batch_of_rows, in_order, make_batch
 
 FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -40,8 +40,9 @@ def test_shares_are_equal_in_number_and_hold_every_token_once(shapes, options):
     assert batch.num_tokens == sum(response for _, response in shapes)
     tokens, num_counted = [], 0
     for rank in range(options.num_ranks):
-        micro_batches, num_tokens = unpack_share(batch.share(rank, options.num_ranks))
-        assert num_tokens == batch.num_tokens
+        share = batch.share(rank, options.num_ranks)
+        micro_batches = share.micro_batches
+        assert share.num_tokens == batch.num_tokens
         assert len(micro_batches) == len(batch.micro_batches) // options.num_ranks
         for rows in micro_batches:
             assert rows.input_ids.shape[0] == options.rows_per_micro_batch
@@ -59,20 +60,16 @@ def test_collect_inverts_placement(shapes, options):
     """What each position predicts is its label: collected, the labels are the responses."""
     sequences = make_sequences(shapes)
     batch = make_batch(sequences, options)
-    shares = []
-    for rank in range(options.num_ranks):
-        micro_batches, _ = unpack_share(batch.share(rank, options.num_ranks))
-        shares.append({f"{index}.result": rows.labels * rows.mask for index, rows in enumerate(micro_batches)})
-        shares[-1] |= {f"{index}.advantages": rows.tokens["advantages"] for index, rows in enumerate(micro_batches)}
-    collected = batch.collect(shares, "result")
+    shares = [batch.share(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)]
+    collected = batch.collect([[rows.labels * rows.mask for rows in share] for share in shares])
     assert [response.tolist() for response in collected] == [s.response_ids.tolist() for s in sequences]
-    for response, sequence in zip(batch.collect(shares, "advantages"), sequences):
+    advantages = [[rows.tokens["advantages"] for rows in share] for share in shares]
+    for response, sequence in zip(batch.collect(advantages), sequences):
         np.testing.assert_array_equal(response, sequence.values["advantages"])
     # Laid out again from the responses, they are where packing put them.
-    for share, spread in zip(shares, batch.spread(batch.collect(shares, "advantages"), "advantages", len(shares))):
-        assert spread.keys() == {name for name in share if name.endswith("advantages")}
-        for name, array in spread.items():
-            np.testing.assert_array_equal(array, share[name])
+    for share, spread in zip(advantages, batch.spread(batch.collect(advantages), len(shares)), strict=True):
+        for array, expected in zip(spread.arrays, share, strict=True):
+            np.testing.assert_array_equal(array, expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -80,11 +77,22 @@ def test_collect_inverts_placement(shapes, options):
 def test_shares_come_back_as_they_were_cut(shapes, options):
     batch = make_batch(make_sequences(shapes), options)
     for rank in range(options.num_ranks):
-        micro_batches, _ = unpack_share(batch.share(rank, options.num_ranks))
+        micro_batches = batch.share(rank, options.num_ranks).micro_batches
         for ours, theirs in zip(micro_batches, batch.micro_batches[rank :: options.num_ranks], strict=True):
             for field in FIELDS:
                 np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field))
             assert ours.tokens.keys() == theirs.tokens.keys() == {"advantages"}
+            ours.tokens["more"] = ours.mask  # as a rank does, which must not show in the batch
+    assert all(rows.tokens.keys() == {"advantages"} for rows in batch.micro_batches)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes=shape_lists, options=options)
+def test_shares_in_order_are_the_batch(shapes, options):
+    batch = make_batch(make_sequences(shapes), options)
+    found = in_order([batch.share(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
+    for ours, theirs in zip(found, batch.micro_batches, strict=True):
+        assert ours.input_ids is theirs.input_ids
 
 
 def test_padding_micro_batches_count_nothing():
@@ -104,8 +112,7 @@ def test_a_batch_of_some_rows_counts_only_these():
     rows = plan_rows([s.num_tokens for s in sequences], options.row_lengths, pack=False)
     batch = batch_of_rows(sequences, [rows[3], rows[1]], options)
     assert batch.num_tokens == 12 + 9
-    labels = {f"{i}.labels": rows.labels for i, rows in enumerate(batch.micro_batches)}
-    collected = batch.collect([labels], "labels")
+    collected = batch.collect([[rows.labels for rows in batch.micro_batches]])
     # In the order of the sequences, not of the rows.
     assert [response.tolist() for response in collected] == [
         sequences[1].response_ids.tolist(),
@@ -146,13 +153,11 @@ def test_tokens_of_tools_carry_nothing_however_a_batch_is_cut(data, shapes, firs
             num_tokens += int((rows.segment_ids > 0).sum())
         assert found == expected
         assert num_tokens == sum(sequence.num_tokens for sequence in sequences), "tools' tokens are still read"
-        shares = [
-            {f"{i}.labels": rows.labels for i, rows in enumerate(batch.micro_batches[rank :: cut.num_ranks])}
-            for rank in range(cut.num_ranks)
-        ]
-        collected = batch.collect(shares, "labels")
+        collected = batch.collect(
+            [[rows.labels for rows in batch.micro_batches[rank :: cut.num_ranks]] for rank in range(cut.num_ranks)]
+        )
         assert [part.tolist() for part in collected] == [s.response_ids[s.is_generated].tolist() for s in sequences]
-        spread = batch.spread([part + 0.5 for part in collected], "x", cut.num_ranks)
+        spread = batch.spread([part + 0.5 for part in collected], cut.num_ranks)
         for micro_batch, rows in enumerate(batch.micro_batches):
-            array = spread[micro_batch % cut.num_ranks][f"{micro_batch // cut.num_ranks}.x"]
+            array = spread[micro_batch % cut.num_ranks].arrays[micro_batch // cut.num_ranks]
             np.testing.assert_array_equal(array, np.where(rows.mask > 0, rows.labels + 0.5, 0))

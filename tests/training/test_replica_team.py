@@ -1,9 +1,10 @@
-"""Copies of a model that each lie on several ranks: who gets which rows, and whose answer counts."""
+"""Replicas of a model that each lie on several ranks: who gets which rows, and whose answer counts."""
 
 import numpy as np
 import pytest
 
 from mindrlhf.layout.layout import Layout
+from mindrlhf.training.records import ProcessStatistics, Published, UpdateResult
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.weights.board import TensorInfo, WeightBoard
 
@@ -27,29 +28,30 @@ class Ranks:
         self.is_closed = True
 
 
-# Ranks of stage 0 are 0 to 3, of stage 1 4 to 7; of each four, the first two are copy 0.
+# Ranks of stage 0 are 0 to 3, of stage 1 4 to 7; of each four, the first two are replica 0.
 LAYOUT = Layout(data_parallel=2, model_parallel=2, pipeline_stage=2)
 
 
-def test_all_ranks_of_a_copy_get_its_rows_and_its_last_rank_answers():
-    ranks = Ranks(8, lambda rank: {"rank": rank, "memory/peak_rss_gb": 10.0 - rank, "recompiles": rank % 3})
+def test_all_ranks_of_a_replica_get_its_rows_and_its_last_rank_answers():
+    ranks = Ranks(8, lambda rank: UpdateResult(np.ones(2), float(rank), ProcessStatistics(rank % 3, 10.0 - rank)))
     team = ReplicaTeam(ranks, LAYOUT)
     assert (team.world_size, team.num_devices, team.lead) == (2, 8, ranks.lead)
     results = team.call("update", per_rank=[{"rows": "first"}, {"rows": "second"}], lr=0.5)
     rows = [arguments["rows"] for arguments in ranks.calls[0][1]]
     assert rows == ["first", "first", "second", "second"] * 2
     assert all(arguments["lr"] == 0.5 for arguments in ranks.calls[0][1])
-    assert [result["rank"] for result in results] == [5, 7]
-    assert [result["memory/peak_rss_gb"] for result in results] == [10.0, 8.0]
-    assert [result["recompiles"] for result in results] == [2, 2]
-    team.call("publish", version=3)
-    assert ranks.calls[1] == ("publish", [{"version": 3}] * 8)
+    assert [result.grad_norm for result in results] == [5, 7]
+    assert [result.process.peak_rss_gb for result in results] == [10.0, 8.0]
+    assert [result.process.recompiles for result in results] == [2, 2]
+    ranks.answer = lambda rank: None
+    assert team.call("end_dump", step=3) == [None, None]
+    assert ranks.calls[1] == ("end_dump", [{"step": 3}] * 8)
     team.close()
     assert ranks.is_closed
 
 
 def test_what_all_ranks_wrote_seals_the_board():
-    """Eight ranks write a part each; the copies' answers hold all of it."""
+    """Eight ranks write a part each; the replicas' answers hold all of it."""
     tensor = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
     with WeightBoard.create([TensorInfo("weight", "float32", (16, 4))]) as board:
         board.begin(1)
@@ -60,14 +62,14 @@ def test_what_all_ranks_wrote_seals_the_board():
                 part = slice(2 * rank, 2 * rank + 2)
                 mine.write("weight", tensor[part], (part,))
                 contributions.append(mine.contribution())
-        team = ReplicaTeam(Ranks(8, lambda rank: {"contribution": contributions[rank]}), LAYOUT)
+        team = ReplicaTeam(Ranks(8, lambda rank: Published(contributions[rank])), LAYOUT)
         results = team.call("publish", version=1)
         assert len(results) == 2
-        board.seal([result["contribution"] for result in results])
+        board.seal([result.contribution for result in results])
         board.verify(1)
         np.testing.assert_array_equal({name: array for name, _, array in board.tensors(1)}["weight"], tensor)
 
 
 def test_the_layout_must_have_all_ranks():
     with pytest.raises(AssertionError, match="4 ranks for a layout of 8"):
-        ReplicaTeam(Ranks(4, lambda rank: {}), LAYOUT)
+        ReplicaTeam(Ranks(4, lambda rank: None), LAYOUT)

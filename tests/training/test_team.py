@@ -1,19 +1,36 @@
 """The lead's calls over socket pairs, with the other ranks as threads."""
 
 import contextlib
+import dataclasses
 import os
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system.wire import send_message
+from mindrlhf.training.messages import record
 from mindrlhf.training.team import Team, serve
+
+
+@record
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    scaled: np.ndarray
+    rank: int
+    nested: dict[str, Any]
+
+
+@record
+@dataclasses.dataclass(frozen=True)
+class Greeting:
+    hello: int
 
 
 class Worker:
@@ -23,17 +40,16 @@ class Worker:
         self.rank = rank
         self.calls = []
 
-    def scale(self, values: np.ndarray, factor: float) -> dict:
+    def scale(self, values: np.ndarray, factor: float) -> Scaled:
         self.calls.append("scale")
-        return {"scaled": values * factor, "rank": self.rank, "nested": {"seen": [len(values), None, "text"]}}
+        return Scaled(values * factor, self.rank, {"seen": [len(values), None, "text"]})
 
     def note(self, **arguments) -> None:
         self.calls.append(arguments)
 
-    def fail(self, rank: int, kind: str) -> dict:
+    def fail(self, rank: int, kind: str) -> None:
         if rank == self.rank:
             raise {"user": UserError, "run": RunFailure, "other": KeyError}[kind](f"rank {rank}\nfails")
-        return {}
 
 
 @contextlib.contextmanager
@@ -70,11 +86,11 @@ def test_results_come_back_by_rank_with_arguments_of_their_own(num_ranks):
         assert team.world_size == num_ranks
         shares = [{"values": np.arange(rank + 2, dtype=np.float32)} for rank in range(num_ranks)]
         results = team.call("scale", per_rank=shares, factor=2.5)
-        assert [result["rank"] for result in results] == list(range(num_ranks))
+        assert [result.rank for result in results] == list(range(num_ranks))
         for rank, result in enumerate(results):
-            assert result["scaled"].dtype == np.float32
-            np.testing.assert_array_equal(result["scaled"], 2.5 * np.arange(rank + 2))
-            assert result["nested"] == {"seen": [rank + 2, None, "text"]}
+            assert result.scaled.dtype == np.float32
+            np.testing.assert_array_equal(result.scaled, 2.5 * np.arange(rank + 2))
+            assert result.nested == {"seen": [rank + 2, None, "text"]}
     assert endings == dict.fromkeys(range(1, num_ranks))
 
 
@@ -90,7 +106,7 @@ def test_arguments_of_all_kinds_arrive_as_they_were_sent():
         "nothing": None,
     }
     with team_of(2) as (team, workers, _):
-        assert team.call("note", **sent) == [{}, {}]
+        assert team.call("note", **sent) == [None, None]
         for worker in workers:
             (received,) = worker.calls
             assert received.keys() == sent.keys()
@@ -147,7 +163,7 @@ def test_a_lead_that_vanishes_during_a_call_does_not_hide_what_happened(outcome)
             ours.close()
             if outcome == "error":
                 raise UserError("the actual mistake")
-            return {"result": np.zeros(8)}
+            return Greeting(8)
 
     send_message(ours, {"method": "work", "values": {}})
     expected = {"result": (RunFailure, r"the lead rank died"), "error": (UserError, "the actual mistake")}[outcome]
@@ -159,11 +175,16 @@ def test_a_lead_that_vanishes_during_a_call_does_not_hide_what_happened(outcome)
 def test_a_killed_rank_is_named_with_its_log():
     program = textwrap.dedent(
         """
-        import socket, sys, time
+        import dataclasses, socket, sys, time
+        from mindrlhf.training.messages import record
         from mindrlhf.training.team import serve
+        @record
+        @dataclasses.dataclass(frozen=True)
+        class Greeting:
+            hello: int
         class Worker:
             def sleep(self): time.sleep(600)
-            def greet(self): return {"hello": 1}
+            def greet(self): return Greeting(1)
         serve(Worker(), socket.socket(fileno=int(sys.argv[1])))
         """
     )
@@ -171,7 +192,7 @@ def test_a_killed_rank_is_named_with_its_log():
 
     class Lead:
         def greet(self):
-            return {"hello": 0}
+            return Greeting(0)
 
         def sleep(self):
             process.kill()
@@ -184,7 +205,7 @@ def test_a_killed_rank_is_named_with_its_log():
         killed[1].close()
         team = Team(Lead(), [killed[0]])
         try:
-            assert team.call("greet") == [{"hello": 0}, {"hello": 1}]
+            assert team.call("greet") == [Greeting(0), Greeting(1)]
             with pytest.raises(RunFailure, match=r"rank 1 died .*worker_1\.log"):
                 team.call("sleep")
             with pytest.raises(RunFailure, match=r"rank 1 died .*worker_1\.log"):

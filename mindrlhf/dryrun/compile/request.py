@@ -184,11 +184,6 @@ def compile_ranks(
         return [_read_report(directory, index, request) for index, request in enumerate(requests)]
 
 
-def compile_rank(request: CompileRequest, *, timeout_s: float = 1800.0) -> CompileReport:
-    """Compile one request; see :func:`compile_ranks`."""
-    return compile_ranks([request], timeout_s=timeout_s)[0]
-
-
 def _run_child(directory: Path, timeout_s: float) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MS_", "RANK_"))}
     environment.setdefault("OMP_NUM_THREADS", "1")

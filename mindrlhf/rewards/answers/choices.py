@@ -11,11 +11,16 @@ _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}"
 _LETTER = re.compile(r"\(?([A-J])\)?\.?")
 _LIST = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|;|&|and|\s)\s*\(?[A-J]\)?)+")
 _WITH_TEXT = re.compile(
-    r"(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-J])\)|([A-J])[.):])(?:\s.*)?", re.DOTALL | re.IGNORECASE
+    r"(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-J])\)|([A-J])(?:[.):]| -(?= )))(?:\s.*)?", re.DOTALL | re.IGNORECASE
 )
 _NAMED = re.compile(r"(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?\.?", re.IGNORECASE)
+# "a" and "I" are words too: as letters of choices they stand at the end, before a mark, or in brackets.
+_ALONE = r"(?=\s*(?:[.,;:!?)*$}\"]|$|\n|because\b|since\b|as\b|which\b))"
+_BEFORE = r"(?:[*$({\"']|\\(?:text|textbf|mathbf|mathrm)\s*\{)*"
+_AT_THE_END = re.compile(r"(?:^|[,:\n])\s*\**([A-J])\**\.?\s*$")
 _STATED = re.compile(
-    r"\b(?:answer|option|choice)\b(?:\s+is)?\s*:?\s*(?:option\s+)?[*$({]*([A-J])\b(?![A-Za-z'])", re.IGNORECASE
+    r"\b(?:[Aa]nswer|ANSWER|[Oo]ption|[Cc]hoice)\b(?:\s+is)?\s*:?\s*(?:option\s+)?"
+    rf"(?:{_BEFORE}([B-HJ])\b(?!')|{_BEFORE}([AIa-j])\b{_ALONE}|[({{]+([A-Ja-j])[)}}])"
 )
 _IN_PARENTHESES = re.compile(r"\(([A-J])\)")
 
@@ -37,7 +42,7 @@ def chosen(text: str) -> frozenset[str] | None:
     letters = reference_choices(text)
     if letters is not None:
         return letters
-    if re.fullmatch("[A-J]{2,}", text):
+    if re.fullmatch("[A-J]{2,}", text) and len(set(text)) == len(text):
         return frozenset(text)
     match = _NAMED.fullmatch(text) or _WITH_TEXT.fullmatch(text)
     if match is None:
@@ -51,7 +56,10 @@ def chosen(text: str) -> frozenset[str] | None:
 def stated_choice(text: str) -> str | None:
     """The letter that running text ends up with ("So the answer is (B)."), or None."""
     tail = text[-MAX_TAIL_CHARS:]
-    stated = _STATED.findall(tail) or _IN_PARENTHESES.findall(tail)
+    stated = ["".join(letters) for letters in _STATED.findall(tail)] or _IN_PARENTHESES.findall(tail)
+    stated = stated or _AT_THE_END.findall(tail)
+    if not stated and len(text) <= MAX_CHOICE_CHARS and (letters := chosen(text)) is not None and len(letters) == 1:
+        stated = list(letters)
     return stated[-1].upper() if stated else None
 
 

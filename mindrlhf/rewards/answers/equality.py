@@ -1,90 +1,287 @@
-"""Whether two written answers mean the same: cheaply for the common forms, through math-verify for LaTeX.
+"""Whether two written answers mean the same: cheaply for the common forms, exactly for all.
 
-math-verify (github.com/huggingface/Math-Verify, Apache-2.0) parses LaTeX to SymPy and compares. Its time limits
-rest on signals, which neither work in threads nor interrupt a long SymPy computation, so they are off here: the
-reward pool's own limit is the guard. Only its LaTeX reader is used; its reader of plain expressions evaluates
-Python.
+Lists, sets, tuples, intervals and equations are taken apart here (``forms``, ``relations``); the values in them are
+numbers, quantities, words or LaTeX expressions, which ``expressions`` compares through math-verify's grammar.
 """
 
-import functools
-import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from mindrlhf.rewards.answers.choices import chosen, reference_choices, unwrapped
-from mindrlhf.rewards.answers.numeric import strip_decoration
-from mindrlhf.rewards.answers.units import parse_quantity, quantities_equal
-from mindrlhf.sandbox import time_limit
-
-# Beyond these math-verify's grammar takes from seconds to for ever (measured: 20 nested braces over 100 s).
-MAX_EXPRESSION_CHARS = 500
-MAX_NESTING = 10
-# SymPy computes powers and factorials of integers out: 9^{9^{9}} would fill the memory.
-_INTRACTABLE = re.compile(
-    r"(?:\^|\*\*)\s*\{?\s*\(?\s*[0-9]+\s*(?:\^|\*\*)"  # a tower of powers
-    r"|(?:\^|\*\*)\s*[{(]*\s*-?\s*[0-9.,]{4,}"  # a large exponent
-    r"|[0-9]{4,}\s*\)?\s*!|!\s*\)?\s*!"  # a large factorial, or one of a factorial
-    r"|(?:\^|\*\*)[^^]{0,20}!"
+from mindrlhf.rewards.answers.expressions import expressions_equal, refusal
+from mindrlhf.rewards.answers.forms import (
+    MAX_PARTS,
+    Equation,
+    Form,
+    is_constant,
+    is_name,
+    read_equation,
+    read_form,
+    split,
 )
-_INLINE_MATH = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
-_SPACING = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|limits|[!,;: ])(?![a-z])|~")
+from mindrlhf.rewards.answers.limits import MAX_EXPRESSION_CHARS, Refused, check_text_size
+from mindrlhf.rewards.answers.numeric import is_near, numbers_equal, parse_number
+from mindrlhf.rewards.answers.relations import is_set_like, real_set, relations_equal
+from mindrlhf.rewards.answers.spelling import plain_spelling
+from mindrlhf.rewards.answers.units import parse_quantity, split_unit, units_fit
+
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
 _MIN_WORD_CHARS = 4
-_BETWEEN = re.compile(
-    r"(?P<low>[^<>=]+?)(?P<low_sign><|\\leq?|\\lt|≤)\s*[a-zA-Z]\s*(?P<high_sign><|\\leq?|\\lt|≤)(?P<high>[^<>=]+)"
-)
-_SIGN = r"<|>|\\leq?|\\geq?|\\lt|\\gt|≤|≥"
-_BOUND = re.compile(
-    rf"[a-zA-Z]\s*(?P<sign>{_SIGN})(?P<bound>[^<>=,]+)|(?P<left>[^<>=,]+?)(?P<turned>{_SIGN})\s*[a-zA-Z]"
-)
-_OPEN_SIGNS = ("<", ">", "\\lt", "\\gt")
-_SPELLINGS = (("\\{", "{"), ("\\}", "}"), ("\\lbrace", "{"), ("\\rbrace", "}"))
+# Shorter than that, but no products of variables.
+_SHORT_WORDS = frozenset(("yes", "no", "odd", "one", "two", "six", "ten", "all", "not", "dne", "max", "min", "red"))
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+_EQUALS_OR_IN = re.compile(r"==?|\\in(?![A-Za-z])")
+_POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
+_COMMA = re.compile(r",\s*")
+_EQUALS = re.compile("==?")
+_CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
+_TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)\s*[xX]\s*(?=[0-9(])")
+_MAX_DEPTH = 4
 
 
-def answers_equal(prediction: str, reference: str) -> bool:
+def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bool:
     """Whether ``prediction`` means the same as ``reference``.
 
-    By the first of these rules that applies:
+    Spelling does not matter (``spelling``). By the first of these rules that applies:
 
-    - the same text, but for spaces, decoration and case of words;
+    - the same text, but for spaces;
     - ``reference`` is a choice such as ``B`` or ``A, C``: the same letters are chosen;
     - both are numbers, with or without a unit (see ``numeric`` and ``units``): the same exact value;
-    - one is a set in braces, the other a list in parentheses or brackets: different;
-    - the same LaTeX value by math-verify: expressions, equations, intervals (also written as inequalities), sets,
-      tuples, matrices.
+    - words: the same, but for case;
+    - sets of numbers, also written as intervals or inequalities in one variable: the same set;
+    - ``x = 5``: the value, and the name where both have one; other equations only equal equations;
+    - lists and sets in any order, tuples in theirs, each part by these rules; ``\\{1, 2\\}`` is not ``(1, 2)``;
+    - expressions and matrices: the same value (``expressions``).
 
-    Expressions that are longer than ``MAX_EXPRESSION_CHARS``, nested deeper than ``MAX_NESTING`` or hold towers of
-    powers or large exponents or factorials are equal only as texts.
+    ``tolerance`` is the relative error that numbers may have; 0 means that decimals of surds are wrong.
+    What is too large to be computed (``refusal_reason``) is equal only as text.
     """
-    prediction, reference = _clean(prediction), _clean(reference)
-    if not prediction or not reference:
+    if prediction != reference:
+        prediction, reference = plain_spelling(prediction), plain_spelling(reference)
+    if not prediction.strip() or not reference:
         return False
     if prediction == reference:
         return True
+    numbers = parse_number(prediction), parse_number(reference)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers_equal(*numbers) or is_near(*numbers, tolerance)
     letters = reference_choices(reference)
     if letters is not None and (picked := chosen(prediction)) is not None:
         return picked == letters
-    quantity, reference_quantity = parse_quantity(prediction), parse_quantity(reference)
-    if quantity is not None and reference_quantity is not None:
-        return quantities_equal(quantity, reference_quantity)
-    words, reference_words = _words(prediction), _words(reference)
-    if words is not None and reference_words is not None:
-        return words == reference_words
-    if {_bracket(prediction), _bracket(reference)} == {"{", "("}:
-        return False
-    if not (_is_tractable(prediction) and _is_tractable(reference)):
-        return False
-    return _latex_comparison()(_as_interval(prediction), _as_interval(reference))
+    return _Comparison(tolerance).equal(prediction, reference)
 
 
-def _clean(text: str) -> str:
-    """Drop decoration and what LaTeX needs for looks only. Long texts are compared as they are."""
-    text = strip_decoration(text)
-    if len(text) > MAX_EXPRESSION_CHARS:
+def refusal_reason(answer: str) -> str | None:
+    """Why ``answer`` is not computed ("a power too large"), or None when it is, or need not be."""
+    answer = plain_spelling(answer)
+    if parse_quantity(answer) is not None or _words(answer) is not None:
+        return None
+    try:
+        check_text_size(answer)
+    except Refused as refused:
+        return str(refused)
+    reasons = (refusal(value) for part in read_form(answer).parts for value in split(part, _EQUALS) if value)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+class _Comparison:
+    """The rules behind ``answers_equal``, for texts in plain spelling."""
+
+    def __init__(self, tolerance: float):
+        self._tolerance = tolerance
+
+    def equal(self, prediction: str, reference: str, depth: int = 0) -> bool:
+        prediction, reference = (_CURRENCY_CODE.sub("", text) for text in (prediction, reference))
+        if _squeezed(prediction) == _squeezed(reference):
+            return True
+        quantities = parse_quantity(prediction), parse_quantity(reference)
+        if quantities[0] is not None and quantities[1] is not None:
+            (number, unit), (other, other_unit) = quantities
+            is_equal = numbers_equal(number, other) or is_near(number, other, self._tolerance)
+            return is_equal and units_fit(unit, other_unit)
+        plain = [unwrapped(text).casefold() for text in (prediction, reference)]
+        if not _SHORT_WORDS.isdisjoint(plain):
+            return plain[0] == plain[1]
+        words, reference_words = _words(prediction), _words(reference)
+        if words is not None and reference_words is not None:
+            return words == reference_words
+        if depth > _MAX_DEPTH or not (_can_be_read(prediction) and _can_be_read(reference)):
+            return False
+        if is_set_like(prediction) or is_set_like(reference):
+            verdict = _sets_equal(prediction, reference)
+            if verdict is not None:
+                return verdict
+        forms = _form(prediction), _form(reference)
+        if forms[0].kind == forms[1].kind == "value":
+            return self._equations_equal(forms[0].parts[0], forms[1].parts[0], depth)
+        return self._forms_equal(*forms, depth)
+
+    def _equations_equal(self, prediction: str, reference: str, depth: int) -> bool:
+        read = read_equation(prediction, self._agree)
+        reference_read = read_equation(reference, self._agree)
+        # An equation of several variables; or a formula, with its name or without.
+        is_formula = reference_read is None or (reference_read.name and not is_constant(reference_read.values[-1]))
+        is_formula = is_formula or _INEQUALITY.search(reference)
+        if is_formula and relations_equal(prediction, reference):
+            return True
+        if read is None or reference_read is None:
+            return False
+        if not _names_fit(read, reference_read):
+            return False
+        is_apart = len(split(prediction, _EQUALS)) + len(split(reference, _EQUALS)) > 2
+        return any(
+            self._values_equal(value, reference_value, is_apart, depth)
+            for value in read.values
+            for reference_value in reference_read.values
+        )
+
+    def _values_equal(self, prediction: str, reference: str, is_apart: bool, depth: int) -> bool:
+        """Values without form; those that come out of an equation are looked at anew."""
+        if is_apart:
+            return self.equal(prediction, reference, depth + 1)
+        (prediction, unit), (reference, reference_unit) = split_unit(prediction), split_unit(reference)
+        if unit and reference_unit and unit != reference_unit:
+            return False
+        numbers = parse_number(prediction), parse_number(reference)
+        if numbers[0] is not None and numbers[1] is not None:
+            return numbers_equal(*numbers) or is_near(*numbers, self._tolerance)
+        shares = [text.endswith("%") for text in (prediction, reference)]
+        prediction, reference = prediction.removesuffix("%"), reference.removesuffix("%")
+        if shares[0] != shares[1]:  # 42% is 0.42 and 42
+            whole, part = (prediction, reference) if shares[0] else (reference, prediction)
+            if expressions_equal(f"\\frac{{{whole}}}{{100}}", part, self._tolerance):
+                return True
+        return expressions_equal(_TIMES.sub(r"\\times ", prediction), reference, self._tolerance)
+
+    def _forms_equal(self, form: Form, reference: Form, depth: int) -> bool:
+        kinds = {form.kind, reference.kind}
+        if kinds == {"set", "tuple"} or max(len(form.parts), len(reference.parts)) > MAX_PARTS:
+            return False
+        if "value" in kinds and not (kinds == {"value", "set"} and len(form.parts) == len(reference.parts) == 1):
+            return self._named_form_equals(form, reference, depth)
+        if form.kind == reference.kind == "tuple" and len(form.parts) == 2 and form.brackets != reference.brackets:
+            return False
+        if any(re.fullmatch("-?0[0-9]+", part) for part in (*form.parts, *reference.parts)):
+            return False  # (3,004) is not (3,4)
+        if {form.kind, reference.kind} == {"value", "set"} and "\\emptyset" in form.parts + reference.parts:
+            return False
+        named = _named(form.parts), _named(reference.parts)
+        if named[0] and named[1]:
+            return self._matched(form.parts, reference.parts, depth, is_ordered=False)
+        return self._matched(
+            form.parts, reference.parts, depth, is_ordered="tuple" in kinds, is_set="set" in kinds and len(kinds) == 1
+        )
+
+    def _named_form_equals(self, form: Form, reference: Form, depth: int) -> bool:
+        """``(x, y) = (1, 2)`` beside ``(1, 2)``, ``x = 1, 2`` beside ``1, 2``."""
+        single, is_prediction = (form, True) if form.kind == "value" else (reference, False)
+        other = reference if is_prediction else form
+        parts = split(single.parts[0], _EQUALS_OR_IN)
+        if len(parts) != 2 or not is_name(parts[0]) or not parts[1]:
+            return False
+        value = read_form(parts[1])
+        if value.kind == "value" and other.kind != "set":
+            return False
+        return self._forms_equal(*((value, other) if is_prediction else (other, value)), depth)
+
+    def _matched(
+        self, parts: Sequence[str], references: Sequence[str], depth: int, is_ordered: bool, is_set: bool = False
+    ) -> bool:
+        def equal(part: str, reference: str) -> bool:
+            return self.equal(part, reference, depth + 1)
+
+        if is_set:  # where repetition does not count
+            return all(any(equal(part, other) for other in references) for part in parts) and all(
+                any(equal(part, other) for part in parts) for other in references
+            )
+        if len(parts) != len(references):
+            return False
+        if is_ordered:
+            return all(map(equal, parts, references))
+        return _matched_one_to_one(parts, list(references), equal)
+
+    def _agree(self, value: str, last: str) -> bool:
+        """Whether two constants of one chain are equal, up to the rounding of the second."""
+        number = parse_number(last)
+        value = _for_computing(value)
+        if expressions_equal(value, _for_computing(last)):
+            return True
+        places = len(last.partition(".")[2].rstrip("%")) if number is not None and "." in last else 0
+        if number is None or number.value == 0 or not places:
+            return False
+        tolerance = Fraction(51, 100) / 10**places / abs(number.value)
+        return expressions_equal(value, _for_computing(last), float(tolerance))
+
+
+def _matched_one_to_one(parts: Sequence[str], references: list[str], equal: Callable[[str, str], bool]) -> bool:
+    for part in parts:
+        place = next((i for i, reference in enumerate(references) if equal(part, reference)), None)
+        if place is None:
+            return False
+        del references[place]
+    return True
+
+
+def _sets_equal(prediction: str, reference: str) -> bool | None:
+    """Whether both are the same set of real numbers; None when one of them is none."""
+    found, wanted = real_set(prediction), real_set(reference)
+    if found is None or wanted is None:
+        return None
+    (name, numbers), (reference_name, reference_numbers) = found, wanted
+    if name is not None and reference_name is not None and name != reference_name:
+        return False
+    return bool(numbers == reference_numbers or numbers.symmetric_difference(reference_numbers).is_empty)
+
+
+def _names_fit(equation: Equation, reference: Equation) -> bool:
+    """Two variables must be the same; words name anything."""
+    names = [re.sub(r"[\s{}\\]", "", name).casefold() for name in (equation.name, reference.name) if name]
+    is_symbol = [len(name) == 1 or "_" in name for name in names]
+    return len(names) < 2 or names[0] == names[1] or not all(is_symbol)
+
+
+def _can_be_read(text: str) -> bool:
+    try:
+        check_text_size(text)
+    except Refused:
+        return False
+    return True
+
+
+def _named(parts: Sequence[str]) -> bool:
+    return all(len(pair := split(part, _EQUALS)) == 2 and is_name(pair[0]) for part in parts)
+
+
+def _both_signs(text: str) -> str:
+    """``x = 3 \\pm y`` as a list of two."""
+    if len(_PLUS_MINUS.findall(text)) != 1 or "\\mp" in text:
         return text
-    text = _INLINE_MATH.sub(r"\1", text)
-    text = _SPACING.sub(lambda match: "" if match.group()[-1].isalpha() else " ", text)
-    return re.sub(r"\s+", " ", text).strip()
+    name, equals, value = text.rpartition("=")
+    if read_form(value).kind != "value":
+        return text
+    both = (_PLUS_MINUS.sub(sign, value).strip().removeprefix("+") for sign in ("+", "-"))
+    return ", ".join(f"{name}{equals}{one}" for one in both)
+
+
+def _form(text: str) -> Form:
+    text = _POINT.sub("", text)
+    form = read_form(_both_signs(text))
+    if form.kind not in ("set", "list") or "\\pm" not in text:
+        return form
+    return form._replace(parts=tuple(part for one in form.parts for part in split(_both_signs(one), _COMMA)))
+
+
+def _for_computing(value: str) -> str:
+    value = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|[$€£]|(?<=[0-9]),(?=[0-9]{3})", "", value)
+    return _TIMES.sub(r"\\times ", re.sub(r"([0-9.]+)\s*%", r"\\frac{\1}{100}", value))
+
+
+def _squeezed(text: str) -> str:
+    """Without spaces that separate nothing, and without braces around a single index."""
+    text = re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
+    return re.sub(r"_\{([0-9A-Za-z]+)\}", r"_\1", text)
 
 
 def _words(text: str) -> str | None:
@@ -92,62 +289,5 @@ def _words(text: str) -> str | None:
     plain = unwrapped(text)
     if len(plain) > MAX_EXPRESSION_CHARS or not _WORDS.fullmatch(plain):
         return None
-    return plain.casefold() if plain != text or len(plain) >= _MIN_WORD_CHARS else None
-
-
-def _bracket(text: str) -> str:
-    """``{`` for a set, ``(`` for a pair, a tuple or an interval, else nothing."""
-    for written, plain in _SPELLINGS:
-        text = text.replace(written, plain)
-    if text.startswith("{") and text.endswith("}"):
-        return "{"
-    return "(" if text[0] in "([" and text[-1] in ")]" and "," in text else ""
-
-
-def _as_interval(text: str) -> str:
-    """Write ``1 < x \\le 2`` as ``(1, 2]`` and ``x \\ge 3`` as ``[3, \\infty)``, since math-verify equates them not."""
-    match = _BETWEEN.fullmatch(text)
-    if match is not None:
-        left = "(" if match["low_sign"] in _OPEN_SIGNS else "["
-        right = ")" if match["high_sign"] in _OPEN_SIGNS else "]"
-        return f"{left}{match['low'].strip()}, {match['high'].strip()}{right}"
-    match = _BOUND.fullmatch(text)
-    if match is None:
-        return text
-    sign, bound = match["sign"] or match["turned"], (match["bound"] or match["left"]).strip()
-    is_open = sign in _OPEN_SIGNS
-    if (sign in (">", "\\ge", "\\geq", "\\gt", "≥")) == bool(match["sign"]):
-        return f"{'(' if is_open else '['}{bound}, \\infty)"
-    return f"(-\\infty, {bound}{')' if is_open else ']'}"
-
-
-def _is_tractable(expression: str) -> bool:
-    if len(expression) > MAX_EXPRESSION_CHARS or _INTRACTABLE.search(expression):
-        return False
-    depth = deepest = 0
-    for character in expression:
-        depth += (character in "{([") - (character in "})]")
-        deepest = max(deepest, depth)
-    return deepest <= MAX_NESTING
-
-
-@functools.cache
-def _latex_comparison() -> Callable[[str, str], bool]:
-    with time_limit.uncounted():
-        from math_verify import LatexExtractionConfig, parse, verify
-
-    # It warns that its time limits are off, and of every expression it cannot read.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    configuration = (LatexExtractionConfig(boxed_match_priority=0),)
-
-    def read(expression: str) -> list:
-        # In a box, so that the whole expression is read and nothing is searched for.
-        boxed = f"\\boxed{{{expression}}}"
-        return parse(boxed, extraction_config=configuration, fallback_mode="no_fallback", parsing_timeout=None)
-
-    def equal(prediction: str, reference: str) -> bool:
-        gold = read(reference)
-        return bool(gold) and verify(gold, read(prediction), timeout_seconds=None)
-
-    return equal
+    is_word = plain != text or len(plain) >= _MIN_WORD_CHARS
+    return plain.casefold() if is_word else None

@@ -107,6 +107,13 @@ def numbers_equal(a: Number, b: Number) -> bool:
     return percentage.value == plain.value * 100
 
 
+def is_near(number: Number, reference: Number, tolerance: float) -> bool:
+    """Whether a number is within the relative error ``tolerance`` of another, both with a per cent sign or neither."""
+    if not tolerance or number.is_percentage != reference.is_percentage:
+        return False
+    return abs(number.value - reference.value) <= Fraction(tolerance) * abs(reference.value)
+
+
 def last_number(text: str) -> str | None:
     """The last number written in a running text, as text (``"-3"``, ``"$1,042"``, ``"3/4"``), or None.
 

@@ -8,12 +8,12 @@ is no measure ("apples"). Two measures must be the same: ``5 cm`` is not ``5 km`
 import re
 from typing import NamedTuple
 
-from mindrlhf.rewards.answers.numeric import Number, numbers_equal, parse_number
+from mindrlhf.rewards.answers.numeric import Number, parse_number
 
 # Longer texts are not taken for quantities.
 MAX_QUANTITY_CHARS = 120
 
-_FACTORS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+FACTORS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SPELLINGS = {
     "mm": "millimeter millimetre",
     "cm": "centimeter centimetre",
@@ -56,12 +56,23 @@ _NAMES = {name: unit for unit, names in _SPELLINGS.items() for name in (unit, *n
 # Conjunctions and functions join two values; they are no unit of the first.
 _NO_UNITS = {"and", "or", "to", "mod", "times", "over", "plus", "minus", "sqrt", "log", "sin", "cos", "tan", "exp"}
 
+_PROSE = {"in", "min", "m", "s", "h", "day", "days", "K", "n", "j", "w", "v"}
+
 _QUANTITY = re.compile(
     r"(?P<number>[^A-Za-z\\°^]*[0-9.%]|[-+]?[0-9]*\\[dt]?frac\{[0-9]+\}\{[0-9]+\})"
     r"(?P<space>(?:\s|~|\\[ ,;!])*)"
-    r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<text_power>\^?\{?[23]?\}?)"
+    r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<text_power>(?:\^\{?[23]\}?)?)"
     r"|(?P<degrees>\^?\s*\{?(?:\\circ|°)\}?)(?:\s*\\?(?:text|mathrm)?\{?(?P<scale>[CFK])\}?)?"
     r"|(?P<plain>[A-Za-zµ][A-Za-z0-9 µ/^²³{}.]*))"
+)
+_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_OTHER_BASE = re.compile(r"\b(?:base|binary|octal|hex|hexadecimal|mod)\b", re.IGNORECASE)
+_MODULUS = re.compile(r"(?P<value>[^\\]+)\\(?:p?mod\s*\{(?P<braced>[^{}]+)\}|(?:b?mod|pmod)\s*(?P<bare>[0-9a-z]+))")
+_UNNAMED = re.compile("(?:square |cubic |sq )?units?")
+_BEHIND = re.compile(
+    r"(?P<value>[^ ].*?)(?:\s*\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<power>(?:\^\{?[23]\}?)?)"
+    r"|(?P<degrees>\^?\s*\{?(?:\\circ|°)\s*\}?)|(?:(?<=[0-9})])|(?<=\\pi))\s+"
+    r"(?P<plain>(?:square |cubic |sq )?[A-Za-zµ/]{1,20}(?:[²³]|\^\{?[23]\}?)?))"
 )
 
 
@@ -90,16 +101,40 @@ def parse_quantity(text: str) -> Quantity | None:
     return _with_unit(number, match["plain"], is_marked=False, is_apart=bool(match["space"]))
 
 
-def quantities_equal(a: Quantity, b: Quantity) -> bool:
-    """Whether two quantities are the same, under the rules above."""
-    return numbers_equal(a.number, b.number) and (not a.unit or not b.unit or a.unit == b.unit)
+def units_fit(unit: str | None, other: str | None) -> bool:
+    """Whether two answers may have these units, under the rules above."""
+    return not unit or not other or unit == other
+
+
+def is_measure(words: str) -> bool:
+    """Whether ``words`` name a unit of measure that is known here; ``a``, ``in`` and the like are words of prose."""
+    return words.lower() not in _PROSE and _measure(words) is not None
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """An expression and the measure behind it: ``5\\sqrt{2}`` and ``cm``; ``""`` without one."""
+    modulus = _MODULUS.fullmatch(text)
+    if modulus is not None:
+        return modulus["value"].strip(), f"mod {(modulus['braced'] or modulus['bare']).strip()}"
+    match = _BEHIND.fullmatch(text)
+    if match is None or (match["degrees"] and _OF_AN_ANGLE.search(text)):
+        return text, ""
+    words = match["text"] + match["power"] if match["text"] is not None else match["plain"] or ""
+    if _OTHER_BASE.search(words):
+        return text, ""
+    unit = "deg" if match["degrees"] else _measure(words)
+    if unit is None and match["text"] is None and not _UNNAMED.fullmatch(words):
+        return text, ""
+    return match["value"].strip(), unit or ""
 
 
 def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Quantity | None:
     """``is_marked``: LaTeX says it is text, not algebra; ``is_apart``: there is a space between number and unit."""
+    if _OTHER_BASE.search(words):
+        return None
     first, _, rest = words.strip().partition(" ")
-    if first.lower() in _FACTORS and is_apart:
-        number = Number(number.value * _FACTORS[first.lower()], number.is_percentage)
+    if first.lower() in FACTORS and is_apart:
+        number = Number(number.value * FACTORS[first.lower()], number.is_percentage)
         words = rest
         if not words:
             return Quantity(number, None)

@@ -1,59 +1,150 @@
-"""Runs unit tests on a solution, inside the sandbox: standard library only, nothing of ours is there.
+# ruff: noqa: F821 -- values.py stands before this text when it runs
+"""The side of the program under test: loads it and calls what it defines, as asked by the judge, who is elsewhere.
 
-Standard input holds JSON: ``token``, and either ``tests`` (statements, each a test of its own) or ``function`` with
-``calls`` (pairs of arguments and the value expected). The last line of the output is the token and one letter per
-test, ``p`` or ``f``.
+It shares the interpreter with the program, which may change it at will. That is no harm: no expected value comes here,
+and what leaves is data that the program could as well have computed. Standard library only, after ``values.py``.
+
+Descriptor 3 is a socket to the judge; both ways go lines of JSON. In: ``{"names": [...]}``, which the program defines,
+and ``{"ask": kind, "of": target, ...}``. Out: first ``{"loaded": whether}``, then ``{"names": {name: kind}}``,
+``{"value": data}``, ``{"raised": names of the exception's classes}`` or, between, ``{"call": number of the judge's
+function, ...}``.
 
 ``exec`` is what this file is for: it runs untrusted code in a process that the sandbox holds.
 """
 
-import contextlib
-import io
+import builtins
 import json
-import sys
+import os
+import socket
+import types
+
+MAX_ITEMS = 1_000_000
 
 
-def main() -> None:
-    # All of it is read before the solution runs, which then finds nothing there to learn the token from.
-    request = json.loads(sys.stdin.read())
-    with contextlib.redirect_stdout(io.StringIO()):
-        verdicts = "".join("p" if verdict else "f" for verdict in _verdicts(request))
-    print(f"\n{request['token']} {verdicts}")
+class Program:
+    """The program's names, and the objects of its own that the judge knows by number."""
+
+    def __init__(self, lines, send):
+        self._lines, self._send = lines, send
+        self._objects = []
+        self.names = {}
+
+    def load(self):
+        with open("solution.py", encoding="utf-8", errors="surrogatepass") as file:
+            source = file.read()
+        # Not "__main__": what a script does when it is run is not under test.
+        module = types.ModuleType("solution")
+        self.names = vars(module)
+        exec(compile(source, "solution.py", "exec"), self.names)
+
+    def answer(self, question):
+        if "names" in question:
+            return {"names": {name: _kind_of(self.names[name]) for name in question["names"] if name in self.names}}
+        arguments = [decode(item, self._from_judge) for item in question.get("args", [])]
+        keywords = {name: decode(item, self._from_judge) for name, item in question.get("kwargs", {}).items()}
+        before = [json.dumps(item) for item in question.get("args", [])]
+        value = self._ask(question["ask"], question["of"], arguments, keywords)
+        reply = {"value": encode(value, self._as_object)}
+        changed = {}
+        for index, argument in enumerate(arguments):
+            if isinstance(argument, (list, dict, set, bytearray)):
+                data = encode(argument, self._as_object)
+                if json.dumps(data) != before[index]:
+                    changed[index] = data
+        return reply | {"changed": changed} if changed else reply
+
+    def _ask(self, kind, target, arguments, keywords):
+        if kind == "function":
+            # Problems of the kind "LeetCode" put the function into a class.
+            owner = self.names
+            function = owner[target] if target in owner else getattr(owner["Solution"](), target)
+            return function(*arguments, **keywords)
+        if kind == "name":
+            return self.names[target]
+        if kind == "call":
+            return self._resolve(target)(*arguments, **keywords)
+        if kind == "get":
+            return getattr(self._resolve(target), arguments[0])
+        if kind == "set":
+            return setattr(self._resolve(target), *arguments)
+        if kind == "item":
+            return self._resolve(target)[arguments[0]]
+        if kind == "items":
+            items = []
+            for item in self._resolve(target):
+                items.append(item)
+                if len(items) > MAX_ITEMS:
+                    raise MemoryError("too many items")
+            return items
+        return {"len": len, "str": str, "repr": repr, "bool": bool, "int": int, "float": float, "next": next}[kind](
+            self._resolve(target)
+        )
+
+    def _resolve(self, target):
+        return self.names[target] if isinstance(target, str) else self._objects[target]
+
+    def _as_object(self, value):
+        for number, known in enumerate(self._objects):
+            if known is value:
+                return {"object": number}
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1}
+
+    def _from_judge(self, kind, content):
+        if kind == "object":
+            return self._objects[content]
+        if kind == "name":
+            return self.names[content]
+        if kind == "builtin":
+            return getattr(builtins, content)
+        if kind != "function":
+            raise ValueError(kind)
+
+        def call_judge(*arguments):
+            self._send({"call": content, "args": [encode(item, self._as_object) for item in arguments]})
+            reply = json.loads(self._lines.readline())
+            if "raised" in reply:
+                raise ValueError("the function raised " + reply["raised"])
+            return decode(reply["value"], self._from_judge)
+
+        return call_judge
 
 
-def _verdicts(request: dict) -> list:
-    with open("solution.py", encoding="utf-8", errors="surrogatepass") as file:
-        source = file.read()
-    # Not "__main__": what a script does when it is run is not under test.
-    namespace = {"__name__": "solution"}
-    tests = request["tests"] if "tests" in request else request["calls"]
+def main():
+    link = socket.socket(fileno=3)
+    lines, writing = link.makefile("rb"), link.makefile("wb")
+
+    def send(message):
+        writing.write(json.dumps(message).encode() + b"\n")
+        writing.flush()
+
+    program = Program(lines, send)
     try:
-        exec(compile(source, "solution.py", "exec"), namespace)
-    except BaseException:
-        return [False] * len(tests)
-    if "tests" in request:
-        return [_passes_test(test, dict(namespace)) for test in tests]
-    return [_passes_call(request["function"], *call, namespace) for call in tests]
-
-
-def _passes_test(test: str, namespace: dict) -> bool:
-    try:
-        exec(compile(test, "test.py", "exec"), namespace)
+        program.load()
     except BaseException:  # SystemExit too
-        return False
-    return True
+        send({"loaded": False})
+        return
+    send({"loaded": True})
+    for line in lines:
+        try:
+            reply = program.answer(json.loads(line))
+        except BaseException as error:  # SystemExit too
+            reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": _text_of(error)}
+        send(reply)
 
 
-def _passes_call(name: str, arguments: list, expected: object, namespace: dict) -> bool:
+def _kind_of(value):
+    if isinstance(value, types.ModuleType):
+        return "module"
+    return "callable" if callable(value) else "value"
+
+
+def _text_of(error):
     try:
-        # Problems of the kind "LeetCode" put the function into a class.
-        function = namespace[name] if name in namespace else getattr(namespace["Solution"](), name)
-        value = function(*arguments)
-        # Through JSON, so that a tuple equals the list that the data holds in its place.
-        return json.loads(json.dumps(value)) == expected
+        return str(error)[:500]
     except BaseException:
-        return False
+        return ""
 
 
-if __name__ == "__main__":
-    main()
+main()
+os._exit(0)

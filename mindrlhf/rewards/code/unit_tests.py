@@ -1,15 +1,12 @@
 """Unit tests of a program, in the forms that data sets give them, and running them in the sandbox."""
 
 import json
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from mindrlhf.rewards.code import harness as unit_test_harness
-from mindrlhf.sandbox.launcher import CANNOT_START_EXIT_CODE
+from mindrlhf.rewards.code.judging import run_calls, run_statements
 from mindrlhf.sandbox.run import SandboxLimits, run_files
 
 # Below it no interpreter starts; a test that has less time left counts as failed.
@@ -57,36 +54,26 @@ class UnitTests:
             return cls(function=tests["fn_name"], calls=tuple(zip(inputs, outputs)))
         return cls(streams=tuple(zip(map(_as_text, inputs), map(_as_text, outputs))))
 
-    def run(self, source: str, limits: SandboxLimits, stop_at_failure: bool) -> list[bool]:
+    def run(
+        self, source: str, limits: SandboxLimits, stop_at_failure: bool, allow_own_helpers: bool = False
+    ) -> list[bool]:
         """Return which tests ``source`` passes; all of them together have ``limits.time_s``.
 
         Args:
             source: the program.
             limits: of one process of the sandbox, time aside.
             stop_at_failure: the tests after the first failed one need not be run; they count as failed.
+            allow_own_helpers: run statements, too, that the program can pass by what it defines itself.
 
         Raises:
-            RuntimeError: the sandbox cannot run programs here.
+            OSError: the sandbox cannot run programs here.
+            ValueError: a statement that cannot tell a right program from one that cheats.
         """
         if self.streams:
             return self._run_streams(source, limits, stop_at_failure)
-        token = secrets.token_hex(16)
-        request: dict[str, Any] = {"token": token}
         if self.statements:
-            request["tests"] = self.statements
-        else:
-            request |= {"function": self.function, "calls": self.calls}
-        harness = Path(unit_test_harness.__file__).read_text(encoding="utf-8")
-        files = {"harness.py": harness, "solution.py": source}
-        run = run_files(files, "harness.py", json.dumps(request), limits)
-        _check_started(run.ending, run.stderr)
-        num_tests = len(self.statements) or len(self.calls)
-        # A program that ended by itself before the tests were over has printed no token.
-        _, mark, verdicts = run.stdout.rpartition(f"\n{token} ")
-        verdicts = verdicts.rstrip("\n")
-        if not run.succeeded or not mark or len(verdicts) != num_tests:
-            return [False] * num_tests
-        return [verdict == "p" for verdict in verdicts]
+            return run_statements(source, self.statements, limits, stop_at_failure, allow_own_helpers)
+        return run_calls(source, self.function, self.calls, limits, stop_at_failure)
 
     def _run_streams(self, source: str, limits: SandboxLimits, stop_at_failure: bool) -> list[bool]:
         deadline_s = time.monotonic() + limits.time_s
@@ -96,7 +83,6 @@ class UnitTests:
             if remaining_s < MIN_TIME_S or (stop_at_failure and not all(passed)):
                 break
             run = run_files({"solution.py": source}, "solution.py", stdin, replace(limits, time_s=remaining_s))
-            _check_started(run.ending, run.stderr)
             passed.append(run.succeeded and _same_output(run.stdout, expected))
         return passed + [False] * (len(self.streams) - len(passed))
 
@@ -110,8 +96,3 @@ def _same_output(written: str, expected: str) -> bool:
     return [line.rstrip() for line in written.rstrip().splitlines()] == [
         line.rstrip() for line in expected.rstrip().splitlines()
     ]
-
-
-def _check_started(ending: str, stderr: str) -> None:
-    if ending == f"exit code {CANNOT_START_EXIT_CODE}" and stderr.startswith("the sandbox cannot start"):
-        raise RuntimeError(stderr)

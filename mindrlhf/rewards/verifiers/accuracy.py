@@ -5,15 +5,17 @@ from mindrlhf.rewards.registry import register
 
 
 @register
-def accuracy_reward(completion: str, answer: str) -> float:
+def accuracy_reward(completion: str, answer: str, *, tolerance: float = 0.0) -> float:
     """1 if the final answer equals ``answer``, else 0.
 
     The final answer is what follows ``#### ``, or stands in ``<answer>...</answer>`` or in ``\\boxed{...}`` (of
-    several, the one that begins last), or else the last number of the completion; for a multiple-choice question,
-    the letter it ends up with. ``answer`` may itself be a solution that ends with ``#### 42``. What is equal:
-    numbers, percentages, units, expressions, intervals, sets (``mindrlhf.rewards.answers.equality``).
+    several, the one that begins last), or else the last expression of the completion, as a whole; for a
+    multiple-choice question, the letter it ends up with. ``answer`` may itself be a solution that ends with
+    ``#### 42``. What is equal: numbers, percentages, units, expressions, intervals, sets
+    (``mindrlhf.rewards.answers.equality``). ``tolerance`` is the relative error that numbers may have; with 0,
+    decimals of surds are wrong.
 
     Raises:
         ValueError: the reference answer is empty.
     """
-    return float(is_correct(answer_to(completion, answer), answer))
+    return float(is_correct(answer_to(completion, answer), answer, tolerance))

@@ -22,6 +22,7 @@ def code_execution(
     time_limit_s: float = 6.0,
     memory_limit_mib: int = 512,
     partial: bool = False,
+    allow_own_helpers: bool = False,
 ) -> float:
     """1 if the program passes all unit tests, else 0; with ``partial``, the share of the tests it passes.
 
@@ -31,12 +32,13 @@ def code_execution(
     All tests together have ``time_limit_s``, and no more than ``reward.timeout_s`` less a second; each process has
     ``memory_limit_mib``. See ``mindrlhf.sandbox.run`` for what the program cannot do.
 
-    Statements run in one process with the program, so a program written to deceive them can; inputs and outputs
-    are safe from that.
+    Expected values never come near the program: what it returns leaves its sandbox as data and is compared elsewhere
+    (``mindrlhf.rewards.code.judging``). A statement that the program could pass by its own definitions is an error that
+    says why, unless ``allow_own_helpers``.
 
     Raises:
-        ValueError: the answer holds no unit tests.
-        RuntimeError: the sandbox cannot run programs here.
+        ValueError: the answer holds no unit tests, or one that cannot tell a right program from one that cheats.
+        OSError: the sandbox cannot run programs here.
     """
     tests = UnitTests.parse(answer)
     program = _program(completion)
@@ -45,7 +47,7 @@ def code_execution(
     limits = SandboxLimits(
         time_s=max(0.0, min(time_limit_s, time_limit.remaining_s() - MARGIN_S)), memory_bytes=memory_limit_mib << 20
     )
-    passed = tests.run(program, limits, stop_at_failure=not partial)
+    passed = tests.run(program, limits, not partial, allow_own_helpers)
     return sum(passed) / len(passed) if partial else float(all(passed))
 
 

@@ -2,6 +2,7 @@
 
 from mindrlhf.rewards.answers.extraction import answer_line
 from mindrlhf.rewards.answers.grading import is_correct
+from mindrlhf.rewards.answers.spelling import without_end_tokens
 from mindrlhf.rewards.registry import register
 
 # In the reference implementation too; it keeps answers in the middle of the reasoning from counting.
@@ -9,8 +10,11 @@ MAX_TAIL_CHARS = 300
 
 
 @register
-def acc_for_dapo(completion: str, answer: str) -> float:
+def acc_for_dapo(completion: str, answer: str, *, tolerance: float = 0.0) -> float:
     """1 if the last ``Answer: ...`` in the last 300 characters equals ``answer``, else -1.
+
+    The answer may stand below ``Answer:``, on the next line with text. Control tokens that end the completion do not
+    count. ``tolerance`` as in ``accuracy_reward``.
 
     Rewards as in Yu et al. 2025 (arXiv:2503.14476), eq. 7; the line and the tail as in the authors' code (verl,
     ``math_dapo``). Behind a gate set ``reward.closed_gate_value`` to -1, or a closed gate pays more than a
@@ -19,4 +23,5 @@ def acc_for_dapo(completion: str, answer: str) -> float:
     Raises:
         ValueError: the reference answer is empty.
     """
-    return 1.0 if is_correct(answer_line(completion[-MAX_TAIL_CHARS:]), answer) else -1.0
+    tail = without_end_tokens(completion)[-MAX_TAIL_CHARS:]
+    return 1.0 if is_correct(answer_line(tail), answer, tolerance) else -1.0

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from mindrlhf.data.fingerprint import check_same_data
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.system.run_lock import holding
 from mindrlhf.training.checkpoints.requests import SaveRequests
-from mindrlhf.training.checkpoints.slices import SliceCheckpoints
+from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
@@ -45,6 +47,20 @@ class Progress:
 def save_dir(config: AnyConfig) -> Path:
     """Return the directory of a run's checkpoints."""
     return Path(config.checkpoint.save_dir or Path(config.run.output_dir) / "checkpoints")
+
+
+@contextlib.contextmanager
+def holding_directories(config: AnyConfig, purpose: str) -> Iterator[None]:
+    """Keep other runs out of this one's directories while the body runs; see :mod:`mindrlhf.system.run_lock`.
+
+    Raises:
+        UserError: another run that is going on has one of them.
+    """
+    with contextlib.ExitStack() as stack:
+        # Also the one within the other: a third run may be told to save there.
+        for directory in dict.fromkeys((Path(config.run.output_dir).resolve(), save_dir(config).resolve())):
+            stack.enter_context(holding(directory, purpose))
+        yield
 
 
 def check_output(config: AnyConfig, *, resume: bool) -> None:
@@ -105,8 +121,8 @@ class RunCheckpoints:
         self._requests = requests
         self._store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
         self._writer = BackgroundWriter()
-        # Where every rank holds a part of the model.
-        self._slices = SliceCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
+        # Where every rank holds a shard of the model.
+        self._shards = ShardCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
         self._begun: tuple[RunState, list[LeftoverSample]] | None = None
         self._saved_step: int | None = None
@@ -117,8 +133,8 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._slices:
-            self._slices.settle(wait=False)
+        if self._shards:
+            self._shards.settle(wait=False)
         self._writer.check()
         self._begun = self._state(progress), list(progress.leftover)
 
@@ -167,8 +183,8 @@ class RunCheckpoints:
         Raises:
             UserError: the last checkpoint could not be written.
         """
-        if self._slices:
-            self._slices.settle(wait=True)
+        if self._shards:
+            self._shards.settle(wait=True)
         self._writer.wait()
 
     def close(self) -> None:
@@ -239,8 +255,8 @@ class RunCheckpoints:
 
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
-        if self._slices:
-            self._slices.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
+        if self._shards:
+            self._shards.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
             if not self._section.asynchronous:
                 self.wait()
         elif self._section.asynchronous:

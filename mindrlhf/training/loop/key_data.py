@@ -12,8 +12,8 @@ from mindrlhf.debugging.dump_paths import rank_dir
 
 if TYPE_CHECKING:
     from mindrlhf.rollout.samples import Sample
+    from mindrlhf.training.loop.policy import Policy
     from mindrlhf.training.loop.step_record import StepRecord
-    from mindrlhf.training.team import Team
 
 # What the ranks were given, by the stage that computed it; the rest was made for the update.
 _STAGE_OF = {"old_logprobs": "old_log_prob", "reference_logprobs": "reference"}
@@ -25,13 +25,13 @@ class KeyData:
     Args:
         section: what to dump; ``enabled`` is true.
         dump_dir: of the run.
-        team: the ranks, which keep the batches of a step until the next one.
+        policy: keeps the batches of a step until the next one.
     """
 
-    def __init__(self, section: MsprobeSection, dump_dir: Path, team: "Team"):
+    def __init__(self, section: MsprobeSection, dump_dir: Path, policy: "Policy"):
         self._section = section
         self._dump_dir = dump_dir
-        self._team = team
+        self._policy = policy
 
     def is_due(self, step: int) -> bool:
         """Whether a step, from 1, is dumped."""
@@ -40,7 +40,7 @@ class KeyData:
     def begin(self, step: int) -> None:
         """Have the ranks write the cells that the step runs; call it before they compute anything of it."""
         if self._section.level == CELL_LEVEL:
-            self._team.call("begin_dump", step=step)
+            self._policy.begin_dump(step)
 
     def finish(self, record: "StepRecord") -> None:
         """Write the key data of a step, before its batches are gone.
@@ -49,18 +49,17 @@ class KeyData:
             RunFailure: the disk refuses.
         """
         if self._section.level == CELL_LEVEL:
-            self._team.call("end_dump")
+            self._policy.end_dump()
         entries: dict[str, list[tuple[str, Any]]] = {stage: [] for stage in ("rollout", *_STAGE_OF.values(), "update")}
         entries["rollout"] = _rollout(record.samples)
         for name, responses in self._token_arrays(record).items():
             entries[_STAGE_OF.get(name, "update")].append((name, responses))
-        for number, ranks in enumerate(record.results):
+        for number, update in enumerate(record.updates):
             batch = record.batches[number % len(record.batches)]
-            loss = sum(float(share["statistics"][0]) for share in ranks)
             entries["update"] += [
-                ("logprobs", batch.collect(ranks, "logprobs")),
-                ("loss", np.array(loss)),
-                ("grad_norm", np.array(float(ranks[0]["grad_norm"]))),
+                ("logprobs", batch.responses(update.logprobs)),
+                ("loss", np.array(update.loss)),
+                ("grad_norm", np.array(float(update.grad_norm))),
             ]
         for stage, values in entries.items():
             if values and stage in self._section.stages:
@@ -73,12 +72,9 @@ class KeyData:
         """Return what the ranks were given for each generated token: name -> an array for each sample."""
         found: dict[str, list[np.ndarray]] = {}
         for position, batch in enumerate(record.batches):
-            shares = self._team.call("batch_arrays", batch=position)
-            prefix = "0.tokens."
-            for key in shares[0]:
-                if key.startswith(prefix):
-                    name = key.removeprefix(prefix)
-                    found.setdefault(name, []).extend(batch.collect(shares, f"tokens.{name}"))
+            held = self._policy.held_rows(position)
+            for name in held[0].tokens:
+                found.setdefault(name, []).extend(batch.responses([rows.tokens[name] for rows in held]))
         return found
 
 

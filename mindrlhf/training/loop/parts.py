@@ -11,9 +11,9 @@ from mindrlhf.rollout.types import Generator
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.team import Team
-from mindrlhf.weights.board import WeightBoard
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Parts:
     """All of it."""
 
     team: Team
-    board: WeightBoard
+    policy: Policy
     rows: RowOptions
     rollout: Rollout
     observers: Observers

@@ -113,8 +113,9 @@ def find_weights(directory: Path, batch: SkippedBatch, config: GrpoConfig) -> Pa
 
 def _build_learner(config: GrpoConfig, model_dir: Path, row_length: int):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
-    from mindrlhf.training.worker.learner import Learner, load_model
+    from mindrlhf.training.worker.learner import Learner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     with tempfile.TemporaryDirectory(prefix="mindrlhf-replay-") as log_dir:
@@ -133,13 +134,10 @@ def _inputs(rows: PackedRows, kl_coefficient: float) -> list[np.ndarray]:
 
 def _weights_digest(learner) -> str:
     from mindrlhf.observe.trajectory import digest_weights
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
-    from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
 
-    with WeightBoard.create(TensorInfo(*info) for info in hf_tensor_infos(learner.network)) as board:
+    with learner.model.create_board() as board:
         board.begin(1)
-        for name, array in iter_hf_tensors(learner.network):
-            board.write(name, array)
+        learner.model.write_to(board)
         return digest_weights([board.contribution()])
 
 

@@ -20,12 +20,12 @@ from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import sync
-from mindrlhf.training.batch import unpack_share
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.tensors import array_infos
 
 ARRAYS_NAME, INFO_NAME = "batch.safetensors", "batch.json"
 FORMAT_VERSION = 1
+_ROW_FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,29 @@ class SkippedBatch:
     config: dict[str, Any]  # the run's config
 
 
-def merge_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the arrays of all micro-batches under their number in the batch, from what each rank has of its own.
+def saved_arrays(micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of the file by name, the inverse of ``_loaded_arrays``.
 
     Args:
-        shares: by rank, "<index>.<name>" -> array; rank r's micro-batch i is number r + i * ranks of the batch.
+        micro_batches: of the batch, in order.
+        logprobs: [rows, length] for each.
     """
-    merged = {}
-    for rank, share in enumerate(shares):
-        for place, array in share.items():
-            index, separator, name = place.partition(".")
-            if separator and index.isdigit():
-                merged[f"{rank + int(index) * len(shares)}.{name}"] = array
-    return merged
+    arrays = {}
+    for index, (rows, computed) in enumerate(zip(micro_batches, logprobs, strict=True)):
+        arrays |= {f"{index}.{field}": getattr(rows, field) for field in _ROW_FIELDS}
+        arrays |= {f"{index}.tokens.{name}": array for name, array in rows.tokens.items()}
+        arrays[f"{index}.logprobs"] = computed
+    return arrays
+
+
+def _loaded_arrays(num_micro_batches: int, arrays: Mapping[str, np.ndarray]) -> tuple[list, list]:
+    micro_batches, logprobs = [], []
+    for index in range(num_micro_batches):
+        prefix = f"{index}.tokens."
+        tokens = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        micro_batches.append(PackedRows(**{field: arrays[f"{index}.{field}"] for field in _ROW_FIELDS}, tokens=tokens))
+        logprobs.append(arrays[f"{index}.logprobs"])
+    return micro_batches, logprobs
 
 
 def save_skipped(directory: Path, batch: SkippedBatch, arrays: Mapping[str, np.ndarray]) -> None:
@@ -99,9 +109,7 @@ def load_skipped(directory: Path) -> tuple[SkippedBatch, list[PackedRows], list[
         raise UserError(f"{directory / INFO_NAME} is damaged or of another release (format version {version!r})")
     batch, arrays = SkippedBatch(**values), load_arrays(directory / ARRAYS_NAME)
     try:
-        header = {"num_micro_batches": batch.num_micro_batches, "num_tokens": batch.num_tokens}
-        micro_batches, _ = unpack_share({**header, **arrays})
-        logprobs = [arrays[f"{index}.logprobs"] for index in range(batch.num_micro_batches)]
+        micro_batches, logprobs = _loaded_arrays(batch.num_micro_batches, arrays)
     except (KeyError, TypeError) as error:
         raise UserError(f"{directory / ARRAYS_NAME} does not fit {INFO_NAME}: {error} is missing or wrong") from None
     if wrong := _first_misfit(batch, micro_batches, logprobs):

@@ -13,7 +13,7 @@ from mindrlhf.rollout.samples import Sample, reward_matrix, verifier_names
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.loop.dynamic_sampling import StepSamples
 from mindrlhf.training.loop.objective import Objective
-from mindrlhf.training.loop.step_record import Results
+from mindrlhf.training.loop.policy import PolicyUpdate
 
 
 def step_metrics(
@@ -22,7 +22,7 @@ def step_metrics(
     samples: StepSamples,
     batches: Sequence[Batch],
     train_logprobs: Sequence[np.ndarray],
-    results: Sequence[Results],
+    updates: Sequence[PolicyUpdate],
     lr: float | None,
 ) -> dict[str, float]:
     """Return the metrics of a step but for its times.
@@ -32,14 +32,14 @@ def step_metrics(
         samples: of the step.
         batches: of one pass over the used samples.
         train_logprobs: float [generated tokens] of each used sample, under the weights that the step began with.
-        results: of each update, passes in order.
+        updates: of the step, passes in order.
         lr: learning rate of the last update, None when there was none.
     """
     return measure.combine_metrics(
         sample_metrics(samples.generated),
         rollout_metrics(samples, train_logprobs),
         packing_metrics(batches),
-        update_metrics(config, objective, batches, results, lr) if results else {},
+        update_metrics(config, objective, batches, updates, lr) if updates else {},
         tool_metrics(samples.generated) if config.tools.names else {},
     )
 
@@ -77,24 +77,23 @@ def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:
 
 
 def update_metrics(
-    config: GrpoConfig, objective: Objective, batches: Sequence[Batch], results: Sequence[Results], lr: float
+    config: GrpoConfig, objective: Objective, batches: Sequence[Batch], updates: Sequence[PolicyUpdate], lr: float
 ) -> dict[str, float]:
     """Return the training scalars: means over the updates of the step; see ``step_metrics``."""
-    sums = [np.sum([result["statistics"] for result in ranks], axis=0) for ranks in results]
-    counts = [batches[position % len(batches)].num_tokens for position in range(len(results))]
-    loss, *per_token = np.mean([_per_token(total, count) for total, count in zip(sums, counts)], axis=0)
+    counts = [batches[position % len(batches)].num_tokens for position in range(len(updates))]
+    means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
+    loss, *per_token = np.mean(means, axis=0)
     names = dict(zip(POLICY_STATISTICS[1:], per_token))
-    everyone = [result for ranks in results for result in ranks]
     metrics = {
         "loss": loss,
         "clip_fraction/low": names["clipped_low"],
         "clip_fraction/high": names["clipped_high"],
         "kl": names["kl"],
         "entropy": names["entropy"],
-        "grad_norm": np.mean([ranks[0]["grad_norm"] for ranks in results]),
+        "grad_norm": np.mean([update.grad_norm for update in updates]),
         "lr": lr,
-        "recompiles": max(result["recompiles"] for result in everyone),
-        "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in everyone),
+        "recompiles": max(update.recompiles for update in updates),
+        "memory/peak_rss_gb": max(update.peak_rss_gb for update in updates),
     }
     if objective.is_corrected:
         metrics["correction/weight"] = names["correction"]

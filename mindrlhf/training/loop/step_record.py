@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import Batch
-
-Results = list[dict[str, Any]]  # what the ranks returned from one call, by rank
+from mindrlhf.training.loop.policy import PolicyUpdate
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class StepRecord:
     step: int  # from 1
     samples: Sequence[Sample]
     batches: Sequence[Batch]  # the samples in order, one for each update of a pass
-    results: Sequence[Results]  # of each update, passes in order
+    updates: Sequence[PolicyUpdate]  # passes in order
     kl_coefficient: float
     weights: str  # digest of the weights that the step began with
 

@@ -9,7 +9,6 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe.metrics import combine_metrics
-from mindrlhf.observe.trajectory import digest_weights
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
 from mindrlhf.training.batch import Batch, make_batch
 from mindrlhf.training.checkpoints.run import Progress
@@ -18,8 +17,9 @@ from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples, f
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.parts import Parts
+from mindrlhf.training.loop.policy import PolicyUpdate
 from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
-from mindrlhf.training.loop.step_record import Results, StepRecord
+from mindrlhf.training.loop.step_record import StepRecord
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
 from mindrlhf.training.schedule import learning_rate
 
@@ -30,6 +30,7 @@ class Trainer(Steps):
     def __init__(self, config: GrpoConfig, parts: Parts, progress: Progress, num_steps: int):
         self.config = config
         self.parts = parts
+        self.policy = parts.policy
         self.progress = progress
         self.num_steps = num_steps
         self.timer = parts.timer
@@ -55,13 +56,7 @@ class Trainer(Steps):
         """Compile all graphs and read small prompt files whole; none of it needs the generator."""
         graphs = ["old_logprobs"] if self.objective.needs_old_logprobs or self.num_critic_steps else []
         graphs += ["reference_logprobs"] if self.objective.needs_reference else []
-        rows = self.parts.rows
-        self.parts.team.call(
-            "warm_up",
-            row_lengths=list(rows.row_lengths),
-            rows_per_micro_batch=rows.rows_per_micro_batch,
-            graphs=graphs,
-        )
+        self.policy.warm_up(self.parts.rows, graphs)
         self.parts.rollout.prompts.read_small_file()
 
     def begin(self) -> None:
@@ -78,17 +73,17 @@ class Trainer(Steps):
         samples, greedy = self._sample(index)
         batches = self._make_batches(samples.used)
         with self.timer.stage("distribute"):
-            self._distribute(batches)
+            self.policy.distribute(batches)
         trains_actor = index >= self.num_critic_steps
-        old, reference = self._logprobs(batches, needs_old=not trains_actor)
-        old_logprobs = self._old_logprobs(samples, batches, old)
+        old, reference = self._logprobs(needs_old=not trains_actor)
+        old_logprobs = self._old_logprobs(samples, old)
         values = self.critic.values(batches) if self.critic else None
         with self.timer.stage("pack"):
-            metrics = self._send_advantages(samples.used, greedy, batches, old_logprobs, reference, values)
+            metrics = self._send_advantages(samples.used, greedy, old_logprobs, reference, values)
         if self.critic:
             metrics |= self.critic.update(batches, index)
-        results = self._update(batches, index) if trains_actor else []
-        record = StepRecord(index + 1, samples.used, batches, results, self.objective.kl.coefficient, self._weights)
+        updates = self._update(len(batches), index) if trains_actor else []
+        record = StepRecord(index + 1, samples.used, batches, updates, self.objective.kl.coefficient, self._weights)
         if key_data:
             with self.timer.stage("dump"):
                 key_data.finish(record)
@@ -96,17 +91,13 @@ class Trainer(Steps):
             self.publish()
         self.progress.step += 1
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        return self._report(record, samples, _collect(batches, old or results), metrics)
+        return self._report(record, samples, old or self.policy.responses(updates), metrics)
 
     def publish(self) -> None:
         """Put the current weights on the board and have the generator load them."""
         self.progress.weights_version += 1
         version = self.progress.weights_version
-        self.parts.board.begin(version)
-        results = self.parts.team.call("publish", version=version)
-        contributions = [result["contribution"] for result in results]
-        self.parts.board.seal(contributions)
-        self._weights = digest_weights(contributions)
+        self._weights = self.policy.publish(version)
         self.parts.rollout.generator.wake()
         self.parts.rollout.generator.update_weights(version)
 
@@ -161,32 +152,21 @@ class Trainer(Steps):
                     batches.append(make_batch(sequences, self.parts.rows))
         return batches
 
-    def _distribute(self, batches: Sequence[Batch]) -> None:
-        team = self.parts.team
-        for position, batch in enumerate(batches):
-            shares = [batch.share(rank, team.world_size) for rank in range(team.world_size)]
-            team.call("receive_batch", per_rank=shares, is_first=position == 0)
-
-    def _logprobs(self, batches: Sequence[Batch], *, needs_old: bool) -> tuple[list[Results], list[Results]]:
-        """Have the ranks compute, for each batch, the old log-probabilities and the reference's, where needed.
+    def _logprobs(self, *, needs_old: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Have the ranks compute the old log-probabilities and the reference's, where needed; return them by sample.
 
         ``needs_old`` asks for the former where the objective does not: nothing else measures the actor in this step.
         """
-        team, positions = self.parts.team, range(len(batches))
         old, reference = [], []
         if self.objective.needs_old_logprobs or needs_old:
             with self.timer.stage("old_log_p"):
-                old = [team.call("compute_logprobs", name="old_logprobs", batch=position) for position in positions]
+                old = self.policy.logprobs("old_logprobs")
         if self.objective.needs_reference:
             with self.timer.stage("reference_model"):
-                reference = [
-                    team.call("compute_logprobs", name="reference_logprobs", batch=position) for position in positions
-                ]
+                reference = self.policy.logprobs("reference_logprobs")
         return old, reference
 
-    def _old_logprobs(
-        self, step_samples: StepSamples, batches: Sequence[Batch], old: Sequence[Results]
-    ) -> list[np.ndarray]:
+    def _old_logprobs(self, step_samples: StepSamples, old: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probabilities under the policy that drew each sample, as the loss takes them.
 
         Those of stale samples are the generator's, since the weights that drew them are gone; the ranks are told.
@@ -195,61 +175,50 @@ class Trainer(Steps):
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
             return rollout_logprobs
         num_stale = step_samples.num_stale
-        logprobs = rollout_logprobs[:num_stale] + _collect(batches, old)[num_stale:]
+        logprobs = rollout_logprobs[:num_stale] + old[num_stale:]
         if num_stale:
-            self._send_tokens("old_logprobs", logprobs, batches)
+            self.policy.send_tokens("old_logprobs", logprobs)
         return logprobs
 
     def _send_advantages(
         self,
         samples: Sequence[Sample],
         greedy: Sequence[Sample],
-        batches: Sequence[Batch],
         old_logprobs: Sequence[np.ndarray],
-        reference: Sequence[Results],
+        reference: Sequence[np.ndarray],
         values: Sequence[np.ndarray] | None,
     ) -> dict[str, float]:
         """Compute the advantages of the whole step and send every rank those of its rows; return metrics of them."""
         metrics: dict[str, float] = {}
         penalties = baselines = None
         if self.objective.kl_in_reward:
-            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, _collect(batches, reference))
+            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, reference)
         if self.objective.needs_greedy:
             baselines = np.array([greedy[sample.group].reward for sample in samples])
             metrics["reward/greedy"] = float(baselines.mean())
         advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines, values=values)
-        self._send_tokens("advantages", advantages, batches)
+        self.policy.send_tokens("advantages", advantages)
         if values is not None:
             returns = self.objective.returns(samples, values, penalties)
-            self._send_tokens("returns", returns, batches)
+            self.policy.send_tokens("returns", returns)
             metrics |= value_metrics(values, returns)
         return metrics
 
-    def _send_tokens(self, name: str, responses: Sequence[np.ndarray], batches: Sequence[Batch]) -> None:
-        """Send every rank its rows' part of an array for each sample of all batches."""
-        start = 0
-        for position, batch in enumerate(batches):
-            part = responses[start : start + len(batch.placed)]
-            start += len(part)
-            shares = batch.spread(part, name, self.parts.team.world_size)
-            self.parts.team.call("receive_tokens", per_rank=shares, batch=position)
-
-    def _update(self, batches: Sequence[Batch], index: int) -> list[Results]:
-        """Make the updates of a step and return the ranks' results of each, in order."""
-        team, coefficient = self.parts.team, self.objective.kl.coefficient
-        results = []
+    def _update(self, num_batches: int, index: int) -> list[PolicyUpdate]:
+        """Make the updates of a step and return what each gave, in order."""
+        updates = []
         with self.timer.stage("update"):
             for iteration in range(self.config.training.num_iterations):
-                for position in range(len(batches)):
+                for position in range(num_batches):
                     steps = index - self.num_critic_steps
-                    update = steps * self.updates_per_step + iteration * len(batches) + position
+                    update = steps * self.updates_per_step + iteration * num_batches + position
                     lr = self.learning_rate(update)
-                    results.append(team.call("update", batch=position, lr=lr, kl_coefficient=coefficient))
+                    updates.append(self.policy.update(position, lr, self.objective.kl.coefficient))
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (index + 1) % algorithm.ref_model_sync_steps == 0:
             with self.timer.stage("sync_ref_model"):
-                team.call("sync_reference")
-        return results
+                self.policy.sync_reference()
+        return updates
 
     def learning_rate(self, update: int) -> float:
         """Return the actor's learning rate at one of its updates, counted from the start of the run."""
@@ -264,8 +233,8 @@ class Trainer(Steps):
         shown = record.samples[: config.observe.samples_per_step]
         observers.samples.write(sample_record(sample, record.step) for sample in shown)
         num_updates = (record.step - self.num_critic_steps) * self.updates_per_step
-        lr = self.learning_rate(num_updates - 1) if record.results else None
-        measured = step_metrics(config, self.objective, samples, record.batches, train_logprobs, record.results, lr)
+        lr = self.learning_rate(num_updates - 1) if record.updates else None
+        measured = step_metrics(config, self.objective, samples, record.batches, train_logprobs, record.updates, lr)
         timings = self.timer.finish_step()
         performance = performance_metrics(config, timings, samples, self.parts.team.num_devices)
         metrics = combine_metrics(measured, performance) | metrics | self._keep_leftover(samples)
@@ -292,8 +261,3 @@ class Trainer(Steps):
         state = self.progress.algorithm
         parts = {**parts, "weights": self._weights}
         state.trajectory = self.parts.observers.trajectory.write(self.progress.step, state.trajectory or "", parts)
-
-
-def _collect(batches: Sequence[Batch], passes: Sequence[Results]) -> list[np.ndarray]:
-    """Return the ranks' log-probabilities of all batches, one array per response, in the order of the samples."""
-    return [response for batch, shares in zip(batches, passes) for response in batch.collect(shares, "logprobs")]

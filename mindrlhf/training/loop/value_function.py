@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.training.batch import Batch
+from mindrlhf.training.records import UpdateResult
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 
@@ -50,7 +50,7 @@ class ValueFunction:
         with self._timer.stage("values"):
             self._team.call("take_turn", model="critic")
             for position, batch in enumerate(batches):
-                values += batch.collect(self._team.call("compute_values", batch=position), "values")
+                values += batch.collect([found.arrays for found in self._team.call("compute_values", batch=position)])
         return [part.astype(np.float64) for part in values]
 
     def update(self, batches: Sequence[Batch], index: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ class ValueFunction:
                 for position, batch in enumerate(batches):
                     lr = learning_rate(self._optimizer, update, self._num_updates)
                     results = self._team.call("update_critic", batch=position, lr=lr)
-                    loss, num_clipped = np.sum([result["statistics"] for result in results], axis=0)
+                    loss, num_clipped = np.sum([result.statistics for result in results], axis=0)
                     losses.append(loss)
                     clip_fractions.append(num_clipped / batch.num_tokens)
                     norms.append(self._check(results, index))
@@ -82,8 +82,8 @@ class ValueFunction:
             "value/lr": lr,
         }
 
-    def _check(self, results: Sequence[dict[str, Any]], index: int) -> float:
-        norm = results[0]["grad_norm"]
+    def _check(self, results: Sequence[UpdateResult], index: int) -> float:
+        norm = results[0].grad_norm
         if not math.isfinite(norm):
             raise RunFailure(
                 f"step {index + 1}: the gradient norm of the critic is {norm}, not finite, and it was not updated: "

@@ -20,18 +20,20 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.trajectory import digest_arrays
-from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import run_rank
 from mindrlhf.training.preflight import RunInputs, check_preference_inputs
+from mindrlhf.training.records import Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.learner import Learner, load_model
-from mindrlhf.training.worker.scorer import load_scorer
+from mindrlhf.training.worker.learner import Learner
+from mindrlhf.training.worker.model import WholeModel
 
 Config = DpoConfig | RewardModelConfig
 Objective = DpoObjective | RewardModelObjective
@@ -43,25 +45,24 @@ class PreferenceLearner(Learner):
 
     Args:
         loss: :class:`mindrlhf.algorithms.losses.CoefficientLoss`.
-        reference: log-probabilities under the reference model, None when the run has no such model in memory.
+        reference: the reference model, None when the run has no such model in memory.
     """
 
-    def __init__(self, network: Any, loss: Any, config: Config, rank: Rank, reference: PolicyLogProbs | None):
+    def __init__(self, network: Any, loss: Any, config: Config, rank: Rank, reference: WholeModel | None):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
         self._reference = reference
 
-    def measure(self, name: str, **share: Any) -> dict[str, np.ndarray]:
-        """Return "<index>.outputs", float32 [rows, length], of each micro-batch under "policy" or "reference"."""
-        policy = self.policy if name == "policy" else self._reference
-        micro_batches, _ = unpack_share(share)
-        return {f"{index}.outputs": self.logprobs(policy, rows) for index, rows in enumerate(micro_batches)}
+    def measure(self, share: Share, name: str) -> TokenArrays:
+        """Return the outputs for a share of the "policy" or the "reference"."""
+        model = self.model if name == "policy" else self._reference
+        return TokenArrays(tuple(model.logprobs(rows) for rows in share.micro_batches))
 
-    def update(self, lr: float, **share: Any) -> dict[str, Any]:
-        """Make one optimiser update from the "coefficients" of the tokens."""
-        micro_batches, _ = unpack_share(share)
-        for rows in micro_batches:
-            self.accumulate(rows, (rows.tokens["coefficients"],), 1)
-        return {"grad_norm": check_finite(self.apply(lr)), **self.process_statistics()}
+    def update(self, share: Share, lr: float) -> UpdateResult:
+        """Make one optimiser update from the "coefficients" of the tokens; the statistics are those of the loss."""
+        coefficients = [(rows, (rows.tokens["coefficients"],)) for rows in share.micro_batches]
+        statistics = [self.accumulate(rows, values, 1)[0] for rows, values in coefficients]
+        norm = check_finite(self.apply(lr))
+        return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
 
     def drop_reference(self) -> None:
         """Free the reference model."""
@@ -109,7 +110,7 @@ def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner
     reference = None
     if model.reference_path or config.dpo.reference == "live":
         reference_network = load_model(model, model.reference_path or model.path, run, length)
-        reference = PolicyLogProbs(reference_network, 1.0, run.device)
+        reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device), rank)
     loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
     return PreferenceLearner(network, loss, config, rank, reference)
 
@@ -181,10 +182,10 @@ class PreferenceTrainer:
         results = self._call("update", sequences, lr=lr)[1]
         return {
             **result.metrics(),
-            "grad_norm": results[0]["grad_norm"],
+            "grad_norm": results[0].grad_norm,
             "lr": lr,
-            "recompiles": max(result["recompiles"] for result in results),
-            "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in results),
+            "recompiles": max(result.process.recompiles for result in results),
+            "memory/peak_rss_gb": max(result.process.peak_rss_gb for result in results),
         }
 
     def _evaluate_held_out(self) -> tuple[dict[str, float], Interval]:
@@ -213,12 +214,11 @@ class PreferenceTrainer:
 
     def _measure(self, name: str, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         batch, results = self._call("measure", sequences, name=name)
-        return batch.collect(results, "outputs")
+        return batch.collect([found.arrays for found in results])
 
     def _call(self, method: str, sequences: Sequence[TokenSequence], **arguments: Any):
         batch = make_batch(sequences, self._rows)
-        shares = [batch.share(rank, self._team.world_size) for rank in range(self._team.world_size)]
-        return batch, self._team.call(method, per_rank=shares, **arguments)
+        return batch, self._team.call(method, per_rank=batch.shares(self._team.world_size), **arguments)
 
 
 def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:

@@ -11,15 +11,17 @@ from mindrlhf.algorithms.losses import SupervisedLoss
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import TokenSequence, plan_rows
-from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, unpack_share
+from mindrlhf.models.load import load_model
+from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import run_rank
 from mindrlhf.training.preflight import RunInputs, check_sft_inputs
+from mindrlhf.training.records import HeldOutLogProbs, Share, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
-from mindrlhf.training.team import Team
+from mindrlhf.training.team import Results, Team
 from mindrlhf.training.worker.cells import check_finite
-from mindrlhf.training.worker.learner import Learner, load_model
+from mindrlhf.training.worker.learner import Learner
 
 
 class SupervisedLearner(Learner):
@@ -28,17 +30,15 @@ class SupervisedLearner(Learner):
     def __init__(self, network: Any, loss: SupervisedLoss, config: SftConfig, rank: Rank):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
 
-    def update(self, lr: float, **share: Any) -> dict[str, Any]:
-        """Make one optimiser update; "statistics" [2] are this rank's part of the loss and its entropy sum."""
-        micro_batches, num_tokens = unpack_share(share)
-        statistics = [self.accumulate(rows, (), num_tokens)[0] for rows in micro_batches]
+    def update(self, share: Share, lr: float) -> UpdateResult:
+        """Make one optimiser update; the statistics [2] are this rank's part of the loss and its entropy sum."""
+        statistics = [self.accumulate(rows, (), share.num_tokens)[0] for rows in share.micro_batches]
         norm = check_finite(self.apply(lr))
-        return {"statistics": np.sum(statistics, axis=0), "grad_norm": norm, **self.process_statistics()}
+        return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
 
-    def evaluate(self, **share: Any) -> dict[str, Any]:
-        """Return "logprob_sum", the summed log-probability of this rank's response tokens."""
-        micro_batches, _ = unpack_share(share)
-        return {"logprob_sum": sum(float(self.logprobs(self.policy, rows).sum()) for rows in micro_batches)}
+    def evaluate(self, share: Share) -> HeldOutLogProbs:
+        """Return the summed log-probability of this rank's response tokens."""
+        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in share.micro_batches))
 
 
 def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
@@ -95,7 +95,7 @@ class SupervisedTrainer:
         if not self._held_out or progress.step < self.num_steps:
             return {}
         results = self._call("evaluate", self._held_out)
-        return {"eval/loss": -sum(result["logprob_sum"] for result in results) / self._held_out.num_tokens}
+        return {"eval/loss": -sum(result.total for result in results) / self._held_out.num_tokens}
 
     def summary(self, progress: Progress) -> str:
         """Nothing beyond the metrics."""
@@ -106,9 +106,8 @@ class SupervisedTrainer:
         lengths = [sequence.num_tokens for sequence in sequences]
         return batch_of_rows(sequences, plan_rows(lengths, self._options.row_lengths), self._options)
 
-    def _call(self, method: str, batch: Batch, **arguments: Any) -> list[dict[str, Any]]:
-        shares = [batch.share(rank, self._team.world_size) for rank in range(self._team.world_size)]
-        return self._team.call(method, per_rank=shares, **arguments)
+    def _call(self, method: str, batch: Batch, **arguments: Any) -> Results:
+        return self._team.call(method, per_rank=batch.shares(self._team.world_size), **arguments)
 
 
 def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:
@@ -120,15 +119,15 @@ def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:
     return sequences
 
 
-def _metrics(results: Sequence[dict[str, Any]], batch: Batch, lr: float) -> dict[str, float]:
-    loss, entropy = np.sum([result["statistics"] for result in results], axis=0)
+def _metrics(results: Sequence[UpdateResult], batch: Batch, lr: float) -> dict[str, float]:
+    loss, entropy = np.sum([result.statistics for result in results], axis=0)
     return {
         "loss": float(loss),
         "entropy": float(entropy) / batch.num_tokens,
-        "grad_norm": results[0]["grad_norm"],
+        "grad_norm": results[0].grad_norm,
         "lr": lr,
-        "recompiles": max(result["recompiles"] for result in results),
-        "memory/peak_rss_gb": max(result["memory/peak_rss_gb"] for result in results),
+        "recompiles": max(result.process.recompiles for result in results),
+        "memory/peak_rss_gb": max(result.process.peak_rss_gb for result in results),
     }
 
 

@@ -1,24 +1,28 @@
-"""The actor of a run whose model is cut over the ranks, put together from its config."""
+"""The actor of a run whose model is sharded over the ranks, put together from its config."""
 
 import dataclasses
 from pathlib import Path
 
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.config.derived import resolve_data_parallel
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ModelSection, ParallelSection
+from mindrlhf.data.packing import padding_rows
+from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
 from mindrlhf.training.runtime import Rank, start_parallel
-from mindrlhf.training.sharded.actor import ParallelActor
-from mindrlhf.training.sharded.factory import build_policy, build_update
-from mindrlhf.training.sharded.learner import ParallelLearner, SlicedModel
+from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update
+from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+from mindrlhf.training.sharded.model import ShardedModel
+from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 from mindrlhf.weights.hf import read_hf_config
 
 
-def build_parallel_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> ParallelActor:
-    """Build this rank's slices and graphs of the policy, and of the reference model if the run has one.
+def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> Actor:
+    """Build this rank's shards and graphs of the policy, and of the reference model if the run has one.
 
-    From here on MindSpore cuts every graph that this process compiles.
+    From here on MindSpore slices every graph that this process compiles.
 
     Args:
         config: of the run, checked.
@@ -26,7 +30,7 @@ def build_parallel_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank:
         rank: this process; communication is up.
 
     Raises:
-        UserError: a model cannot be cut this way, or its weights do not fit.
+        UserError: a model cannot be sharded this way, or its weights do not fit.
     """
     parallel = resolve_layout(config.parallel_config, rank.world_size)
     strategy_dir = Path(config.run.output_dir) / "logs" / "strategy"
@@ -35,17 +39,36 @@ def build_parallel_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank:
     options = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
-    learner = ParallelLearner(SlicedModel(policy, parallel, rank.index), update)
+    learner = ShardedLearner(_shard(policy, parallel, rank), UpdateGraph.of(update))
     reference = reference_source = None
     if config.algorithm.beta > 0:
         path = config.model.reference_path or config.model.path
         reference_source = _source(config.model, path, config.run.seed)
-        cell = build_policy(read_hf_config(path), config.model, parallel, **options)
-        reference = SlicedModel(cell, parallel, rank.index)
-    actor = ParallelActor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
+        reference = _shard(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
     source = _source(config.model, config.model.path, config.run.seed)
-    actor.prepare(row_lengths, config.training.batch_size, source, reference_source)
-    return actor
+    _compile(learner, reference, row_lengths, config.training.batch_size)
+    # Now a parameter has the shape of its shard.
+    learner.model.load(source)
+    if reference is not None:
+        reference.load(reference_source)
+    return Actor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
+
+
+def _shard(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> ShardedModel:
+    return ShardedModel(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
+
+
+def _compile(
+    learner: ShardedLearner, reference: ShardedModel | None, row_lengths: tuple[int, ...], rows_per_micro_batch: int
+) -> None:
+    for length in row_lengths:
+        rows = padding_rows((rows_per_micro_batch, length))
+        for name, model in (("old_logprobs", learner.model), ("reference_logprobs", reference)):
+            if model is not None:
+                learner.count_compile(name, rows)
+                model.compile(rows)
+        # Last, so that MindSpore's strategy file is that of the update, which has the optimiser's state.
+        learner.compile(rows)
 
 
 def resolve_layout(parallel: ParallelSection, world_size: int) -> ParallelSection:
@@ -54,6 +77,6 @@ def resolve_layout(parallel: ParallelSection, world_size: int) -> ParallelSectio
 
 
 def _source(model: ModelSection, path: str, seed: int) -> ArraySource:
-    if model.random_init and path == model.path:
+    if has_random_weights(model, path):
         return RandomSource(path, seed)
     return open_source(path)

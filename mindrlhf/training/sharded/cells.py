@@ -1,7 +1,7 @@
 """The update of a model as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its outputs without them.
 
 MindSpore slices what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
-collectives. Micro-batches are cut into pieces inside the graph, as its pipeline scheduler demands.
+collectives. Pipeline micro-batches are made inside the graph, as its scheduler demands.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ IS_LAST_NAME, DEFECT_NAME = "is_last", "defect"
 class ParallelUpdate(nn.Cell):
     """Gradients of a micro-batch of all ranks, and with the last one of an update, the update itself.
 
-    An update has as many calls as its rows need. What they find is added up in ``totals``, slices like AdamW's
+    An update has as many calls as its rows need. What they find is added up in ``totals``, shards like AdamW's
     moments; the call before which ``is_last`` was set to 1 measures the norm, clips, updates and clears. An update
     whose norm or loss is not finite is withheld on every rank: weights, moments and step count stay as they are.
 
@@ -33,7 +33,7 @@ class ParallelUpdate(nn.Cell):
         optimizer: over the trained parameters.
         max_grad_norm: 0 leaves the gradients as they are.
         parallel: the layout, with `data_parallel` filled in.
-        num_replicas: how many ranks hold each slice of a parameter, by its name.
+        num_replicas: how many ranks hold each shard of a parameter, by its name.
         world_size: number of ranks.
 
     Attributes:
@@ -70,12 +70,12 @@ class ParallelUpdate(nn.Cell):
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = ms.Tensor([1.0] * loss.num_statistics, ms.float32)
         self.hyper_map = ops.HyperMap()
-        # The optimiser's part of the graph is not sliced by the compiler: gradients are the slices of this rank there.
+        # The optimiser's part of the graph is not sliced by the compiler: gradients are the shards of this rank there.
         self.shares = tuple(1.0 / num_replicas[weight.name] for weight in self.weights)
         self.all_reduce = ops.AllReduce() if world_size > 1 else None
 
     def construct(self, *inputs):
-        """Return the statistics, summed over pieces (zeros before the last stage), and the gradient norm so far [1]."""
+        """Return the statistics, zeros before the last stage, and the gradient norm so far [1]."""
         statistics = self.network(*inputs)
         gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
         accumulated = gradients
@@ -133,7 +133,7 @@ def _accumulate(total, gradient):
 
 
 def _square_share(share, gradient):
-    """This rank's share [1] in the square of a gradient, slices of which several ranks hold."""
+    """This rank's share [1] in the square of a gradient, shards of which several ranks hold."""
     # Collectives take no scalars.
     return ops.ExpandDims()(ops.ReduceSum()(ops.square(gradient), ()) * share, 0)
 
@@ -148,7 +148,7 @@ class ParallelLogProbs(nn.Cell):
 
     Args:
         policy: log-probabilities, or a critic; its operators sharded.
-        num_pieces: pieces that every rank's rows are cut into, which the stages of a pipeline work on in turn.
+        num_pieces: pipeline micro-batches of every rank's rows, which the stages work on in turn.
     """
 
     def __init__(self, policy: PolicyLogProbs | TokenScores, num_pieces: int):
@@ -157,7 +157,7 @@ class ParallelLogProbs(nn.Cell):
         self.set_train(False)
 
     def construct(self, input_ids, segment_ids, labels, mask):
-        """Return float32 [rows / pieces, length] for each piece, rank after rank; whole on ranks of the last stage."""
+        """Return float32 [rows / pieces, length] by pipeline micro-batch, rank after rank; whole in the last stage."""
         return self.network(input_ids, segment_ids, labels, mask)
 
 
@@ -179,7 +179,7 @@ class _PieceByPiece(nn.Cell):
 
 
 class _FirstOutput(nn.Cell):
-    # Without it the pipeline could not tell the pieces apart.
+    # Without it the pipeline could not tell its micro-batches apart.
     @lazy_inline
     def __init__(self, policy: PolicyLogProbs | TokenScores):
         super().__init__(auto_prefix=False)

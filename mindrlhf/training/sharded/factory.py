@@ -32,7 +32,7 @@ def layout_of(parallel: ParallelSection) -> Layout:
 def build_policy(
     hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int, temperature: float
 ) -> PolicyLogProbs:
-    """Return the log-probabilities of a model without data: its parameters get slices once a graph is compiled.
+    """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
 
     Args:
         hf_config: its config.json.
@@ -42,7 +42,7 @@ def build_policy(
         temperature: of sampling.
 
     Raises:
-        UserError: the model is unknown, or cannot be cut this way.
+        UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
         policy = PolicyLogProbs(_build_network(hf_config, model, parallel, row_length), temperature, "ascend")
@@ -84,7 +84,7 @@ def build_logprobs(policy: PolicyLogProbs | TokenScores, parallel: ParallelSecti
 
 
 def _forget_side_effects(model: nn.Cell) -> None:
-    """Tell the compiler that the functions of local slices (Morphs) do no input or output, as it must assume.
+    """Tell the compiler that the functions of local shards (Morphs) do no input or output, as it must assume.
 
     It keeps such calls in order, over all stages; and the last stage of a pipeline without gradients, from which the
     calls of the other stages are cut away, would not compile (MindSpore 2.9.0).

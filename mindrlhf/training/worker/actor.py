@@ -1,123 +1,106 @@
 """What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import mindspore as ms
-import numpy as np
-
-from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import POLICY_INPUTS
-from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
-from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import padding_rows
-from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.training.batch import unpack_share
-from mindrlhf.training.runtime import Rank
+from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, Share, TokenArrays
 from mindrlhf.training.worker.cell_dump import CellDump
-from mindrlhf.training.worker.learner import Learner
+from mindrlhf.training.worker.model import RankModel
+from mindrlhf.training.worker.policy_learner import ActorLearner
 from mindrlhf.training.worker.received_batches import ReceivedBatches
-from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
+from mindrlhf.weights.board import WeightBoard
 
 
-class Actor(ReceivedBatches, Learner):
+class Actor(ReceivedBatches, SavesState):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
+    It knows nothing of how the model lies on the ranks: that is in the learner and the models, which are whole
+    (:class:`mindrlhf.training.worker.policy_learner.PolicyLearner`) or sharded
+    (:class:`mindrlhf.training.sharded.learner.ShardedLearner`).
+
     Args:
-        network: the policy.
-        loss: cell with the signature of :class:`mindrlhf.algorithms.losses.PolicyLoss`.
-        reference: log-probabilities under the reference model, None when beta is 0.
+        learner: trains the policy.
+        reference: the reference model, None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
     """
 
-    def __init__(
-        self,
-        network: CausalLM,
-        loss: Any,
-        optimizer: OptimizerSection,
-        rank: Rank,
-        device: str,
-        reference: PolicyLogProbs | None,
-        saves_reference: bool,
-    ):
+    def __init__(self, learner: ActorLearner, reference: RankModel | None, *, saves_reference: bool):
         ReceivedBatches.__init__(self)
-        Learner.__init__(self, network, loss, optimizer, rank, device)
-        self._reference = reference
+        SavesState.__init__(self)
+        self.learner = learner
+        self.model = learner.model
+        self.reference = reference
         self._saves_reference = saves_reference
         self._board: WeightBoard | None = None
-        self._reward_model: TokenScores | None = None
+        self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
+        self._old_logprobs: dict[int, TokenArrays] = {}  # of the step, by batch
 
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
-        """Compile the graphs for every row length on rows of weight 0, while the generator is still starting."""
+        """Run the graphs for every row length on rows of weight 0, while the generator is still starting."""
         for length in row_lengths:
             rows = padding_rows((rows_per_micro_batch, length))
-            self._batches = [([rows], 1)]
             for name in graphs:
-                self.compute_logprobs(name, 0)
-            self.accumulate(rows, [*[rows.mask] * len(POLICY_INPUTS), np.float32(0.0)], 1)
-        self._batches = []
+                self.learner.count_compile(name, rows)
+                self._model_of(name).logprobs(rows)
+            self.learner.warm_up(rows)
 
-    def compute_logprobs(self, name: str, batch: int) -> dict[str, np.ndarray]:
-        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``.
+    def receive_batch(self, share: Share, is_first: bool) -> None:
+        """Take this rank's share; see :meth:`ReceivedBatches.receive_batch`."""
+        if is_first:
+            self._old_logprobs = {}
+        super().receive_batch(share, is_first)
 
-        Returns:
-            "<index>.logprobs" float32 [rows, length] for each micro-batch.
-        """
-        cell = self.policy if name == "old_logprobs" else self._reference
-        results = {}
+    def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
+        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
+        model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
         if self._cell_dump is not None:
             stage = "old_log_prob" if name == "old_logprobs" else "reference"
-            self._cell_dump.forward(stage, cell, self._batches[batch][0])
-        for index, rows in enumerate(self._batches[batch][0]):
-            self.count_compile(name, rows)
-            rows.tokens[name] = self.logprobs(cell, rows)
-            results[f"{index}.logprobs"] = rows.tokens[name]
-        return results
+            self._cell_dump.forward(stage, model.policy, micro_batches)
+        for rows in micro_batches:
+            self.learner.count_compile(name, rows)
+            rows.tokens[name] = model.logprobs(rows)
+        computed = TokenArrays(tuple(rows.tokens[name] for rows in micro_batches))
+        if name == "old_logprobs":
+            self._old_logprobs[batch] = computed
+        return computed
 
-    def update(self, batch: int, lr: float, kl_coefficient: float) -> dict[str, Any]:
+    def update(self, batch: int, lr: float, kl_coefficient: float) -> PolicyUpdateResult:
         """Make one optimiser update from received batch number ``batch``.
 
         Returns:
-            "statistics" float64 [7], sums over this rank's tokens (``POLICY_STATISTICS``); "grad_norm"; and
-            "<index>.logprobs" [rows, length] for each micro-batch, under the weights before the update. A norm that is
-            not finite says that there was no update; see :meth:`Learner.apply`.
+            Statistics [7] (``POLICY_STATISTICS``), the norm, which is not finite when there was no update, and
+            log-probabilities. These are under the weights before the update; or where the learner does not return
+            them, before the first update of the step, by a pass of their own unless they were asked for before.
         """
-        micro_batches, num_tokens = self._batches[batch]
-        results: dict[str, Any] = {}
-        total = 0.0
-        if self._cell_dump is not None:
-            self._cell_dump.forward("update", self.policy, micro_batches)
-        for index, rows in enumerate(micro_batches):
-            unread = np.zeros_like(rows.mask)
-            values = [rows.tokens.get(name, unread) for name in POLICY_INPUTS]
-            values.append(np.float32(kl_coefficient))
-            statistics, results[f"{index}.logprobs"] = self.accumulate(rows, values, num_tokens)
-            total = total + statistics
-        if self._cell_dump is not None:
-            self._cell_dump.gradients(self.policy, self.gradients())
-        norm = self.apply(lr, loss=float(total[0]))
-        return {"statistics": total, "grad_norm": norm, **results, **self.process_statistics()}
+        share = self._batches[batch]
+        if not self.learner.returns_logprobs and batch not in self._old_logprobs:
+            self._old_logprobs[batch] = TokenArrays(tuple(self.model.logprobs(rows) for rows in share.micro_batches))
+        done = self.learner.update(share, lr, kl_coefficient)
+        logprobs = self._old_logprobs[batch].arrays if done.logprobs is None else done.logprobs
+        return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), logprobs)
 
-    def use_reward_model(self, scores: TokenScores) -> None:
+    def process_statistics(self) -> ProcessStatistics:
+        """Return what this rank has used so far."""
+        return self.learner.process_statistics()
+
+    def use_reward_model(self, model: RankModel) -> None:
         """Take the model that ``score_responses`` runs."""
-        self._reward_model = scores
+        self._reward_model = model
 
-    def score_responses(self, **share: Any) -> dict[str, np.ndarray]:
-        """Return the reward model's "<index>.scores", float32 [rows, length], of each micro-batch of a share."""
-        results = {}
-        for index, rows in enumerate(unpack_share(share)[0]):
-            self.count_compile("reward_model", rows)
-            results[f"{index}.scores"] = self.logprobs(self._reward_model, rows)
-        return results
+    def score_responses(self, share: Share) -> TokenArrays:
+        """Return the reward model's scores of a share."""
+        for rows in share.micro_batches:
+            self.learner.count_compile("reward_model", rows)
+        return TokenArrays(tuple(self._reward_model.logprobs(rows) for rows in share.micro_batches))
 
     def use_cell_dump(self, cell_dump: CellDump) -> None:
-        """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``."""
-        self._cell_dump = cell_dump
+        """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``; for whole models."""
+        self._cell_dump = self.learner.cell_dump = cell_dump
 
     def begin_dump(self, step: int) -> None:
         """Write the cells of what follows, as those of a step, from 1."""
@@ -129,7 +112,7 @@ class Actor(ReceivedBatches, Learner):
 
     def create_board(self) -> WeightBoard:
         """Make the weight board of this node; the lead rank's part."""
-        self._board = WeightBoard.create(TensorInfo(*info) for info in hf_tensor_infos(self.network))
+        self._board = self.model.create_board()
         return self._board
 
     def attach_board(self, path: str) -> None:
@@ -137,40 +120,37 @@ class Actor(ReceivedBatches, Learner):
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
-    def publish(self, version: int) -> dict[str, Any]:
-        """Write this rank's share of the tensors to the board; return what was written, for the seal."""
+    def publish(self, version: int) -> Published:
+        """Write this rank's share of the tensors to the board."""
         self._board.begin(version)
-        for name, array in iter_hf_tensors(self.network, self.rank.index, self.rank.world_size):
-            self._board.write(name, array)
-        return {"contribution": self._board.contribution()}
+        self.model.write_to(self._board)
+        return Published(self._board.contribution())
+
+    def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
+        """Write the published weights as a Hugging Face directory; the lead's part, which has the board of its node."""
+        self.model.export(directory, tokenizer_dir, self._board)
 
     def state_size_bytes(self) -> int:
-        """Return the size of a checkpoint, in bytes; see :meth:`Learner.state_size_bytes`."""
-        reference = self._reference.model.get_parameters() if self._saves_reference else ()
-        return super().state_size_bytes() + sum(parameter.nbytes for parameter in reference)
+        """Return the size of a checkpoint of all ranks, in bytes."""
+        reference = self.reference.size_bytes() if self._saves_reference else 0
+        return self.learner.state_size_bytes() + reference
 
     def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`Learner.state_writer`; with the reference, if that changes."""
-        write_policy = super().state_writer(hold)
-        if not self._saves_reference:
-            return write_policy
-        model, dtype = self._reference.model, self.param_dtype
-        weights = hold(REFERENCE_NAME, iter_hf_tensors(model))
-
-        def write(directory: Path) -> dict[str, str]:
-            checksums = write_policy(directory)
-            reference = export_hf(weights, model.hf_config, directory / REFERENCE_NAME, dtype=dtype)
-            return checksums | below(REFERENCE_NAME, reference)
-
-        return write
+        """See :meth:`SavesState.state_writer`: weights, optimiser state and the reference, if that changes."""
+        writers = [self.learner.state_writer(hold)]
+        if self._saves_reference:
+            writers.append(self.reference.state_writer(REFERENCE_NAME, hold))
+        return lambda directory: {name: value for write in writers for name, value in write(directory).items()}
 
     def restore(self, directory: str) -> None:
-        """Load what ``save`` wrote."""
-        super().restore(directory)
+        """Load what ranks have saved, whatever the layout of their run."""
+        self.learner.restore(directory)
         if self._saves_reference:
-            load_hf_weights(self._reference.model, Path(directory) / REFERENCE_NAME)
+            self.reference.restore(Path(directory) / REFERENCE_NAME)
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""
-        for target, source in zip(self._reference.model.get_parameters(), self.network.get_parameters(), strict=True):
-            target.set_data(ms.Tensor(source.asnumpy().copy()))
+        self.reference.copy_from(self.model)
+
+    def _model_of(self, name: str) -> RankModel:
+        return self.model if name == "old_logprobs" else self.reference

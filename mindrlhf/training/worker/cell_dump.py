@@ -19,7 +19,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.training.runtime import run_eagerly
-from mindrlhf.training.worker.learner import row_tensors
+from mindrlhf.training.worker.model import row_tensors
 
 
 class CellDump:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,16 @@ import mindspore as ms
 import numpy as np
 
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.algorithms.value_loss import VALUE_INPUTS, ValueLoss
+from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS, ValueLoss
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows, padding_rows
+from mindrlhf.models.load import load_scorer
 from mindrlhf.training.loop.value_function import critic_optimizer
+from mindrlhf.training.records import ProcessStatistics, Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.learner import Learner
-from mindrlhf.training.worker.scorer import load_scorer
 
 
 class Critic(Learner):
@@ -28,24 +30,24 @@ class Critic(Learner):
     def values(self, rows: PackedRows) -> np.ndarray:
         """Return the values of one micro-batch, float32 [rows, length], 0 outside the responses."""
         self.count_compile("values", rows)
-        return self.logprobs(self.policy, rows)
+        return self.model.logprobs(rows)
 
-    def update(self, micro_batches: Sequence[PackedRows], num_tokens: int, lr: float) -> dict[str, Any]:
+    def update(self, share: Share, lr: float) -> UpdateResult:
         """Make one optimiser update.
 
         Args:
-            micro_batches: with the tokens "values" and "returns".
-            num_tokens: response tokens of the whole update, over all ranks.
+            share: with the tokens "values" and "returns".
             lr: learning rate.
 
         Returns:
-            "statistics" float64 [2], sums over this rank's tokens (``VALUE_STATISTICS``), and "grad_norm", which is
-            not finite when there was no update; see :meth:`Learner.apply`.
+            Statistics [2] (``VALUE_STATISTICS``), and a norm that is not finite when there was no update; see
+            :meth:`Learner.apply`.
         """
-        total = np.zeros(2)
-        for rows in micro_batches:
-            total += self.accumulate(rows, [rows.tokens[name] for name in VALUE_INPUTS], num_tokens)[0]
-        return {"statistics": total, "grad_norm": self.apply(lr, loss=float(total[0]))}
+        total = np.zeros(len(VALUE_STATISTICS))
+        for rows in share.micro_batches:
+            total += self.accumulate(rows, [rows.tokens[name] for name in VALUE_INPUTS], share.num_tokens)[0]
+        norm = self.apply(lr, loss=float(total[0]))
+        return UpdateResult(total, norm, self.process_statistics())
 
     def warm_up(self, rows: PackedRows) -> None:
         """Compile the graphs for rows of weight 0."""
@@ -84,17 +86,16 @@ class ActorCritic(Actor):
 
     Args:
         critic: the critic.
-        device, others: of :class:`mindrlhf.training.worker.actor.Actor`.
+        device: "cpu" or "ascend".
+        others: of :class:`mindrlhf.training.worker.actor.Actor`.
     """
 
-    def __init__(self, critic: Critic, *, device: str, **others: Any):
-        super().__init__(device=device, **others)
+    def __init__(self, critic: Critic, device: str, **others: Any):
+        super().__init__(**others)
         self.critic = critic
-        reference = self._reference.model.get_parameters() if self._reference is not None else ()
-        self._turns = Turns(
-            device,
-            {"actor": [*self.state_parameters(), *reference], "critic": critic.state_parameters()},
-        )
+        reference = self.reference.network.get_parameters() if self.reference is not None else ()
+        actor = [*self.learner.state_parameters(), *reference]
+        self._turns = Turns(device, {"actor": actor, "critic": critic.state_parameters()})
 
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
@@ -108,25 +109,21 @@ class ActorCritic(Actor):
         """Give the device to "actor" or "critic"."""
         self._turns.take(model)
 
-    def compute_values(self, batch: int) -> dict[str, np.ndarray]:
-        """Fill in "values" for received batch number ``batch``.
+    def compute_values(self, batch: int) -> TokenArrays:
+        """Fill in "values" for received batch number ``batch``; return them."""
+        micro_batches = self._batches[batch].micro_batches
+        for rows in micro_batches:
+            rows.tokens["values"] = self.critic.values(rows)
+        return TokenArrays(tuple(rows.tokens["values"] for rows in micro_batches))
 
-        Returns:
-            "<index>.values" float32 [rows, length] for each micro-batch.
-        """
-        results = {}
-        for index, rows in enumerate(self._batches[batch][0]):
-            results[f"{index}.values"] = rows.tokens["values"] = self.critic.values(rows)
-        return results
-
-    def update_critic(self, batch: int, lr: float) -> dict[str, Any]:
+    def update_critic(self, batch: int, lr: float) -> UpdateResult:
         """Make one update of the critic from received batch number ``batch``; see :meth:`Critic.update`."""
-        return self.critic.update(*self._batches[batch], lr)
+        return self.critic.update(self._batches[batch], lr)
 
-    def process_statistics(self) -> dict[str, float]:
+    def process_statistics(self) -> ProcessStatistics:
         """Return the compilations of both models and the peak memory of this rank."""
         own = super().process_statistics()
-        return {**own, "recompiles": own["recompiles"] + self.critic.process_statistics()["recompiles"]}
+        return replace(own, recompiles=own.recompiles + self.critic.process_statistics().recompiles)
 
     def export(self, directory: Path, tokenizer_dir: Any) -> None:
         """Write the actor as a Hugging Face directory, and before it the critic beside it.
@@ -144,7 +141,7 @@ class ActorCritic(Actor):
         return super().state_size_bytes() + self.critic.state_size_bytes()
 
     def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`Learner.state_writer`; of both models."""
+        """See :meth:`SavesState.state_writer`; of both models."""
         writers = (super().state_writer(hold), self.critic.state_writer(hold))
 
         return lambda directory: writers[0](directory) | writers[1](directory)

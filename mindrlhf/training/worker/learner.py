@@ -9,48 +9,38 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
-from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.checkpoint.background import CopyBuffers
-from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
-from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
+from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.models.causal_lm import CausalLM, build_model
+from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, open_source, saved_state
+from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
+from mindrlhf.training.worker.model import WholeModel, row_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
-from mindrlhf.weights.convert import export_hf, iter_hf_tensors, load_hf_weights, load_random_weights
-from mindrlhf.weights.hf import read_hf_config
 
 
-def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
-    """Build the model of a Hugging Face directory and load its weights.
+class CountsCompiles:
+    """The part of a worker that knows which shapes its graphs have seen."""
 
-    With ``model.random_init`` those of ``model.path`` are drawn from ``run.seed``.
+    def __init__(self) -> None:
+        self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
-    Raises:
-        UserError: the directory, its config or its weights do not fit.
-    """
-    network = build_model(
-        read_hf_config(path),
-        seq_length=row_length,
-        compute_dtype=model.compute_dtype,
-        param_dtype=model.param_dtype,
-        device=run.device,
-        recompute=model.recompute,
-    )
-    if model.random_init and path == model.path:
-        load_random_weights(network, run.seed)
-    else:
-        load_hf_weights(network, path)
-    return network
+    def count_compile(self, graph: str, rows: PackedRows) -> None:
+        """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""
+        self._shapes_seen.add((graph, rows.input_ids.shape))
+
+    def process_statistics(self) -> ProcessStatistics:
+        """Return the compilations so far and the peak memory of this rank."""
+        return ProcessStatistics(len(self._shapes_seen), peak_rss_gb())
 
 
-class Learner:
+class Learner(CountsCompiles, SavesState):
     """Accumulates gradients over micro-batches and updates the weights.
 
     Args:
@@ -66,8 +56,10 @@ class Learner:
     model_name, optimizer_name = MODEL_NAME, OPTIMIZER_NAME
 
     def __init__(self, network: CausalLM, loss: Any, optimizer: OptimizerSection, rank: Rank, device: str):
-        self.rank = rank
+        CountsCompiles.__init__(self)
+        SavesState.__init__(self)
         self.network = network
+        self.model = WholeModel(loss.policy, rank)
         loss.set_train(True)
         parameters = network.trainable_params()
         self._accumulators = accumulators = make_accumulators(parameters)
@@ -80,8 +72,6 @@ class Learner:
         self._gradients = AccumulateGradients(loss, in_graph, targets)
         step = HostOptimizerStep if device == "cpu" else OptimizerStep
         self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
-        self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
-        self._copies = CopyBuffers()
 
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
         """Add the gradients of one micro-batch.
@@ -99,11 +89,6 @@ class Learner:
         inputs = [ms.Tensor(value) for value in values]
         statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
-
-    def logprobs(self, policy: PolicyLogProbs, rows: PackedRows) -> np.ndarray:
-        """Return the log-probabilities of one micro-batch under ``policy``, float32 [rows, length]."""
-        policy.bind()
-        return policy(*row_tensors(rows))[0].asnumpy().copy()
 
     def apply(self, lr: float, loss: float = 0.0) -> float:
         """Update the weights from the accumulated gradients and clear them.
@@ -130,63 +115,28 @@ class Learner:
         for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
             yield parameter.name, accumulator.asnumpy()
 
-    def count_compile(self, graph: str, rows: PackedRows) -> None:
-        """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""
-        self._shapes_seen.add((graph, rows.input_ids.shape))
-
-    def process_statistics(self) -> dict[str, float]:
-        """Return the compilations so far and the peak memory of this rank."""
-        return {"recompiles": len(self._shapes_seen), "memory/peak_rss_gb": peak_rss_gb()}
-
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
         held = (*self.network.get_parameters(), *self._accumulators, *self.optimizer.get_parameters())
         return list({id(parameter): parameter for parameter in held}.values())
 
-    @property
-    def param_dtype(self) -> str:
-        """Dtype name of the trained parameters."""
-        return str(self.network.head_weight.dtype).lower()
-
     def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
         """Write the weights as a Hugging Face directory, in their own dtype."""
-        export_hf(
-            iter_hf_tensors(self.network),
-            self.network.hf_config,
-            directory,
-            dtype=self.param_dtype,
-            tokenizer_dir=tokenizer_dir,
-        )
+        self.model.export(directory, tokenizer_dir)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint, in bytes: weights and both moments."""
-        weights = sum(parameter.nbytes for parameter in self.network.get_parameters())
-        return weights + sum(info.size_bytes for info in optimizer_infos(self.optimizer))
-
-    def save(self, directory: Path) -> dict[str, str]:
-        """Write weights and optimiser state; the lead rank's part, since all ranks hold the same.
-
-        Returns:
-            Checksums; see :data:`mindrlhf.checkpoint.state.StateWriter`.
-        """
-        return self.state_writer(lambda _, arrays: arrays)(directory)
-
-    def capture(self) -> StateWriter:
-        """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
-
-        The copy is valid until the next one.
-        """
-        return self.state_writer(self._copies.copy)
+        moments = sum(info.size_bytes for info in optimizer_infos(self.optimizer))
+        return self.model.size_bytes() + moments
 
     def state_writer(self, hold: Callable) -> StateWriter:
-        """Return the function that writes the state; ``hold`` takes a name and its arrays first."""
-        network, dtype, infos = self.network, self.param_dtype, optimizer_infos(self.optimizer)
-        weights = hold(self.model_name, iter_hf_tensors(network))
+        """Return the function that writes weights and optimiser state; ``hold`` takes a name and its arrays first."""
+        infos = optimizer_infos(self.optimizer)
+        write_weights = self.model.state_writer(self.model_name, hold)
         moments = hold(self.optimizer_name, optimizer_arrays(self.optimizer))
 
         def write(directory: Path) -> dict[str, str]:
-            checksums = export_hf(weights, network.hf_config, directory / self.model_name, dtype=dtype)
-            checksums = below(self.model_name, checksums)
+            checksums = write_weights(directory)
             if checksum := save_arrays(directory / self.optimizer_name, moments, infos):
                 checksums[self.optimizer_name] = checksum
             return checksums
@@ -194,16 +144,11 @@ class Learner:
         return write
 
     def restore(self, directory: str | os.PathLike) -> None:
-        """Load what ``save`` wrote, or ranks that held slices."""
+        """Load what ``save`` wrote, or ranks that held shards."""
         model_dir = Path(directory) / self.model_name
-        load_hf_weights(self.network, model_dir)
+        self.model.restore(model_dir)
         source = open_source(model_dir)
-        # Ranks that held slices have saved slices, moments among them.
-        is_sliced = isinstance(source, ShardedSource)
-        state = saved_state(source) if is_sliced else load_arrays(Path(directory) / self.optimizer_name)
+        # Ranks that held shards have saved shards, moments among them.
+        is_sharded = isinstance(source, ShardedSource)
+        state = saved_state(source) if is_sharded else load_arrays(Path(directory) / self.optimizer_name)
         restore_optimizer(self.optimizer, state)
-
-
-def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:
-    """Return the four arrays that every cell takes first."""
-    return tuple(ms.Tensor(array) for array in (rows.input_ids, rows.segment_ids, rows.labels, rows.mask))

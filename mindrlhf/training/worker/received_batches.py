@@ -1,36 +1,25 @@
 """What a rank was given of the updates of a step."""
 
-from typing import Any
-
-import numpy as np
-
-from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.batch import Batch, unpack_share
+from mindrlhf.training.records import Share, TokenArrays
 
 
 class ReceivedBatches:
     """The part of a worker that holds batches; its methods are called through the team."""
 
     def __init__(self) -> None:
-        self._batches: list[tuple[list[PackedRows], int]] = []
+        self._batches: list[Share] = []
 
-    def receive_batch(self, is_first: bool, **share: Any) -> None:
+    def receive_batch(self, share: Share, is_first: bool) -> None:
         """Take this rank's share of one optimiser update; ``is_first`` starts a new step."""
         if is_first:
             self._batches = []
-        self._batches.append(unpack_share(share))
+        self._batches.append(share)
 
-    def receive_tokens(self, batch: int, **arrays: np.ndarray) -> None:
-        """Take further token arrays of received batch number ``batch``: ``"<index>.<name>"`` for each micro-batch."""
-        for place, array in arrays.items():
-            index, _, name = place.partition(".")
-            self._batches[batch][0][int(index)].tokens[name] = array
+    def receive_tokens(self, batch: int, name: str, tokens: TokenArrays) -> None:
+        """Take further token arrays, called ``name``, of received batch number ``batch``."""
+        for rows, array in zip(self._batches[batch].micro_batches, tokens.arrays, strict=True):
+            rows.tokens[name] = array
 
-    def batch_arrays(self, batch: int) -> dict[str, Any]:
-        """Return this rank's share of received batch number ``batch``, with all it was given since, for a look at it.
-
-        Returns:
-            "num_micro_batches", and for each "<index>.<field>" and "<index>.tokens.<name>", as in ``Batch.share``.
-        """
-        micro_batches, num_tokens = self._batches[batch]
-        return Batch(tuple(micro_batches), num_tokens, ()).share(0, 1)
+    def held_batch(self, batch: int) -> Share:
+        """Return this rank's share of received batch number ``batch``, with all that it was given since."""
+        return self._batches[batch]

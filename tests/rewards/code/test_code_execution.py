@@ -1,11 +1,10 @@
-import json
 import sys
 
 import pytest
+from code_rewards import fenced, reward
 
 from mindrlhf.rewards.code.unit_tests import UnitTests
 from mindrlhf.rewards.pool import RewardPool
-from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 
@@ -13,16 +12,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
 ]
-
-
-def fenced(source: str, language: str = "python") -> str:
-    return f"Here it is:\n```{language}\n{source}\n```\nDone."
-
-
-def reward(completion: str, answer, **options) -> float:
-    texts = {"time_limit_s": "30", **{name: str(value) for name, value in options.items()}}
-    answer = answer if isinstance(answer, str) else json.dumps(answer)
-    return resolve("code_execution", texts)(completion, answer, {})
 
 
 ADD = fenced("def add(a, b):\n    print('noise')\n    return a + b\n\nif __name__ == '__main__':\n    input()")

@@ -18,16 +18,17 @@ def actor(inputs_dir, tmp_path):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import PolicyLoss
     from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
 
     prepare_mindformers("cpu", tmp_path / "log")
     path = str(inputs_dir / "model")
     network = load_model(ModelSection(path=path), path, RunSection(), 16)
     policy = PolicyLogProbs(network, 1.0, "cpu")
     loss = PolicyLoss(policy, policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.2), on_policy=True)
-    return Actor(network, loss, OptimizerSection(), Rank(0, 1), "cpu", None, saves_reference=False)
+    return Actor(PolicyLearner(network, loss, OptimizerSection(), Rank(0, 1), "cpu"), None, saves_reference=False)
 
 
 def test_weights_and_moments_come_from_slices(actor, inputs_dir, tmp_path):
@@ -49,9 +50,9 @@ def test_weights_and_moments_come_from_slices(actor, inputs_dir, tmp_path):
         write_rank(tmp_path / "step" / "model", manifest, rank, slices)
     finish_saving(tmp_path / "step" / "model", manifest, hf_config, layouts, layout)
     actor.restore(str(tmp_path / "step"))
-    for parameter in actor.network.get_parameters():
+    for parameter in actor.learner.network.get_parameters():
         np.testing.assert_array_equal(parameter.asnumpy(), arrays[parameter.name], err_msg=parameter.name)
-    state = dict(optimizer_arrays(actor.optimizer))
+    state = dict(optimizer_arrays(actor.learner.optimizer))
     assert len(state) == 1 + 2 * len(layouts)
     for name, array in state.items():
         np.testing.assert_array_equal(array, arrays[name], err_msg=name)

@@ -15,19 +15,19 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints, newest_checkpoint
-from mindrlhf.training.checkpoints.slices import SavesSlices
+from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.replica_team import ReplicaTeam
 
 NUM_RANKS = 4
 
 
-class RankWorker(SavesSlices):
+class RankWorker(SavesState):
     """Its slice is one number."""
 
     def __init__(self, rank):
         super().__init__()
         self.rank = rank
-        self.slice = 100 * rank
+        self.shard = 100 * rank
         self.may_write = threading.Event()
         self.may_write.set()
         self.num_asked = 0
@@ -37,11 +37,11 @@ class RankWorker(SavesSlices):
 
     def state_writer(self, hold):
         # The real copies are of arrays; here it matters only when they are made.
-        held = self.slice if hold == self._copies.copy else None
+        held = self.shard if hold == self._copies.copy else None
 
         def write(directory):
             self.may_write.wait(10)
-            content = str(self.slice if held is None else held).encode()
+            content = str(self.shard if held is None else held).encode()
             path = directory / f"rank_{self.rank}"
             path.write_bytes(content)
             return {path.name: xxhash.xxh3_64_hexdigest(content)}
@@ -64,7 +64,7 @@ class LocalTeam:
 
     def call(self, method, per_rank=None, **common):
         assert per_rank is None
-        return [getattr(worker, method)(**common) or {} for worker in self.workers]
+        return [getattr(worker, method)(**common) for worker in self.workers]
 
 
 class Run:
@@ -86,7 +86,7 @@ class Run:
         self.checkpoints.begin_step(self.progress)
         self.progress.step += 1
         for worker in self.team.workers:
-            worker.slice += 1
+            worker.shard += 1
 
     def save_slowly(self, rank):
         """Make a step and save it; return the worker whose part is not written before it may."""
@@ -112,7 +112,7 @@ def test_the_run_goes_on_until_the_slowest_rank_has_written_what_it_held_then(tm
     run.step()
     assert newest_checkpoint(run.config) is None and all(worker.num_asked == 2 for worker in run.team.workers)
     slow.may_write.set()
-    slow._slice_writer._thread.join()
+    slow._shard_writer._thread.join()
     run.step()
     run.checkpoints._writer.wait()
     assert run.names() == ["step_00000001"]
@@ -156,7 +156,7 @@ def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_left(tmp_path, ran
     with pytest.raises(UserError, match=r"step_00000002 cannot be written \(No space left on device\): make room"):
         run.checkpoints.save(run.progress)
         for worker in run.team.workers:
-            worker._slice_writer._thread.join()
+            worker._shard_writer._thread.join()
         run.step()  # where an asynchronous write is noticed
     assert run.names() == ["step_00000001"]
     run.checkpoints.close()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.training.batch import RowOptions, make_batch, unpack_share
+from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards import skipped_updates
 from mindrlhf.training.loop.guards.all import Guards
-from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped, merge_shares
+from mindrlhf.training.loop.policy import Policy, PolicyUpdate
+from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped
 from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
 
 NUM_RANKS = 2
 LENGTHS = [3, 1, 2, 4]
@@ -53,27 +56,33 @@ class Step:
             batch = make_batch([TokenSequence(item.prompt_ids, item.response_ids, {}) for item in part], options)
             self.batches.append(batch)
             self.held.append([batch.share(rank, NUM_RANKS) for rank in range(NUM_RANKS)])
-            for values, name in ((ADVANTAGES, "tokens.advantages"), (LOGPROBS, "logprobs")):
+            for values, name in ((ADVANTAGES, "advantages"), (LOGPROBS, "logprobs")):
                 tokens = [np.append(np.zeros(len(item.response_ids) - 1), values[item.group]) for item in part]
-                spread = batch.spread(tokens, name, NUM_RANKS)
+                spread = batch.spread(tokens, NUM_RANKS)
                 if name == "logprobs":
                     self.logprobs.append(spread)
                 else:
                     for share, own in zip(self.held[-1], spread):
-                        share.update(own)
+                        for rows, array in zip(share.micro_batches, own.arrays, strict=True):
+                            rows.tokens[name] = array
 
     def call(self, method, batch):
-        assert method == "batch_arrays"
+        assert method == "held_batch"
         return self.held[batch]
 
     def record(self, step: int, *norms: float, losses=(0.25, 0.25)) -> StepRecord:
         results = []
         for number, norm in enumerate(norms):
             ranks = [
-                {"grad_norm": norm, "statistics": np.array([losses[rank], 0.0]), **self.logprobs[number % 2][rank]}
+                PolicyUpdateResult(
+                    np.array([losses[rank], 0.0]),
+                    norm,
+                    ProcessStatistics(0, 0.5),
+                    self.logprobs[number % 2][rank].arrays,
+                )
                 for rank in range(NUM_RANKS)
             ]
-            results.append(ranks)
+            results.append(PolicyUpdate.of(ranks))
         return StepRecord(step, self.samples, self.batches, results, 0.75, f"weights {step}")
 
 
@@ -85,9 +94,10 @@ def step() -> Step:
 @pytest.fixture
 def open_guards(tmp_path, step):
     opened = []
+    policy = Policy(step, None)
 
     def open_one(first_step=0, state=None, **guard) -> Guards:
-        opened.append(Guards(make_config(tmp_path, **guard), step, first_step=first_step, state=state))
+        opened.append(Guards(make_config(tmp_path, **guard), policy, first_step=first_step, state=state))
         return opened[-1]
 
     yield open_one
@@ -282,12 +292,13 @@ def test_of_several_failures_in_a_step_the_skipped_updates_are_named(open_guards
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_shares_are_merged_in_the_order_of_the_batch(num_ranks):
+def test_rows_are_held_in_the_order_of_the_batch(num_ranks):
     samples = [make_sample(index, 3) for index in range(6)]
     sequences = [TokenSequence(item.prompt_ids, item.response_ids, {}) for item in samples]
     batch = make_batch(sequences, RowOptions((8,), 1, num_ranks, False))
-    merged = merge_shares([batch.share(rank, num_ranks) for rank in range(num_ranks)])
-    micro_batches, _ = unpack_share({"num_micro_batches": 6, "num_tokens": 0, **merged})
+    team = SimpleNamespace(call=lambda method, batch: held[batch])
+    held = [[batch.share(rank, num_ranks) for rank in range(num_ranks)]]
+    micro_batches = Policy(team, None).held_rows(0)
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
 

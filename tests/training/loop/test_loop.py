@@ -16,13 +16,15 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Completion, SamplingParams
-from mindrlhf.training.batch import RowOptions, unpack_share
+from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import StopRequested
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import run_steps
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
+from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.trainer import Trainer
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, TokenArrays
 
 END = 0
 NUM_GENERATIONS = 3
@@ -107,40 +109,38 @@ class Rank:
     def warm_up(self, row_lengths, rows_per_micro_batch, graphs):
         self.journal.append(f"warm_up {row_lengths} {rows_per_micro_batch} {graphs}")
 
-    def receive_batch(self, is_first, **share):
+    def receive_batch(self, share, is_first):
         if is_first:
             self.batches = []
-        self.batches.append(unpack_share(share))
+        self.batches.append(share)
 
-    def receive_tokens(self, batch, **arrays):
-        for place, array in arrays.items():
-            index, _, name = place.partition(".")
-            self.batches[batch][0][int(index)].tokens[name] = array
+    def receive_tokens(self, batch, name, tokens):
+        for rows, array in zip(self.batches[batch].micro_batches, tokens.arrays, strict=True):
+            rows.tokens[name] = array
 
     def compute_logprobs(self, name, batch):
         self.journal.append(f"{name} {batch}")
         value = {"old_logprobs": -1.25, "reference_logprobs": -1.75}[name]
-        return {f"{i}.logprobs": value * rows.mask for i, rows in enumerate(self.batches[batch][0])}
+        return TokenArrays(tuple(value * rows.mask for rows in self.batches[batch].micro_batches))
 
     def update(self, batch, lr, kl_coefficient):
         self.kl_coefficients.append(kl_coefficient)
         self.journal.append(f"update {batch}")
-        micro_batches, num_tokens = self.batches[batch]
+        micro_batches, num_tokens = self.batches[batch].micro_batches, self.batches[batch].num_tokens
         self.updates.append((lr, num_tokens, micro_batches))
         count = sum(float(rows.mask.sum()) for rows in micro_batches)
         advantages = sum(float((rows.tokens["advantages"] ** 2).sum()) for rows in micro_batches)
-        return {
+        return PolicyUpdateResult(
             # loss: its part of a mean; then sums over tokens
-            "statistics": np.array([advantages / num_tokens, 0.0, 2 * count, 0.1 * count, 3 * count, count, 0.0]),
-            "grad_norm": 1.0 + len(self.updates),
-            "recompiles": 4,
-            "memory/peak_rss_gb": 0.5,
-            **{f"{i}.logprobs": -1.5 * rows.mask for i, rows in enumerate(micro_batches)},
-        }
+            statistics=np.array([advantages / num_tokens, 0.0, 2 * count, 0.1 * count, 3 * count, count, 0.0]),
+            grad_norm=1.0 + len(self.updates),
+            process=ProcessStatistics(recompiles=4, peak_rss_gb=0.5),
+            logprobs=tuple(-1.5 * rows.mask for rows in micro_batches),
+        )
 
     def publish(self, version):
         self.journal.append(f"publish {version}")
-        return {"contribution": {"weight": {"checksum": version}}}
+        return Published({"weight": {"checksum": version}})
 
     def sync_reference(self):
         self.journal.append("sync_reference")
@@ -156,7 +156,7 @@ class LocalTeam:
 
     def call(self, method, per_rank=None, **common):
         own = per_rank or [{}] * self.world_size
-        return [getattr(rank, method)(**{**common, **extra}) or {} for rank, extra in zip(self.ranks, own, strict=True)]
+        return [getattr(rank, method)(**{**common, **extra}) for rank, extra in zip(self.ranks, own, strict=True)]
 
 
 class Board:
@@ -250,9 +250,10 @@ class Run:
             self.config, self.prompts, self.stream, sampler, (END,), timer, self.memory.interruptible
         )
         questions = HeldOut(self.prompts.records[:2], 2, "half", SamplingParams(7), 0) if held_out else None
+        team = LocalTeam(self.ranks)
         parts = Parts(
-            team=LocalTeam(self.ranks),
-            board=Board(self.journal),
+            team=team,
+            policy=Policy(team, Board(self.journal)),
             rows=RowOptions((8, 16), training.batch_size, world_size, training.pack),
             rollout=Rollout(self.generator, prompts, sampler, questions),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
@@ -525,7 +526,7 @@ def test_a_kl_that_is_not_finite_does_not_spoil_its_controller(monkeypatch):
 
     def update_without_number(self, **arguments):
         results = update(self, **arguments)
-        results["statistics"][3] = np.nan
+        results.statistics[3] = np.nan
         return results
 
     monkeypatch.setattr(Rank, "update", update_without_number)

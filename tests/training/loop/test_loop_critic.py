@@ -8,6 +8,7 @@ from test_loop import Run
 from mindrlhf.config import sections
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
+from mindrlhf.training.records import ProcessStatistics, TokenArrays, UpdateResult
 
 GAMMA, LAMBDA, BETA = 0.9, 0.8, 0.4
 ALGORITHM = {"advantage": "gae", "gamma": GAMMA, "gae_lambda": LAMBDA, "whiten_advantages": False}
@@ -27,18 +28,18 @@ class CriticRank(test_loop.Rank):
 
     def compute_values(self, batch):
         self.journal.append(f"values {batch}")
-        results = {}
-        for index, rows in enumerate(self.batches[batch][0]):
+        micro_batches = self.batches[batch].micro_batches
+        for rows in micro_batches:
             rows.tokens["values"] = (rows.input_ids * rows.mask / 8).astype(np.float32)
-            results[f"{index}.values"] = rows.tokens["values"]
-        return results
+        return TokenArrays(tuple(rows.tokens["values"] for rows in micro_batches))
 
     def update_critic(self, batch, lr):
         self.journal.append(f"update_critic {batch}")
-        micro_batches, num_tokens = self.batches[batch]
+        micro_batches, num_tokens = self.batches[batch].micro_batches, self.batches[batch].num_tokens
         self.critic_updates.append((lr, micro_batches))
         count = sum(float(rows.mask.sum()) for rows in micro_batches)
-        return {"statistics": np.array([3.0 * count / num_tokens, 0.25 * count]), "grad_norm": self.norm}
+        statistics = np.array([3.0 * count / num_tokens, 0.25 * count])
+        return UpdateResult(statistics, self.norm, ProcessStatistics(0, 0.5))
 
 
 @pytest.fixture

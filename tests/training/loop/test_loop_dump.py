@@ -14,6 +14,7 @@ from mindrlhf.config.msprobe_section import MsprobeSection
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
 from mindrlhf.training.loop.key_data import KeyData
+from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.worker.received_batches import ReceivedBatches
 
 # Looked for, not imported: see StageDump.
@@ -30,10 +31,10 @@ class Ranks:
         self.calls = []
 
     def call(self, method, **arguments):
-        if method == "batch_arrays":
-            return [ReceivedBatches.batch_arrays(_Held(rank), **arguments) for rank in self.team.ranks]
+        if method == "held_batch":
+            return [ReceivedBatches.held_batch(_Held(rank), **arguments) for rank in self.team.ranks]
         self.calls.append((method, arguments))
-        return [{} for _ in self.team.ranks]
+        return [None for _ in self.team.ranks]
 
 
 class _Held:
@@ -47,8 +48,8 @@ def _keeping(rank):
 
     def compute_logprobs(name, batch):
         results = compute(name, batch)
-        for index, rows in enumerate(rank.batches[batch][0]):
-            rows.tokens[name] = results[f"{index}.logprobs"]
+        for rows, array in zip(rank.batches[batch].micro_batches, results.arrays, strict=True):
+            rows.tokens[name] = array
         return results
 
     return compute_logprobs
@@ -59,7 +60,7 @@ def train(directory, *, world_size=1, **section):
     ranks = Ranks(run.trainer.parts.team)
     for rank in ranks.team.ranks:
         rank.compute_logprobs = _keeping(rank)
-    key_data = KeyData(MsprobeSection(enabled=True, **section), directory, ranks)
+    key_data = KeyData(MsprobeSection(enabled=True, **section), directory, Policy(ranks, None))
     observers = dataclasses.replace(run.trainer.parts.observers, key_data=key_data)
     run.trainer.parts = dataclasses.replace(run.trainer.parts, observers=observers)
     return run(), ranks.calls

@@ -57,8 +57,8 @@ def test_stale_samples_keep_the_logprobs_they_were_drawn_with(world_size, monkey
 
     def compute_and_keep(self, name, batch):
         results = compute(self, name, batch)
-        for index, rows in enumerate(self.batches[batch][0]):
-            rows.tokens[name] = results[f"{index}.logprobs"]
+        for rows, array in zip(self.batches[batch].micro_batches, results.arrays, strict=True):
+            rows.tokens[name] = array
         return results
 
     monkeypatch.setattr(Rank, "compute_logprobs", compute_and_keep)

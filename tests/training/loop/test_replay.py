@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mindrlhf.observe.trajectory import digest_weights
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards.all import Guards
+from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.skipped_batches import load_skipped
 from mindrlhf.training.loop.step_record import StepRecord
 
@@ -60,15 +62,16 @@ def config(tmp_path_factory) -> GrpoConfig:
 @pytest.fixture(scope="module")
 def actor(config, tmp_path_factory):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, "cpu"))
-    actor = Actor(network, loss, config.optimizer, rank, "cpu", reference=None, saves_reference=False)
+    actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
     actor.create_board()
     return actor
 
@@ -82,11 +85,11 @@ def started_runtime(actor, monkeypatch):
 
 
 def weights(actor) -> dict[str, np.ndarray]:
-    return {parameter.name: parameter.asnumpy().copy() for parameter in actor.network.get_parameters()}
+    return {parameter.name: parameter.asnumpy().copy() for parameter in actor.learner.network.get_parameters()}
 
 
 def optimizer_state(actor) -> list[np.ndarray]:
-    optimizer = actor.optimizer
+    optimizer = actor.learner.optimizer
     return [item.asnumpy().copy() for item in (*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.global_step)]
 
 
@@ -110,7 +113,7 @@ def skipped(actor, config):
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) > 1
     advantages = [stream.standard_normal(len(item.response_ids)) for item in samples]
-    digest = digest_weights([actor.publish(version=1)["contribution"]])
+    digest = digest_weights([actor.publish(version=1).contribution])
     actor.export(config_dir := checkpoint_dir(config, 5), None)
     assert (config_dir / "config.json").exists()
     before, state = weights(actor), optimizer_state(actor)
@@ -119,17 +122,17 @@ def skipped(actor, config):
     broken[2][1] = np.nan
     results = []
     for number, values in enumerate((broken, advantages)):
-        actor.receive_batch(is_first=number == 0, **batch.share(0, 1))
-        actor.receive_tokens(batch=number, **batch.spread(values, "advantages", 1)[0])
+        actor.receive_batch(batch.share(0, 1), is_first=number == 0)
+        actor.receive_tokens(batch=number, name="advantages", tokens=batch.spread(values, 1)[0])
         results.append(actor.update(batch=number, lr=0.0 if number else 1.0, kl_coefficient=0.0))
         if number == 0:
             for name, array in weights(actor).items():
                 np.testing.assert_array_equal(array, before[name])
             for one, other in zip(optimizer_state(actor), state, strict=True):
                 np.testing.assert_array_equal(one, other)
-    as_skipped = [[results[0]], [{**results[1], "grad_norm": float("inf")}]]
+    as_skipped = [PolicyUpdate.of([one]) for one in (results[0], replace(results[1], grad_norm=float("inf")))]
     record = StepRecord(5, [*samples, *samples], [batch, batch], as_skipped, 0.0, digest)
-    guards = Guards(config, OneRank(actor), first_step=0)
+    guards = Guards(config, Policy(OneRank(actor), None), first_step=0)
     assert guards.review(record, 0.0)["guard/skipped_updates"] == 2
     guards.close()
     return results
@@ -152,8 +155,8 @@ def test_the_replay_of_a_sound_batch_has_its_loss_and_norm(skipped, config):
 
     found = replay(batch_dir(config, 2))
     assert found.has_same_weights is True and found.model_dir == checkpoint_dir(config, 5)
-    assert found.loss == pytest.approx(skipped[1]["statistics"][0], rel=1e-12)
-    assert found.grad_norm == pytest.approx(skipped[1]["grad_norm"], rel=1e-5)
+    assert found.loss == pytest.approx(skipped[1].statistics[0], rel=1e-12)
+    assert found.grad_norm == pytest.approx(skipped[1].grad_norm, rel=1e-5)
     assert found.first_not_finite == "" and all(sample.is_finite for sample in found.samples)
     assert max(sample.max_abs_change for sample in found.samples) == 0.0
     lowest = [sample.min_logprob for sample in found.samples]
@@ -162,7 +165,7 @@ def test_the_replay_of_a_sound_batch_has_its_loss_and_norm(skipped, config):
 
 
 def test_the_replay_of_a_broken_batch_names_the_sample(skipped, config, capsys):
-    assert np.isnan(skipped[0]["grad_norm"]) and np.isnan(skipped[0]["statistics"][0])
+    assert np.isnan(skipped[0].grad_norm) and np.isnan(skipped[0].statistics[0])
     assert main(["replay", str(batch_dir(config, 1))]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "step 5, update 1: 4 samples, 22 response tokens"
@@ -198,7 +201,7 @@ def test_other_weights_are_said_to_be_other_weights(skipped, config):
 
 
 def write_other(config):
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.models.load import load_model
     from mindrlhf.weights.convert import export_hf, iter_hf_tensors
 
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
@@ -209,9 +212,9 @@ def write_other(config):
 
 def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradients_are(actor):
     before, state = weights(actor), optimizer_state(actor)
-    assert np.isnan(actor.apply(1.0, loss=float("inf")))
+    assert np.isnan(actor.learner.apply(1.0, loss=float("inf")))
     for name, array in weights(actor).items():
         np.testing.assert_array_equal(array, before[name])
     for one, other in zip(optimizer_state(actor), state, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert actor.apply(0.0) == 0.0, "nothing of it is left in the accumulators"
+    assert actor.learner.apply(0.0) == 0.0, "nothing of it is left in the accumulators"

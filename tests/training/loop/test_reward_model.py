@@ -7,8 +7,9 @@ import pytest
 
 from mindrlhf.config import sections
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.training.batch import RowOptions, unpack_share
+from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
+from mindrlhf.training.records import TokenArrays
 
 MODEL = {
     "architectures": ["Qwen2ForSequenceClassification"],
@@ -49,9 +50,9 @@ class SumRank:
     def __init__(self):
         self.num_sequences = 0
 
-    def score_responses(self, **share):
-        results = {}
-        for index, rows in enumerate(unpack_share(share)[0]):
+    def score_responses(self, share):
+        results = []
+        for rows in share.micro_batches:
             scores = np.zeros_like(rows.mask)
             for row, segments in enumerate(rows.segment_ids):
                 for segment in range(1, segments.max() + 1):
@@ -60,8 +61,8 @@ class SumRank:
                     ids = rows.input_ids[row, places].astype(np.float64)
                     # At a position, the text that ends with the token it predicts.
                     scores[row, places[:-1]] = np.where(ids == 63, np.inf, ids).cumsum()[1:]
-            results[f"{index}.scores"] = scores * np.where(rows.mask > 0, 1, 0)
-        return results
+            results.append(scores * np.where(rows.mask > 0, 1, 0))
+        return TokenArrays(tuple(results))
 
 
 class Team:
@@ -127,7 +128,7 @@ def test_a_warm_up_runs_every_row_length():
 
     class Recorder(Team):
         def call(self, method, per_rank):
-            seen.extend(rows.mask.shape for share in per_rank for rows in unpack_share(share)[0])
+            seen.extend(rows.mask.shape for own in per_rank for rows in own["share"].micro_batches)
             return super().call(method, per_rank)
 
     RewardModel(Recorder(1), RowOptions((8, 32), 4, 1, True), sections.RewardSection(model_path="m")).warm_up()
@@ -142,12 +143,13 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team as RealTeam
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.learner import load_model
+    from mindrlhf.training.worker.model import WholeModel
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
-    from mindrlhf.training.worker.scorer import load_scorer
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
     prepare_mindformers("cpu", tmp_path / "log")
@@ -162,9 +164,9 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     )
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))
-    actor = Actor(network, loss, config.optimizer, Rank(0, 1), "cpu", None, saves_reference=False)
+    actor = Actor(PolicyLearner(network, loss, config.optimizer, Rank(0, 1), "cpu"), None, saves_reference=False)
     scorer = load_scorer(config.model, config.reward.model_path, config.run, 32)
-    actor.use_reward_model(TokenScores(scorer, after_token=True))
+    actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), Rank(0, 1)))
     model = RewardModel(RealTeam(actor), RowOptions((32,), 2, 1, True), config.reward)
     generator = np.random.default_rng(0)
     before = [

@@ -94,7 +94,7 @@ def accumulated(learner):
 
 
 def test_reward_model_learns_and_comes_back_from_disk(model_dir, tmp_path):
-    from mindrlhf.training.worker.scorer import load_scorer
+    from mindrlhf.models.load import load_scorer
     from mindrlhf.weights.convert import iter_hf_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
@@ -116,7 +116,7 @@ def test_a_score_is_that_of_the_text_up_to_the_token(model_dir, tmp_path):
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.data.packing import TokenSequence
     from mindrlhf.training.batch import RowOptions, make_batch
-    from mindrlhf.training.worker.learner import row_tensors
+    from mindrlhf.training.worker.model import row_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
     _, learner = make_trainer(config)
@@ -125,8 +125,7 @@ def test_a_score_is_that_of_the_text_up_to_the_token(model_dir, tmp_path):
     def scores(after_token, pack, sequences):
         batch = make_batch(sequences, RowOptions((32,), 2, 1, pack))
         cell = TokenScores(learner.network, after_token=after_token)
-        shares = [{f"{i}.y": cell(*row_tensors(rows))[0].asnumpy() for i, rows in enumerate(batch.micro_batches)}]
-        return batch.collect(shares, "y")
+        return batch.collect([[cell(*row_tensors(rows))[0].asnumpy() for rows in batch.micro_batches]])
 
     whole = TokenSequence(prompt, response, {})
     after = scores(True, True, [whole, whole])

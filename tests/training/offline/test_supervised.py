@@ -11,12 +11,12 @@ from mindrlhf.config import sections
 from mindrlhf.config.offline_sections import SupervisedSection
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.mindrecord import PromptRecord
-from mindrlhf.training.batch import unpack_share
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import run_steps
 from mindrlhf.training.offline.run import OfflineSteps
 from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
 from mindrlhf.training.preflight import RunInputs
+from mindrlhf.training.records import HeldOutLogProbs, ProcessStatistics, UpdateResult
 
 
 class Records:
@@ -43,8 +43,8 @@ class Rank:
     def __init__(self):
         self.updates, self.evaluations = [], []
 
-    def update(self, lr, **share):
-        micro_batches, num_tokens = unpack_share(share)
+    def update(self, share, lr):
+        micro_batches, num_tokens = share.micro_batches, share.num_tokens
         count = sum(float(rows.mask.sum()) for rows in micro_batches)
         # The last prompt position of each record carries its number; padding rows carry none.
         records = [
@@ -54,18 +54,12 @@ class Rank:
             for position in np.flatnonzero(mask)
         ]
         self.updates.append((lr, num_tokens, Counter(records)))
-        return {
-            "statistics": np.array([count / num_tokens, 2 * count]),
-            "grad_norm": 0.25,
-            "recompiles": 1,
-            "memory/peak_rss_gb": 0.1,
-        }
+        return UpdateResult(np.array([count / num_tokens, 2 * count]), 0.25, ProcessStatistics(1, 0.1))
 
-    def evaluate(self, **share):
-        micro_batches, num_tokens = unpack_share(share)
-        count = sum(float(rows.mask.sum()) for rows in micro_batches)
+    def evaluate(self, share):
+        count = sum(float(rows.mask.sum()) for rows in share.micro_batches)
         self.evaluations.append(count)
-        return {"logprob_sum": -3.0 * count}
+        return HeldOutLogProbs(-3.0 * count)
 
 
 class LocalTeam:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.training.batch import Batch, RowOptions, make_batch, unpack_share
+from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.worker.cells import BUCKET_ELEMENTS, bucket_ranges
 
 VOCABULARY = 96
@@ -72,19 +72,19 @@ class Gradients:
         totals: dict[str, np.ndarray] = {}
         statistics, shares = 0.0, []
         for rank in range(num_ranks):
-            micro_batches, num_tokens = unpack_share(batch.share(rank, num_ranks))
-            shares.append({})
-            for index, rows in enumerate(micro_batches):
+            share = batch.share(rank, num_ranks)
+            shares.append([])
+            for rows in share.micro_batches:
                 further = (rows.tokens.get(name, rows.mask) for name in POLICY_INPUTS)
                 arrays = (rows.input_ids, rows.segment_ids, rows.labels, rows.mask, *further)
                 self.policy.bind()
-                scalars = (ms.Tensor(KL_COEFFICIENT, ms.float32), ms.Tensor(num_tokens, ms.float32))
+                scalars = (ms.Tensor(KL_COEFFICIENT, ms.float32), ms.Tensor(share.num_tokens, ms.float32))
                 outputs = self.accumulate(*map(ms.Tensor, arrays), *scalars)
                 statistics = statistics + outputs[0].asnumpy().astype(np.float64)
-                shares[-1][f"{index}.logprobs"] = outputs[1].asnumpy()
+                shares[-1].append(outputs[1].asnumpy())
             for name, gradient in self.take().items():
                 totals[name] = totals.get(name, 0.0) + gradient
-        return totals, statistics, np.concatenate(batch.collect(shares, "logprobs"))
+        return totals, statistics, np.concatenate(batch.collect(shares))
 
     def take(self) -> dict[str, np.ndarray]:
         """Return what one rank has accumulated and clear it."""

@@ -42,7 +42,7 @@ def model_dirs(tmp_path_factory):
     import mindspore as ms
 
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.worker.scorer import scorer_config
+    from mindrlhf.models.load import scorer_config
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
@@ -99,8 +99,8 @@ def make_sequences(seed=0):
 
 
 def send(worker, batch, rank=0, num_ranks=1):
-    worker.receive_batch(is_first=True, **batch.share(rank, num_ranks))
-    return worker.compute_values(0)
+    worker.receive_batch(batch.share(rank, num_ranks), is_first=True)
+    return worker.compute_values(0).arrays
 
 
 def gradients(worker, sequences, rows):
@@ -109,22 +109,22 @@ def gradients(worker, sequences, rows):
     shares = []
     for rank in range(rows.num_ranks):
         shares.append(send(worker, batch, rank, rows.num_ranks))
-        micro_batches, num_tokens = worker._batches[0]
-        for packed in micro_batches:
+        share = worker.held_batch(0)
+        for packed in share.micro_batches:
             # The old values are off, so that some of the new ones are clipped.
             old = packed.tokens["values"] - 0.3 * packed.tokens["returns"]
-            worker.critic.accumulate(packed, [old, packed.tokens["returns"]], num_tokens)
+            worker.critic.accumulate(packed, [old, packed.tokens["returns"]], share.num_tokens)
     result = {name: array.copy() for name, array in worker.critic.gradients()}
     worker.critic.apply(0.0)  # clears them
-    return batch.collect(shares, "values"), result
+    return batch.collect(shares), result
 
 
 def test_values_do_not_see_the_token_they_are_for(worker):
     """The value before token t is the score of the text up to t - 1, computed on that text alone."""
-    from mindrlhf.training.worker.learner import row_tensors
+    from mindrlhf.training.worker.model import row_tensors
 
     batch = make_batch(make_sequences(), PACKED)
-    values = batch.collect([send(worker, batch)], "values")
+    values = batch.collect([send(worker, batch)])
     network = worker.critic.network
     for sequence, found in zip(make_sequences(), values, strict=True):
         ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
@@ -140,8 +140,8 @@ def test_values_do_not_see_the_token_they_are_for(worker):
 def test_a_critic_from_a_language_model_begins_at_zero_and_learns(make_worker):
     worker = make_worker("policy", critic_keys={"clip_range": 0})
     batch = make_batch(make_sequences(), PACKED)
-    assert not np.concatenate(batch.collect([send(worker, batch)], "values")).any()
-    losses = [worker.update_critic(0, 0.01)["statistics"][0] for _ in range(15)]
+    assert not np.concatenate(batch.collect([send(worker, batch)])).any()
+    losses = [worker.update_critic(0, 0.01).statistics[0] for _ in range(15)]
     returns = np.concatenate([sequence.values["returns"] for sequence in make_sequences()]).astype(np.float64)
     assert losses[0] == pytest.approx((returns**2).mean() / 2, rel=1e-5)
     assert losses[-1] < 0.2 * losses[0]
@@ -161,7 +161,7 @@ def test_the_cutting_of_a_batch_changes_nothing(worker, cutting):
 def update_critic(worker, batch):
     send(worker, batch)
     result = worker.update_critic(0, 0.01)
-    return *result["statistics"], result["grad_norm"]
+    return *result.statistics, result.grad_norm
 
 
 def weights_of(learner):
@@ -203,26 +203,26 @@ def test_a_restored_critic_goes_on_with_the_same_bits(worker, make_worker, tmp_p
     found = update_critic(other, second)
     assert found == expected
     assert_equal_weights(weights_of(worker.critic), weights_of(other.critic))
-    assert_equal_weights(weights_of(worker), weights_of(other))
+    assert_equal_weights(weights_of(worker.learner), weights_of(other.learner))
 
 
 def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apart(worker):
     rows = RowOptions((32,), 2, 1, True)  # as no other test has them
-    num_before = worker.process_statistics()["recompiles"]
-    actor, critic = weights_of(worker), weights_of(worker.critic)
+    num_before = worker.process_statistics().recompiles
+    actor, critic = weights_of(worker.learner), weights_of(worker.critic)
     worker.warm_up([32], 2, ["old_logprobs"])
-    assert_equal_weights(weights_of(worker), actor)
+    assert_equal_weights(weights_of(worker.learner), actor)
     assert_equal_weights(weights_of(worker.critic), critic)
-    num_compiled = worker.process_statistics()["recompiles"]
+    num_compiled = worker.process_statistics().recompiles
     assert num_compiled == num_before + 4  # values, critic, log-probabilities and actor
     update_critic(worker, make_batch(make_sequences(), rows))
-    assert_equal_weights(weights_of(worker), actor)
+    assert_equal_weights(weights_of(worker.learner), actor)
     after = weights_of(worker.critic)
     assert all((after[name] != critic[name]).any() for name in critic if "bias" not in name)
     worker.update(0, 0.001, 0.0)
     assert_equal_weights(weights_of(worker.critic), after)
-    assert any((array != actor[name]).any() for name, array in weights_of(worker).items())
-    assert worker.process_statistics()["recompiles"] == num_compiled
+    assert any((array != actor[name]).any() for name, array in weights_of(worker.learner).items())
+    assert worker.process_statistics().recompiles == num_compiled
 
 
 def test_the_critic_is_exported_before_the_actor(worker, tmp_path, monkeypatch):

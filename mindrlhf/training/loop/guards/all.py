@@ -12,8 +12,8 @@ from mindrlhf.training.loop.guards.gradient_spikes import GradientSpikes
 from mindrlhf.training.loop.guards.guard import Events
 from mindrlhf.training.loop.guards.rollout_drift import RolloutDrift
 from mindrlhf.training.loop.guards.skipped_updates import SkippedUpdates
+from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.step_record import StepRecord
-from mindrlhf.training.team import Team
 
 
 class Guards:
@@ -21,16 +21,16 @@ class Guards:
 
     Args:
         config: of the run; its section ``guard`` holds the limits.
-        team: the ranks, which keep the batches of a step until the next one.
+        policy: keeps the batches of a step until the next one.
         first_step: see :class:`mindrlhf.observe.records.JsonlWriter`.
         state: what :meth:`state` returned at the checkpoint that the run goes on from.
     """
 
-    def __init__(self, config: GrpoConfig, team: Team, *, first_step: int, state: GuardsState | None = None):
+    def __init__(self, config: GrpoConfig, policy: Policy, *, first_step: int, state: GuardsState | None = None):
         state = state or GuardsState()
         self._events = Events(Path(config.run.output_dir), first_step=first_step)
-        self._skipped = SkippedUpdates(config, team, self._events, state.num_skipped)
-        self._spikes = GradientSpikes(config.guard, team, self._events, state.norms)
+        self._skipped = SkippedUpdates(config, policy, self._events, state.num_skipped)
+        self._spikes = GradientSpikes(config.guard, policy, self._events, state.norms)
         self._verifiers = FailedVerifiers(config.guard, self._events, state.failed_steps)
         self._guards = (self._skipped, self._spikes, self._verifiers, RolloutDrift(config.guard, self._events))
 
@@ -51,7 +51,7 @@ class Guards:
             rollout_diff: its ``rollout_diff/mean_abs``, in nats.
         """
         counts = {guard.METRIC: 0 for guard in self._guards if guard.METRIC}
-        for number in range(len(record.results)):
+        for number in range(len(record.updates)):
             for guard in self._guards:
                 if guard.review_update(record, number):
                     counts[guard.METRIC] += 1

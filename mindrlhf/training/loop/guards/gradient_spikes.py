@@ -9,8 +9,8 @@ import numpy as np
 
 from mindrlhf.config.sections import GuardSection
 from mindrlhf.training.loop.guards.guard import Events, Guard, describe
+from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.step_record import StepRecord
-from mindrlhf.training.team import Team
 
 _MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates
 _SAMPLES_PER_REPORT = 3  # of each kind
@@ -25,15 +25,15 @@ class GradientSpikes(Guard):
 
     METRIC = "guard/grad_spikes"
 
-    def __init__(self, limits: GuardSection, team: Team, events: Events, norms: Sequence[float]):
+    def __init__(self, limits: GuardSection, policy: Policy, events: Events, norms: Sequence[float]):
         self.norms = deque(norms, maxlen=_MEDIAN_WINDOW)
         self._factor = limits.grad_spike_factor
-        self._team = team
+        self._policy = policy
         self._events = events
 
     def review_update(self, record: StepRecord, number: int) -> bool:
         """Report the update if its norm is a spike."""
-        norm = record.results[number][0]["grad_norm"]
+        norm = record.updates[number].grad_norm
         if not math.isfinite(norm):
             return False
         median = float(np.median(self.norms)) if len(self.norms) >= _MEDIAN_MINIMUM else math.inf
@@ -59,9 +59,9 @@ class GradientSpikes(Guard):
         """Return the samples of an update with the largest advantages and those with the least likely tokens."""
         position = number % len(record.batches)
         batch, samples = record.batches[position], record.samples_of(position)
-        shares = self._team.call("batch_arrays", batch=position)
-        advantages = np.array([np.abs(part).max() for part in batch.collect(shares, "tokens.advantages")])
-        logprobs = np.array([part.min() for part in batch.collect(record.results[number], "logprobs")])
+        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position)]
+        advantages = np.array([np.abs(values).max() for values in batch.responses(given)])
+        logprobs = np.array([values.min() for values in batch.responses(record.updates[number].logprobs)])
         return [
             {
                 "chosen_for": reason,

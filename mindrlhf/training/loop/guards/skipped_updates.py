@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.training.loop.guards.guard import Events, Guard, describe, warn
-from mindrlhf.training.loop.skipped_batches import SkippedBatch, merge_shares, save_skipped
+from mindrlhf.training.loop.policy import Policy
+from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
 from mindrlhf.training.loop.step_record import StepRecord
-from mindrlhf.training.team import Team
 
 SKIPPED_NAME = "skipped"
 MAX_SAVED_BATCHES = 16  # enough to see what they share; a run that goes wrong for days must not fill the disk
@@ -24,22 +24,21 @@ class SkippedUpdates(Guard):
 
     METRIC = "guard/skipped_updates"
 
-    def __init__(self, config: GrpoConfig, team: Team, events: Events, num_in_a_row: int):
+    def __init__(self, config: GrpoConfig, policy: Policy, events: Events, num_in_a_row: int):
         self.num_in_a_row = num_in_a_row
         self._config = config
-        self._team = team
+        self._policy = policy
         self._events = events
         self._directory = Path(config.run.output_dir) / SKIPPED_NAME
 
     def review_update(self, record: StepRecord, number: int) -> bool:
         """Report the update if it was skipped."""
-        ranks = record.results[number]
-        loss, norm = sum(float(share["statistics"][0]) for share in ranks), ranks[0]["grad_norm"]
+        loss, norm = record.updates[number].loss, record.updates[number].grad_norm
         if math.isfinite(norm):
             self.num_in_a_row = 0
             return False
         self.num_in_a_row += 1
-        directory = self._save(record, number, loss)
+        directory = self._save(record, number)
         advice = f"; look at it with 'mindrlhf replay {directory}'" if directory else ""
         self._events.write(
             record.step,
@@ -59,31 +58,29 @@ class SkippedUpdates(Guard):
             )
         return True
 
-    def _save(self, record: StepRecord, number: int, loss: float) -> Path | None:
+    def _save(self, record: StepRecord, number: int) -> Path | None:
         """Save the batch of a skipped update; None when enough are saved, or the disk refuses."""
         directory = self._directory / f"step_{record.step:08d}" / f"update_{number + 1}"
         if not directory.exists() and len(list(self._directory.glob("step_*/update_*"))) >= MAX_SAVED_BATCHES:
             return None
         position = number % len(record.batches)
-        batch, ranks = record.batches[position], record.results[number]
-        arrays = merge_shares(self._team.call("batch_arrays", batch=position))
-        logprobs = {name: array for name, array in merge_shares(ranks).items() if name.endswith(".logprobs")}
-        was_any_made = any(math.isfinite(earlier[0]["grad_norm"]) for earlier in record.results[:number])
+        batch, update = record.batches[position], record.updates[number]
+        was_any_made = any(math.isfinite(earlier.grad_norm) for earlier in record.updates[:number])
         skipped = SkippedBatch(
             step=record.step,
             update=number + 1,
             num_micro_batches=len(batch.micro_batches),
             num_tokens=batch.num_tokens,
             kl_coefficient=record.kl_coefficient,
-            loss=str(loss),
-            grad_norm=str(ranks[0]["grad_norm"]),
+            loss=str(update.loss),
+            grad_norm=str(update.grad_norm),
             weights="" if was_any_made else record.weights,
             placed=[list(place) for place in batch.placed],
             samples=[describe(sample) for sample in record.samples_of(position)],
             config=json.loads(json.dumps(dataclasses.asdict(self._config))),
         )
         try:
-            save_skipped(directory, skipped, arrays | logprobs)
+            save_skipped(directory, skipped, saved_arrays(self._policy.held_rows(position), update.logprobs))
         except OSError as error:
             warn(f"the batch of step {record.step} cannot be saved in {directory}: {error.strerror or error}")
             return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.mindir import (
+from cpu_execution.mindir import (
     Emitter,
     LoweringError,
     Value,

@@ -3,11 +3,9 @@
 from math import prod
 
 import numpy as np
-from mindspore.train import mind_ir_pb2 as ir
-
-from mindrlhf.dryrun.execute.collectives import CPU_WORLD
-from mindrlhf.dryrun.execute.lower import lower_graph
-from mindrlhf.dryrun.execute.mindir import (
+from cpu_execution.collectives import CPU_WORLD
+from cpu_execution.lower import lower_graph
+from cpu_execution.mindir import (
     NUMPY_DTYPES,
     Attribute,
     Emitter,
@@ -18,6 +16,7 @@ from mindrlhf.dryrun.execute.mindir import (
     output_types,
     scalar,
 )
+from mindspore.train import mind_ir_pb2 as ir
 
 FLOAT, INT32, UINT8 = ir.TensorProto.FLOAT, ir.TensorProto.INT32, ir.TensorProto.UINT8
 

@@ -1,6 +1,6 @@
-"""Checkpoints that all ranks write, each the slices it holds, while the next steps go on.
+"""Checkpoints that all ranks write, each the shards it holds, while the next steps go on.
 
-The lead opens the checkpoint's temporary directory and asks every rank to begin; each copies its slices and writes the
+The lead opens the checkpoint's temporary directory and asks every rank to begin; each copies its shards and writes the
 copy in a thread. At the following steps the lead asks who is done; when all are, it adds what is small, and a thread
 of its own puts the directory in place. Nothing but these calls passes between the ranks.
 """
@@ -9,25 +9,40 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.errors import UserError
+from mindrlhf.training.records import SavedShards, SavingState
 from mindrlhf.training.replica_team import ReplicaTeam
 
 
-class SavesSlices:
-    """The part of a rank; its public methods are called through the team. A mixin that needs ``state_writer``."""
+class SavesState:
+    """The part of a rank; its public methods are called through the team. A mixin that needs ``state_writer``.
+
+    Where every rank holds a shard, all of them save, by ``begin_saving`` and what follows it. A whole model is one
+    shard, which the lead writes by ``save`` or ``capture``.
+    """
 
     def __init__(self) -> None:
         self._copies = CopyBuffers()
-        self._slice_writer = BackgroundWriter()
+        self._shard_writer = BackgroundWriter()
         self._checksums: dict[str, str] = {}
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """Return the function that writes this rank's state; ``hold`` takes a name and its arrays first."""
         raise NotImplementedError
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write the state now; return its checksums."""
+        return self.state_writer(lambda _, arrays: arrays)(directory)
+
+    def capture(self) -> StateWriter:
+        """Copy what ``save`` writes, and return the function that writes the copy, from any thread.
+
+        The copy is valid until the next one.
+        """
+        return self.state_writer(self._copies.copy)
 
     def begin_saving(self, directory: str, copies: bool) -> None:
         """Begin to write this rank's part of a checkpoint.
@@ -41,30 +56,30 @@ class SavesSlices:
             UserError: the disk refused, now or when the part before was written.
         """
         if copies:
-            write = self.state_writer(self._copies.copy)
-            self._slice_writer.start(lambda: self._write_slices(write, Path(directory)))
+            write = self.capture()
+            self._shard_writer.start(lambda: self._write_shards(write, Path(directory)))
         else:
-            self._write_slices(self.state_writer(lambda _, arrays: arrays), Path(directory))
+            self._write_shards(self.save, Path(directory))
 
-    def is_saving(self) -> dict[str, Any]:
+    def is_saving(self) -> SavingState:
         """Return whether this rank is still writing."""
-        return {"is_saving": self._slice_writer.is_running}
+        return SavingState(self._shard_writer.is_running)
 
-    def end_saving(self) -> dict[str, Any]:
-        """Return the checksums of what was written, when it is; see :data:`StateWriter`.
+    def end_saving(self) -> SavedShards:
+        """Return the checksums of what was written, when it is.
 
         Raises:
             UserError: the disk refused.
         """
-        self._slice_writer.wait()
-        return {"checksums": self._checksums}
+        self._shard_writer.wait()
+        return SavedShards(self._checksums)
 
-    def _write_slices(self, write: StateWriter, directory: Path) -> None:
+    def _write_shards(self, write: StateWriter, directory: Path) -> None:
         try:
             self._checksums = write(directory)
         except OSError as error:
             raise UserError(
-                f"slices cannot be written to {directory} ({error.strerror or error}): make room, or set "
+                f"shards cannot be written to {directory} ({error.strerror or error}): make room, or set "
                 "checkpoint.save_dir to another disk"
             ) from error
 
@@ -79,11 +94,11 @@ class _Pending:
     write_rest: Callable[[Path], None]
 
 
-class SliceCheckpoints:
+class ShardCheckpoints:
     """The part of the lead: at most one checkpoint is being written.
 
     Args:
-        team: all ranks; their workers have :class:`SavesSlices`.
+        team: all ranks; their workers have :class:`SavesState`.
         writer: runs what the lead need not wait for.
     """
 
@@ -100,13 +115,13 @@ class SliceCheckpoints:
         *,
         copies: bool,
     ) -> None:
-        """Have all ranks begin; returns when they have copied, or written, their slices.
+        """Have all ranks begin; returns when they have copied, or written, their shards.
 
         Args:
             writing: of :meth:`CheckpointStore.writing`, not entered, with these ``checksums``.
-            checksums: gets those of the slices.
+            checksums: gets those of the shards.
             write_rest: writes what the lead adds.
-            copies: see :meth:`SavesSlices.begin_saving`.
+            copies: see :meth:`SavesState.begin_saving`.
 
         Raises:
             UserError, RunFailure: the disk refuses, or a rank died.
@@ -125,12 +140,12 @@ class SliceCheckpoints:
         """
         if self._pending is None:
             return
-        if not wait and any(result["is_saving"] for result in self._team.call("is_saving")):
+        if not wait and any(result.is_saving for result in self._team.call("is_saving")):
             return
         pending, self._pending = self._pending, None
         with pending.writing as stack:
             for result in self._team.call("end_saving"):
-                pending.checksums.update(result["checksums"])
+                pending.checksums.update(result.checksums)
             pending.write_rest(pending.directory)
             in_place = stack.pop_all()
         self._writer.start(in_place.close)

@@ -2,8 +2,8 @@
 
 MindSpore's semi-auto parallel compiler slices the training step for Ascend only, but what it writes is a plain graph:
 operators on slices, and collectives between named groups of ranks. Three things keep the CPU from running it, and each
-is rewritten: collectives without a CPU kernel (:mod:`mindrlhf.dryrun.execute.collectives`), fused Ascend
-kernels (:mod:`mindrlhf.dryrun.execute.kernels`), and half precision, which becomes float32. The slicing, the
+is rewritten: collectives without a CPU kernel (:mod:`cpu_execution.collectives`), fused Ascend
+kernels (:mod:`cpu_execution.kernels`), and half precision, which becomes float32. The slicing, the
 schedule of the pipeline and the order of the collectives are the compiler's and stay as they are: running them
 is the point.
 """
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from mindrlhf.dryrun.execute.collectives import LOWER_COLLECTIVE, Groups
-from mindrlhf.dryrun.execute.inline import inline_functions
-from mindrlhf.dryrun.execute.kernels import LOWER_KERNEL
-from mindrlhf.dryrun.execute.mindir import (
+from cpu_execution.collectives import LOWER_COLLECTIVE, Groups
+from cpu_execution.inline import inline_functions
+from cpu_execution.kernels import LOWER_KERNEL
+from cpu_execution.mindir import (
     CALL_PREFIX,
     FLOAT32_TYPE_ID,
     HALF_TYPE_IDS,

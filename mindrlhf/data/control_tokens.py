@@ -1,0 +1,35 @@
+"""Control tokens that are written out in the texts of a data set, where they could end a turn and forge another.
+
+Tokenizers turn ``<|im_end|>`` into its id wherever it stands, so a question may close the user's turn and speak as the
+assistant. Only the template may write such tokens: in data they get a space behind their first character.
+"""
+
+import re
+from dataclasses import replace
+
+from mindrlhf.data.handlers import Example, Message
+
+
+def control_token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
+    """What finds any of ``tokens``, the longest first; None when there are none."""
+    # A token of one character could not be written apart, and none controls anything.
+    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def holds_control_token(example: Example, pattern: re.Pattern[str]) -> bool:
+    """Whether a text that becomes ids, of any turn or response, holds a control token."""
+    texts = (*(message.content for message in example.messages), example.response, example.rejected)
+    return any(text is not None and pattern.search(text) is not None for text in texts)
+
+
+def neutralised(example: Example, pattern: re.Pattern[str]) -> Example:
+    """``example`` with every control token in its messages and responses written apart: ``< |im_end|>``."""
+
+    def apart(text: str | None) -> str | None:
+        while text is not None and pattern.search(text) is not None:
+            text = pattern.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", text)
+        return text
+
+    messages = tuple(Message(message.role, apart(message.content)) for message in example.messages)
+    return replace(example, messages=messages, response=apart(example.response), rejected=apart(example.rejected))

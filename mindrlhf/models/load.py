@@ -1,0 +1,85 @@
+"""Models with their weights, from a Hugging Face directory: language models, and the scoring models made of them."""
+
+import numpy as np
+
+from mindrlhf.config.sections import ModelSection, RunSection
+from mindrlhf.models.causal_lm import CausalLM, build_model
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.scoring import SCORE_NAME, scorer_architecture
+from mindrlhf.weights.convert import hf_shapes, ignored_names, load_hf_weights, load_random_weights, load_tensors
+from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.tensors import convert_dtype
+
+
+def has_random_weights(model: ModelSection, path: str) -> bool:
+    """Whether the weights of a model are drawn from ``run.seed``: only those of ``model.path`` are."""
+    return model.random_init and path == model.path
+
+
+def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
+    """Build the model of a Hugging Face directory and load its weights, or draw them; see ``has_random_weights``.
+
+    Raises:
+        UserError: the directory, its config or its weights do not fit.
+    """
+    network = _build(read_hf_config(path), model, run, row_length)
+    _fill(network, model, path, run)
+    return network
+
+
+def load_scorer(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
+    """Build the scoring model (reward model, critic) of a Hugging Face directory and load its weights, or draw them.
+
+    From a language model it takes all but the output projection, and the score's weight is 0: every text scores 0 at
+    first.
+
+    Raises:
+        UserError: the directory, its config or its weights do not fit.
+    """
+    hf_config = read_hf_config(path)
+    network = _build(scorer_config(hf_config), model, run, row_length)
+    if has_random_weights(model, path) or find_spec(hf_config).is_scorer:
+        _fill(network, model, path, run)
+    else:
+        _load_language_model(network, path)
+    return network
+
+
+def scorer_config(hf_config: dict) -> dict:
+    """Return the config.json of the scoring form of a model, which transformers and vLLM load as well."""
+    architecture = scorer_architecture(find_spec(hf_config).hf_architecture)
+    labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    return {**hf_config, "architectures": [architecture], **labels, "tie_word_embeddings": False}
+
+
+def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int) -> CausalLM:
+    return build_model(
+        hf_config,
+        seq_length=row_length,
+        compute_dtype=model.compute_dtype,
+        param_dtype=model.param_dtype,
+        device=run.device,
+        recompute=model.recompute,
+    )
+
+
+def _fill(network: CausalLM, model: ModelSection, path: str, run: RunSection) -> None:
+    if has_random_weights(model, path):
+        load_random_weights(network, run.seed)
+    else:
+        load_hf_weights(network, path)
+
+
+def _load_language_model(network: CausalLM, path: str) -> None:
+    checkpoint = open_tensors(path)
+    shapes = hf_shapes(network.spec, network.dims)
+    score_shape = shapes.pop(SCORE_NAME)
+    checkpoint.check_coverage(shapes, ignored_names(network.dims))
+
+    def read(name: str, dtype: str) -> np.ndarray:
+        if name == SCORE_NAME:
+            return convert_dtype(np.zeros(score_shape, np.float32), "float32", dtype)
+        return convert_dtype(checkpoint.read(name), checkpoint.info(name).dtype, dtype)
+
+    load_tensors(network, read)

@@ -1,0 +1,242 @@
+"""Whether two LaTeX expressions have the same value: parsed as a whole by math-verify's grammar, compared exactly.
+
+math-verify (github.com/huggingface/Math-Verify, Apache-2.0) brings the grammar, ``latex2sympy2_extended``; it reads
+LaTeX only and evaluates no Python. The tree is made without evaluation, so that its size is known before anything is
+computed (``limits``). Decimals are exact, and no answer is rounded: constants must agree to more digits than either
+text could spell by luck, formulas at points of all signs. So ``1.414214`` is not ``\\sqrt{2}``, which it is for
+math-verify's own comparison.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mindrlhf.rewards.answers.limits import Refused, check_text, check_tree
+from mindrlhf.sandbox import time_limit
+
+# Digits beyond those of the longer text to which equal constants agree.
+NUM_GUARD_DIGITS = 40
+NUM_POINT_DIGITS = 50
+# A formula is compared where the reference is real: at the first of these many places.
+NUM_POINTS = 4
+
+_MIXED = re.compile(r"(?<![0-9.}])([0-9]+)\s*(\\frac\{[0-9]+\}\{[0-9]+\}|(?<= )[0-9]+/[0-9]+(?![0-9]))")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_OVERLINE = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|dot|bar)\s*\{?([0-9]+)\}?")
+# The grammar drops indices of numbers, and bases with them.
+_INDEXED_NUMBER = re.compile(r"[0-9)]\s*_")
+# 3(6), which the grammar takes for a mixed number.
+_PRODUCT = re.compile(r"(?<=[0-9)])(?<![_^][0-9])\s*\((?=\s*-?[0-9]+(?:\.[0-9]+)?\s*\))")
+# Roots of odd degree of negative numbers are meant to be real; SymPy's are complex.
+_ODD_ROOT = re.compile(r"\\sqrt\s*\[([3579])\]\s*\{\s*-\s*([0-9]+)\s*\}")
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_OTHER_BASE = re.compile(r"(?<![0-9A-Za-z.])0[xXbBo][0-9A-Fa-f]")
+# Dates, times and codes.
+_LEADING_ZERO = re.compile(r"(?<![0-9.])0[0-9]")
+_FACTORIAL_TWICE = re.compile(r"!\s*!")
+# Values of variables: of both signs, nothing special about them; alternating between variables.
+_SAMPLES = ("7/5", "-23/17", "41/29", "-8/3", "13/31", "-47/43", "29/11", "-3/19", "53/37", "5/13")
+
+
+def refusal(expression: str) -> str | None:
+    """Why ``expression`` is not evaluated, or None."""
+    try:
+        _parse(expression, True)
+    except Refused as refused:
+        return str(refused)
+    return None
+
+
+def expressions_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bool:
+    """Whether both are one expression, or matrix, with the same value.
+
+    ``tolerance`` is the relative error that constants may have. Neither is evaluated when it is too large
+    (``limits``); what cannot be read is equal to nothing.
+    """
+    is_real = not (_IMAGINARY.search(prediction) or _IMAGINARY.search(reference))
+    try:
+        trees = _parse(reference, is_real), _parse(prediction, is_real)
+    except Refused:
+        return False
+    if trees[0] is None or trees[1] is None:
+        return False
+    num_digits = max(len(prediction), len(reference)) + NUM_GUARD_DIGITS
+    compare = functools.partial(_values_equal, num_digits=num_digits, tolerance=tolerance)
+    if trees[0].is_Matrix or trees[1].is_Matrix:
+        return trees[0].is_Matrix == trees[1].is_Matrix and _matrices_equal(*trees, compare)
+    return compare(*trees)
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(expression: str, is_real: bool):
+    """The unevaluated tree of ``expression``; None when it is none.
+
+    Raises:
+        Refused: it is too large to be computed.
+    """
+    expression = _MIXED.sub(r"(\1+\2)", _OVERLINE.sub(_repeating, expression))
+    expression = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", expression)
+    expression = _PRODUCT.sub(r"\\cdot (", expression)
+    check_text(expression)
+    if _LEADING_ZERO.search(expression) or _INDEXED_NUMBER.search(expression) or _OTHER_BASE.search(expression):
+        return None
+    if _FACTORIAL_TWICE.search(expression):
+        raise Refused("a factorial of a factorial")
+    tree = _reader()(expression, is_real)
+    if tree is not None:
+        check_tree(tree)
+    return tree
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, period = match.groups()
+    bottom = "9" * len(period) + "0" * len(fixed)
+    top = int(f"{whole or 0}{fixed}{period}") - int(f"{whole or 0}{fixed}")
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
+def constant(expression: str):
+    """The exact SymPy number that ``expression`` is, infinities included; None when it is no real number."""
+    try:
+        tree = _parse(expression, True)
+        value = None if tree is None or tree.is_Matrix or tree.free_symbols else tree.doit()
+    except Exception:
+        return None
+    return value if value is not None and value.is_extended_real else None
+
+
+def proportional(prediction: str, reference: str, only_positive: bool) -> bool:
+    """Whether one formula is the other times a number, which ``only_positive`` asks to be positive."""
+    try:
+        trees = _parse(prediction, True), _parse(reference, True)
+        symbols = sorted(trees[0].free_symbols | trees[1].free_symbols, key=str)
+        ratios = []
+        for shift in range(NUM_POINTS):
+            point = _point(symbols, shift)
+            ratios.append(_value(trees[0].xreplace(point) / trees[1].xreplace(point), NUM_POINT_DIGITS))
+        if not symbols or not ratios[0].is_finite or ratios[0] == 0 or (only_positive and not ratios[0] > 0):
+            return False
+        return all(_close(ratio, ratios[0], NUM_POINT_DIGITS, 0.0) for ratio in ratios)
+    except Exception:
+        return False
+
+
+def _matrices_equal(reference, prediction, compare: Callable[[Any, Any], bool]) -> bool:
+    if reference.shape != prediction.shape:
+        return False
+    return all(compare(*entries) for entries in zip(reference, prediction, strict=True))
+
+
+def _values_equal(reference, prediction, *, num_digits: int, tolerance: float) -> bool:
+    try:
+        symbols = sorted(reference.free_symbols | prediction.free_symbols, key=str)
+        if not symbols:
+            return _close(_value(reference, num_digits), _value(prediction, num_digits), num_digits, tolerance)
+        return _equal_at_points(reference, prediction, symbols)
+    # What SymPy raises for values that do not exist (1/0, log 0) is of many kinds.
+    except Exception:
+        return False
+
+
+def _point(symbols: list, shift: int) -> dict:
+    """Another sample for each variable, so that formulas which swap two of them differ."""
+    import sympy
+
+    samples = (sympy.Rational(_SAMPLES[(shift + 3 * i) % len(_SAMPLES)]) + i // len(_SAMPLES) for i in range(99))
+    return dict(zip(symbols, samples))
+
+
+def _equal_at_points(reference, prediction, symbols: list) -> bool:
+    num_compared = 0
+    for shift in range(len(_SAMPLES)):
+        point = _point(symbols, shift)
+        value = _value(reference.xreplace(point), NUM_POINT_DIGITS)
+        if not value.is_finite or not value.is_real:
+            continue
+        if not _close(value, _value(prediction.xreplace(point), NUM_POINT_DIGITS), NUM_POINT_DIGITS, 0.0):
+            return False
+        num_compared += 1
+        if num_compared == NUM_POINTS:
+            return True
+    if num_compared:
+        return True
+    # Nowhere real: complex values decide.
+    point = _point(symbols, 0)
+    pair = (_value(tree.xreplace(point), NUM_POINT_DIGITS) for tree in (reference, prediction))
+    return _close(*pair, NUM_POINT_DIGITS, 0.0)
+
+
+def _value(tree, num_digits: int):
+    """A number to ``num_digits`` digits, or infinity.
+
+    Raises:
+        ArithmeticError: the tree has no value.
+    """
+    import sympy
+
+    value = tree.doit()
+    if not value.is_Rational:
+        value = sympy.N(value, num_digits)
+    if value in (sympy.oo, -sympy.oo):
+        return value
+    if not value.is_number or value.has(sympy.nan, sympy.zoo):
+        raise ArithmeticError("no value")
+    return value
+
+
+def _close(reference, prediction, num_digits: int, tolerance: float) -> bool:
+    import sympy
+
+    if not (reference.is_finite and prediction.is_finite):
+        return bool(reference == prediction)
+    if reference.is_Rational and prediction.is_Rational and not tolerance:
+        return bool(reference == prediction)
+    # Values near zero lose digits to cancellation; so do large ones of few digits.
+    allowed = sympy.Float(10, num_digits) ** -(num_digits - 20) * (1 + abs(reference)) + tolerance * abs(reference)
+    return bool(abs(reference - prediction) <= allowed)
+
+
+@functools.cache
+def _reader() -> Callable[[str, bool], Any]:
+    with time_limit.uncounted():
+        import sympy
+        from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+        from latex2sympy2_extended.sets import FiniteSet
+
+    # It would read 3(6) as the mixed number 3 + 6.
+    configuration = ConversionConfig(interpret_as_mixed_fractions=False)
+    imaginary = {sympy.Symbol("i"): sympy.I}
+
+    def exact(tree):
+        """Decimals as the fractions they are, functions without meaning as variables."""
+        floats = {number: sympy.Rational(str(number)) for number in tree.atoms(sympy.Float)}
+        unknown = {
+            call: sympy.Symbol(str(call), real=True)
+            for call in tree.atoms(sympy.Function)
+            if isinstance(type(call), sympy.core.function.UndefinedFunction)
+        }
+        return tree.xreplace(floats | unknown | imaginary)
+
+    def read(expression: str, is_real: bool):
+        try:
+            # The flag is local to the thread.
+            with sympy.evaluate(False):
+                tree = latex2sympy(
+                    expression,
+                    is_real=is_real or None,
+                    convert_degrees=_ANGLE.search(expression) is not None,
+                    normalization_config=None,
+                    conversion_config=configuration,
+                )
+                if isinstance(tree, sympy.MatrixBase):
+                    return tree.applyfunc(exact)
+                # A brace around an expression makes a set of one.
+                while isinstance(tree, FiniteSet) and len(tree.args) == 1:
+                    tree = tree.args[0]
+                return exact(tree) if isinstance(tree, sympy.Expr) else None
+        # The grammar's errors are bare exceptions.
+        except Exception:
+            return None
+
+    return read

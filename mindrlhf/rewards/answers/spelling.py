@@ -1,0 +1,210 @@
+"""One way to write an answer: Unicode signs, LaTeX for looks and tokens that end a turn brought to plain LaTeX.
+
+Only spelling changes here, never the value: ``４２``, ``$42$``, ``\\mathbf{42}`` and ``42<|im_end|>`` become ``42``,
+``½`` becomes ``\\frac{1}{2}``, ``√2`` becomes ``\\sqrt{2}``, ``10,\\!080`` becomes ``10080``, ``x²`` becomes ``x^{2}``.
+"""
+
+import functools
+import re
+import unicodedata
+
+# Longer texts are no expressions; they are compared as they are.
+MAX_SPELLED_CHARS = 500
+
+_SIMPLE = re.compile(r"[-+$]{0,2}[0-9,]*[0-9](?:\.[0-9]+)?|[A-Za-z]+")
+_END_TOKEN = re.compile(
+    r"\s*(?:<\|[A-Za-z_][A-Za-z0-9_]{0,30}\|>|<\uff5c[^<>\uff5c\s]{1,40}\uff5c>|</?s>"
+    r"|<(?:eos|bos|pad|end_of_turn|start_of_turn)>|\[(?:EOS|PAD)\])\s*$"
+)
+_MAX_END_TOKEN_CHARS = 80
+
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni"))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ", "0123456789+-=()ni"))
+_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_RADICALS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
+_RADICAL = re.compile(r"([√∛∜])\s*(\{[^{}]*\}|\([^()]*\)|[0-9]+(?:\.[0-9]+)?|\\?[A-Za-z]+(?![A-Za-z])|[A-Za-z])?")
+_SIGNS = {
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\u207b", "-"),
+    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff", ""),
+    **dict.fromkeys("\u2044\u2215\u00f7", "/"),
+    **dict.fromkeys("\u00d7\u2715\u2a2f", "\\times "),
+    **dict.fromkeys("\u00b7\u22c5\u2219", "\\cdot "),
+    **dict.fromkeys("≤⩽≦", "\\le "),
+    **dict.fromkeys("≥⩾≧", "\\ge "),
+    **dict.fromkeys("≈≃≅", "\\approx "),
+    **dict.fromkeys("∅⌀", "\\emptyset "),
+    **dict.fromkeys("\u2018\u2019\u2032", "'"),
+    **dict.fromkeys("\u201c\u201d", '"'),
+    **dict.fromkeys("⟨〈", "("),
+    **dict.fromkeys("⟩〉", ")"),
+    "\u066b": ".",
+    "\u066c": ",",
+    "\u3001": ", ",
+    "\u3002": ". ",
+    "≠": "\\ne ",
+    "±": "\\pm ",
+    "∓": "\\mp ",
+    "∞": "\\infty ",
+    "∪": "\\cup ",
+    "∩": "\\cap ",
+    "∈": "\\in ",
+    "∖": "\\setminus ",
+    "∠": "\\angle ",
+    "△": "\\triangle ",
+    "⌊": "\\lfloor ",
+    "⌋": "\\rfloor ",
+    "⌈": "\\lceil ",
+    "⌉": "\\rceil ",
+    "ℝ": "\\mathbb{R}",
+    "ℤ": "\\mathbb{Z}",
+    "∑": "\\sum ",
+    "∏": "\\prod ",
+    "∫": "\\int ",
+    "°": "°",
+    "µ": "µ",
+}
+
+_SPACE_COMMAND = r"\\[,;:! ]|\\(?:thinspace|medspace|nobreakspace|quad|qquad)(?![A-Za-z])|~"
+_GROUPED = re.compile(
+    rf"(?<![0-9.,])([0-9]{{1,3}})((?:(?:\{{,\}}|,?(?:{_SPACE_COMMAND})+|[\u00a0\u2009\u202f\u2007])[0-9]{{3}})+)(?![0-9])"
+)
+_SPACED_GROUPS = re.compile(r"([-+$€£¥]*)([0-9]{1,3}(?:([ '\u2019])[0-9]{3})(?:\3[0-9]{3})*)((?:\.[0-9]+)?%?\.?)")
+_LEAD = re.compile(
+    r"^\s*(?:\\(?:therefore|implies|[Rr]ightarrow)(?![A-Za-z])|\\text\s*\{[^{}]*(?::|\bis|=)\s*\}\s*:?)\s*(?=.)"
+)
+_QUAD = re.compile(r"\s*,?\s*\\q?quad(?![A-Za-z])\s*")
+_SPACES = re.compile(rf"(?<!\\)(?:{_SPACE_COMMAND})")
+_LOOKS = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|middle|mathstrut|strut|nonumber|tiny|small|normalsize"
+    r"|large|Large|LARGE|huge|Huge|bf|it|em|sf|tt)(?![A-Za-z])"
+    r"(?:\s*\.(?![0-9]))?"
+)
+_FONT = re.compile(
+    r"\\(?:mathbf|textbf|boldsymbol|bm|bold|mathit|textit|emph|mathsf|textsf|texttt|mathtt|underline|uline|underbrace|mathbb(?=\s*\{[0-9])|boxed|fbox"
+    r"|(?:text)?color\s*\{[a-z]+\})\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+)
+_NUMBER_IN_TEXT = re.compile(r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(\s*(?:[-+$]|\\\$)?[0-9][^{}]*)\}")
+_COMMANDS = (
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
+    (re.compile(r"\{\s*([^{}]{1,40}?)\s*\\choose\s*([^{}]{1,40}?)\s*\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"[(\[|]?\s*\\begin\{array\}\s*\{[lcr| ]+\}"), r"\\begin{matrix}"),
+    (re.compile(r"\\end\{array\}\s*[)\]|]?"), r"\\end{matrix}"),
+    (re.compile(r":=|\\(?:coloneqq|equiv)(?![A-Za-z])"), "="),
+    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*([0-9])\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"(\\frac\s*\{[^{}]*\})\s*([0-9])"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"\\(?:leqslant|leq|le|lt=)(?![A-Za-z])|<="), r"\\le "),
+    (re.compile(r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>="), r"\\ge "),
+    (re.compile(r"\\(?:neq|ne)(?![A-Za-z])|!="), r"\\ne "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\(?:varnothing|empty|emptyset)(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\(?:degree|degrees)(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"\\(?:lbrace|rbrace)(?![A-Za-z])"), lambda match: "\\{" if match.group() == "\\lbrace" else "\\}"),
+    (re.compile(r"\\(?:[lr]angle)(?![A-Za-z])"), lambda match: "(" if match.group() == "\\langle" else ")"),
+    (re.compile(r"(?:\\inf|(?<![A-Za-z\\])(?:infinity|inf|oo))(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\\[lr]?[vV]ert(?![A-Za-z])"), "|"),
+    (re.compile(r"\\%|(?<=[0-9.])\s*(?:\\text\{\s*)?(?:percent|per cent)(?![A-Za-z])\s*\}?"), "%"),
+    (re.compile(r"\\\$|\\(?:pounds|texteuro|euro)(?![A-Za-z])"), "$"),
+)
+_DISPLAY_MATH = re.compile(r"\\[()\[\]]|\$\$")
+_INLINE_MATH = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
+
+
+def without_end_tokens(text: str) -> str:
+    """``text`` without the control tokens at its end (``<|im_end|>``, ``</s>`` ...) and white space there."""
+    if not text[-_MAX_END_TOKEN_CHARS:].rstrip().endswith((">", "]")):
+        return text
+    end = len(text)
+    while (match := _END_TOKEN.search(text[max(0, end - _MAX_END_TOKEN_CHARS) : end])) is not None:
+        end -= len(match.group())
+    return text[:end]
+
+
+def plain_unicode(text: str) -> str:
+    """``text`` with mathematical signs, digits and letters outside ASCII as ASCII and LaTeX; the rest stays."""
+    if text.isascii():
+        return text
+    text = _RAISED.sub(lambda match: f"^{{{''.join(_SUPERSCRIPTS[c] for c in match.group())}}}", text)
+    text = _LOWERED.sub(lambda match: f"_{{{''.join(_SUBSCRIPTS[c] for c in match.group())}}}", text)
+    text = _GROUPED.sub(_joined, text)
+    text = "".join(map(_plain_character, text))
+    return _RADICAL.sub(_radical, text)
+
+
+def plain_spelling(text: str) -> str:
+    """``text`` in the one spelling that the rules of equality read. Long texts only lose their end tokens."""
+    text = text.strip()
+    if _SIMPLE.fullmatch(text):
+        return text
+    text = without_end_tokens(text).strip()
+    if len(text) > MAX_SPELLED_CHARS:
+        return text
+    text = plain_unicode(text).strip().strip("*`").strip()
+    # What is no group of three is a decimal comma.
+    text = _GROUPED.sub(_joined, text).replace("{,}", ".")
+    if "\\" in text or "$" in text:
+        text = _without_looks(text)
+    for pattern, spelling in _COMMANDS:
+        text = pattern.sub(spelling, text)
+    text = re.sub(r"\s+", " ", text).strip().strip("*`\"").strip()
+    if text.endswith("\\") and not text.endswith("\\\\"):
+        text = text[:-1].rstrip()
+    match = _SPACED_GROUPS.fullmatch(text)
+    if match is not None:
+        text = match[1] + match[2].replace(match[3], "") + match[4]
+    return text.rstrip(".,; €£¥¢").strip() or text
+
+
+def _without_looks(text: str) -> str:
+    text = _LEAD.sub("", text).removesuffix("\\checkmark")
+    pieces = _QUAD.split(text)
+    if len(pieces) > 1 and all("=" in piece for piece in pieces):
+        text = ", ".join(pieces)
+    text = _SPACES.sub(lambda match: "" if match.group() == "\\!" else " ", text)
+    text = _LOOKS.sub("", text)
+    for _ in range(3):
+        text = _NUMBER_IN_TEXT.sub(r"\1", _FONT.sub(r"\1", text))
+    text = _INLINE_MATH.sub(r"\1", _DISPLAY_MATH.sub("", text))
+    return text.removesuffix("$") if not text.endswith("\\$") else text
+
+
+def _joined(match: re.Match[str]) -> str:
+    return match[1] + re.sub("[^0-9]", "", match[2])
+
+
+def _radical(match: re.Match[str]) -> str:
+    content = match[2] or ""
+    if content[:1] in ("{", "("):
+        content = content[1:-1]
+    return f"{_RADICALS[match[1]]}{{{content}}}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_character(character: str) -> str:
+    if character.isascii():
+        return character
+    if character in _SIGNS:
+        return _SIGNS[character]
+    if (decimal := unicodedata.decimal(character, None)) is not None:
+        return str(decimal)
+    if unicodedata.category(character) == "Zs":
+        return " "
+    plain = unicodedata.normalize("NFKC", character)
+    if "\u2044" in plain and plain.replace("\u2044", "").isdigit():
+        top, _, bottom = plain.partition("\u2044")
+        return f"\\frac{{{top}}}{{{bottom}}}"
+    name = unicodedata.name(plain, "") if len(plain) == 1 else ""
+    if name.startswith("GREEK SMALL LETTER ") and name.removeprefix("GREEK SMALL LETTER ").isalpha():
+        return f"\\{name.rpartition(' ')[2].lower()} "
+    if name == "GREEK CAPITAL LETTER OMEGA":
+        return "\\Omega "
+    # Full-width and mathematical letters and signs.
+    return plain if len(plain) == 1 and plain.isascii() else character

@@ -1,0 +1,140 @@
+"""The warm launcher of this process: started at the first program, ended with this process."""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Collection
+
+from mindrlhf.errors import UserError
+from mindrlhf.sandbox import launcher
+from mindrlhf.system.processes import kill_tree
+
+START_TIMEOUT_S = 60.0
+STRONG = (
+    frozenset({"namespaces"}),
+    frozenset({"seccomp", "landlock"}),
+    frozenset({"seccomp", "user"}),
+)
+
+
+class LauncherServer:
+    """A launcher and the socket by which programs are handed to it. Threads may share one; forked processes may not."""
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        """Start it.
+
+        Args:
+            without: layers of protection not to use, for tests of the others.
+
+        Raises:
+            OSError: it does not start.
+        """
+        self._control, theirs = socket.socketpair()
+        self.pid_of_owner = os.getpid()
+        settings = {"control_fd": theirs.fileno(), "without": sorted(without)}
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [os.path.realpath(sys.executable), "-I", "-B", launcher.__file__, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environment,
+                cwd="/",
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._control.settimeout(START_TIMEOUT_S)
+        line = b""
+        with contextlib.suppress(OSError):
+            while not line.endswith(b"\n") and (chunk := self._control.recv(4096)):
+                line += chunk
+        if not line.endswith(b"\n"):
+            self.close()
+            last_words = self._process.stderr.read().decode(errors="replace").strip()[-500:]
+            raise OSError(f"the sandbox's launcher does not start: {last_words}")
+        self.layers: frozenset[str] = frozenset(json.loads(line)["layers"])
+        self._process.stderr.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.pid_of_owner == os.getpid() and self._process.poll() is None
+
+    def launch(self, descriptors: Collection[int]) -> None:
+        """Hand over the descriptors of one program: channel, standard input, output, error, link."""
+        socket.send_fds(self._control, [b"r"], list(descriptors))
+
+    def close(self) -> None:
+        """End the launcher and every program it has started."""
+        self._control.close()
+        if self.pid_of_owner == os.getpid():
+            kill_tree(self._process.pid)
+            self._process.wait()
+
+
+_lock = threading.Lock()
+_server: LauncherServer | None = None
+_has_warned = False
+
+
+def shared_server() -> LauncherServer:
+    """Return this process's launcher; start it when there is none, or it has died.
+
+    Raises:
+        OSError: it does not start.
+    """
+    global _server, _has_warned
+    with _lock:
+        if _server is None or not _server.is_alive:
+            _server = LauncherServer()
+            if not is_strong(_server.layers) and not _has_warned:
+                _has_warned = True
+                print(
+                    "mindrlhf: warning: this system allows no namespaces and too few other locks "
+                    f"({describe(_server.layers)}), so programs under test can reach what this user may; their memory, "
+                    "time and processes are limited all the same",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return _server
+
+
+def is_strong(layers: Collection[str]) -> bool:
+    """Whether the layers keep a program from the network, other processes and the user's files."""
+    return any(needed <= set(layers) for needed in STRONG)
+
+
+def describe(layers: Collection[str]) -> str:
+    return ", ".join(sorted(layers))
+
+
+@functools.cache
+def active_layers() -> frozenset[str]:
+    """Return the names of the sandbox's layers that this machine allows; none where no program can be run at all."""
+    try:
+        probe = LauncherServer()
+    except OSError:
+        return frozenset()
+    probe.close()
+    return probe.layers
+
+
+def check_strong(allow_weak: bool) -> str:
+    """Return, for the log, which layers keep programs in.
+
+    Raises:
+        UserError: too few for programs that nobody trusts, and ``allow_weak`` is not set.
+    """
+    layers = active_layers()
+    if not is_strong(layers) and not allow_weak:
+        raise UserError(
+            f"this system gives the sandbox too few locks ({describe(layers) or 'none'}): the model's programs could "
+            "reach the network and this user's files: allow namespaces or Landlock, or set sandbox.allow_weak=true "
+            "in a container with nothing to lose"
+        )
+    return describe(layers)

@@ -1,0 +1,136 @@
+"""The policy as the loop sees it: all that passes between rank 0 and the ranks that compute and train it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.observe.trajectory import digest_weights
+from mindrlhf.training.batch import Batch, RowOptions, in_order
+from mindrlhf.training.records import PolicyUpdateResult, Share
+from mindrlhf.training.team import Team
+from mindrlhf.weights.board import WeightBoard
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """What one optimiser update gave, over all ranks.
+
+    Attributes:
+        statistics: float64 [7], sums over the tokens of the update (``POLICY_STATISTICS``).
+        grad_norm: global norm before clipping; not finite says that there was no update.
+        logprobs: float32 [rows, length] for each micro-batch, in the order of the batch; under the weights that the
+            update, or with a sharded model the step, began with.
+        recompiles, peak_rss_gb: the largest of any rank; see :class:`mindrlhf.training.records.ProcessStatistics`.
+    """
+
+    statistics: np.ndarray
+    grad_norm: float
+    logprobs: tuple[np.ndarray, ...]
+    recompiles: int
+    peak_rss_gb: float
+
+    @classmethod
+    def of(cls, results: Sequence[PolicyUpdateResult]) -> "PolicyUpdate":
+        """Put the results of all ranks together."""
+        return cls(
+            statistics=np.sum([result.statistics for result in results], axis=0),
+            grad_norm=results[0].grad_norm,
+            logprobs=tuple(in_order([result.logprobs for result in results])),
+            recompiles=max(result.process.recompiles for result in results),
+            peak_rss_gb=max(result.process.peak_rss_gb for result in results),
+        )
+
+    @property
+    def loss(self) -> float:
+        """The loss of the update."""
+        return float(self.statistics[0])
+
+
+class Policy:
+    """The trained model and its reference on all ranks; :class:`mindrlhf.training.worker.actor.Actor` is their part.
+
+    The ranks keep the batches of a step until the next one's; what is said of a sample is in the order of the batches.
+
+    Args:
+        team: the ranks.
+        board: takes the weights.
+    """
+
+    def __init__(self, team: Team, board: WeightBoard):
+        self._team = team
+        self._board = board
+        self._batches: Sequence[Batch] = ()
+
+    def warm_up(self, rows: RowOptions, graphs: Sequence[str]) -> None:
+        """Compile the update and the ``graphs`` ("old_logprobs", "reference_logprobs") for every row length."""
+        self._team.call(
+            "warm_up",
+            row_lengths=list(rows.row_lengths),
+            rows_per_micro_batch=rows.rows_per_micro_batch,
+            graphs=list(graphs),
+        )
+
+    def distribute(self, batches: Sequence[Batch]) -> None:
+        """Give every rank its rows of the updates of a step."""
+        self._batches = batches
+        for position, batch in enumerate(batches):
+            self._team.call("receive_batch", per_rank=batch.shares(self._team.world_size), is_first=position == 0)
+
+    def logprobs(self, name: str) -> list[np.ndarray]:
+        """Have the ranks compute and keep "old_logprobs" or "reference_logprobs".
+
+        Returns:
+            float32 [response] for each sample.
+        """
+        responses = []
+        for position, batch in enumerate(self._batches):
+            results = self._team.call("compute_logprobs", name=name, batch=position)
+            responses += batch.collect([result.arrays for result in results])
+        return responses
+
+    def send_tokens(self, name: str, responses: Sequence[np.ndarray]) -> None:
+        """Give the ranks an array [response] for each sample; updates read them under their name."""
+        start = 0
+        for position, batch in enumerate(self._batches):
+            own = responses[start : start + len(batch.placed)]
+            start += len(own)
+            shares = [{"tokens": tokens} for tokens in batch.spread(own, self._team.world_size)]
+            self._team.call("receive_tokens", per_rank=shares, batch=position, name=name)
+
+    def update(self, position: int, lr: float, kl_coefficient: float) -> PolicyUpdate:
+        """Make one optimiser update from the batch at ``position``."""
+        return PolicyUpdate.of(self._team.call("update", batch=position, lr=lr, kl_coefficient=kl_coefficient))
+
+    def responses(self, updates: Sequence[PolicyUpdate]) -> list[np.ndarray]:
+        """Return the log-probabilities that updates of the first pass began with, float32 [response] by sample."""
+        found = (batch.responses(update.logprobs) for batch, update in zip(self._batches, updates))
+        return [response for responses in found for response in responses]
+
+    def held_rows(self, position: int) -> list[PackedRows]:
+        """Return the micro-batches of the batch at ``position``, with all that the ranks were given and computed."""
+        shares: list[Share] = self._team.call("held_batch", batch=position)
+        return in_order([share.micro_batches for share in shares])
+
+    def sync_reference(self) -> None:
+        """Copy the policy into the reference model."""
+        self._team.call("sync_reference")
+
+    def publish(self, version: int) -> str:
+        """Put the weights on the board, where the generator finds them; return their digest."""
+        self._board.begin(version)
+        contributions: list[Mapping[str, Any]] = [
+            result.contribution for result in self._team.call("publish", version=version)
+        ]
+        self._board.seal(contributions)
+        return digest_weights(contributions)
+
+    def begin_dump(self, step: int) -> None:
+        """Have the ranks write the cells of what follows, as those of a step, from 1."""
+        self._team.call("begin_dump", step=step)
+
+    def end_dump(self) -> None:
+        """Have the ranks write no more cells."""
+        self._team.call("end_dump")

@@ -1,0 +1,177 @@
+"""One rank's shard of a model, and the graph of its log-probabilities."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+
+from mindrlhf.checkpoint.manifest import below
+from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.layout.rows import num_logprob_pieces, num_update_pieces, own_rows, place_rows
+from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.shards.save import finish_saving, held_slices, plan_saving, write_rank
+from mindrlhf.shards.sources import ArraySource, open_source
+from mindrlhf.training.sharded.factory import layout_of, network_layouts
+from mindrlhf.training.worker.model import RankModel
+from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publishing import plan_publication, write_slices
+from mindrlhf.weights.sharded import ShardedManifest
+from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
+
+
+class ShardedModel(RankModel):
+    """This rank's shard of a model.
+
+    What computes is given to it, so that graphs which were compiled elsewhere can take the place of the product's own:
+    ``cell`` may be any function, and the shard may lie in other parameters than those of ``network``.
+
+    Args:
+        network: the model, of which names, dtypes and shapes are read.
+        cell: log-probabilities; takes the four arrays of ``row_inputs``, returns a tuple of tensors, one for each
+            pipeline micro-batch, as :class:`mindrlhf.training.sharded.cells.ParallelLogProbs` does.
+        parallel: the layout, with `data_parallel` filled in.
+        rank: number of this rank.
+        parameters: those that hold the shard, by name, at least all that this rank holds; None: the network's.
+    """
+
+    def __init__(
+        self,
+        network: CausalLM,
+        cell: Callable[..., tuple[ms.Tensor, ...]],
+        parallel: ParallelSection,
+        rank: int,
+        parameters: Mapping[str, ms.Parameter] | None = None,
+    ):
+        super().__init__(network)
+        self.cell = cell
+        self.layout = layout_of(parallel)
+        self.rank = rank
+        self.layouts: list[ParameterLayout] = network_layouts(network, self.layout)
+        self.held = held_slices(self.layouts, rank)
+        self._parameters = parameters or {parameter.name: parameter for parameter in network.get_parameters()}
+        self.num_update_pieces = num_update_pieces(parallel)
+        self._num_logprob_pieces = num_logprob_pieces(parallel)
+        rules = {rule.mf_name: rule for rule in network.spec.rules(network.dims)}
+        self._publication = plan_publication(self.layouts, rules, network.dims, rank)
+
+    @property
+    def is_in_last_stage(self) -> bool:
+        """Whether this rank has the outputs of the model."""
+        return self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
+
+    def compile(self, rows: PackedRows) -> None:
+        """Compile the graph of the log-probabilities for the shape of ``rows``; its cell must be MindSpore's."""
+        self.cell.compile(*self.row_inputs(rows, self._num_logprob_pieces))
+
+    def logprobs(self, rows: PackedRows) -> np.ndarray:
+        """Return the log-probabilities of this rank's rows, float32 [rows, length]; zeros before the last stage."""
+        outputs = self.cell(*self.row_inputs(rows, self._num_logprob_pieces))
+        if not self.is_in_last_stage:
+            return np.zeros_like(rows.mask)
+        return own_rows([output.asnumpy() for output in outputs], self.layout, self.rank)
+
+    def row_inputs(self, rows: PackedRows, num_pieces: int) -> list[ms.Tensor]:
+        """Return the four arrays that every cell takes first."""
+        return self.inputs((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), num_pieces)
+
+    def inputs(self, arrays: Iterable[np.ndarray], num_pieces: int) -> list[ms.Tensor]:
+        """Return the inputs of a graph from this rank's rows [rows, ..] of each; see :mod:`mindrlhf.layout.rows`."""
+        return [ms.Tensor(place_rows(array, self.layout, self.rank, num_pieces)) for array in arrays]
+
+    def load(self, source: ArraySource) -> None:
+        """Take this rank's shard of every parameter, one after the other, converted to the parameters' dtypes.
+
+        The graphs must have been compiled: it is then that a parameter gets the shape of its shard.
+
+        Raises:
+            UserError: the source is damaged.
+        """
+        for one in self.held:
+            parameter = self._parameters[one.name]
+            array = convert_dtype(source.read_slice(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
+            set_shard(parameter, array, one)
+            source.release(one.name)
+
+    def restore(self, directory: str | os.PathLike) -> None:
+        """See :meth:`RankModel.restore`."""
+        self.load(open_source(directory))
+
+    def shards(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""
+        for one in self.held:
+            parameter = self._parameters[one.name]
+            yield one.name, parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
+
+    def copy_from(self, other: "ShardedModel") -> None:
+        """See :meth:`RankModel.copy_from`: shard by shard."""
+        for one in self.held:
+            self._parameters[one.name].set_data(ms.Tensor(other._parameters[one.name].asnumpy().copy()))
+
+    def write_to(self, board: WeightBoard) -> None:
+        """Write what this rank holds, and no other rank writes."""
+        for name, array in self.shards():
+            if name in self._publication:
+                write_slices(board, {name: self._publication[name]}, {name: array})
+
+    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the published tensors: no rank has all of them."""
+        assert board is not None and board.version is not None, "nothing was published"
+        return ((name, array) for name, _, array in board.tensors(board.version))
+
+    def size_bytes(self, state: Mapping[str, ms.Parameter] | None = None) -> int:
+        """Return the bytes that all ranks save, of parameters and, with ``state``, of AdamW's state."""
+        arrays = self._plan_saving(with_state=state is not None).arrays.values()
+        return sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays)
+
+    def state_writer(self, name: str, hold: Callable, state: Mapping[str, ms.Parameter] | None = None) -> StateWriter:
+        """Return the function that writes this rank's part of a sharded directory; rank 0's also makes it whole.
+
+        Args:
+            name, hold: see :meth:`RankModel.state_writer`.
+            state: AdamW's, saved with the parameters.
+        """
+        manifest = self._plan_saving(with_state=state is not None)
+        arrays = hold(name, self._held_arrays(manifest, state or {}))
+
+        def write(parent: Path) -> dict[str, str]:
+            checksums = write_rank(parent / name, manifest, self.rank, arrays)
+            if self.rank == 0:
+                finish_saving(parent / name, manifest, self.network.hf_config, self.layouts, self.layout)
+            return below(name, checksums)
+
+        return write
+
+    def _held_arrays(
+        self, manifest: ShardedManifest, state: Mapping[str, ms.Parameter]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield what this rank writes in the order of its file."""
+        yield from self.shards()
+        # An optimiser also knows the parameters of other stages, of which there is no data here.
+        for name in manifest.infos_of_rank(self.rank):
+            if name in state:
+                yield name, state[name].asnumpy()
+
+    def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
+        return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)
+
+
+def set_shard(parameter: ms.Parameter, array: np.ndarray, layout: ParameterLayout) -> None:
+    """Give a parameter its shard, in its dtype (bfloat16 as uint16 bit patterns)."""
+    assert tuple(parameter.shape) == layout.slice_shape == array.shape, (
+        f"{layout.name} is {tuple(parameter.shape)} in the graph, its layout gives {layout.slice_shape}, and the shard "
+        f"is {array.shape}"
+    )
+    # The copy keeps the parameter from sharing a read-only file mapping.
+    data = np.array(array, order="C")
+    if parameter.dtype == ms.bfloat16:
+        data = data.view(ms.Tensor([0], ms.bfloat16).asnumpy().dtype)
+    parameter.set_data(ms.Tensor(data))
+
+
+def _dtype_name(parameter: ms.Parameter) -> str:
+    return str(parameter.dtype).lower()

@@ -1,0 +1,134 @@
+"""What one rank holds of a model, behind one interface: all of it here, a shard in mindrlhf.training.sharded.model."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+
+from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.checkpoint.manifest import below
+from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.training.runtime import Rank
+from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
+
+
+class RankModel(ABC):
+    """A model as a rank's worker sees it.
+
+    Args:
+        network: the model; of one that is sharded only its names, dtypes and shapes are looked at.
+    """
+
+    def __init__(self, network: CausalLM):
+        self.network = network
+
+    @property
+    def dtype(self) -> str:
+        """Dtype name of the trained parameters."""
+        return str(self.network.head_weight.dtype).lower()
+
+    @abstractmethod
+    def logprobs(self, rows: PackedRows) -> np.ndarray:
+        """Return what the model says of each token of this rank's rows, float32 [rows, length]."""
+
+    @abstractmethod
+    def copy_from(self, other: "RankModel") -> None:
+        """Take the weights of a model of the same shape."""
+
+    @abstractmethod
+    def write_to(self, board: WeightBoard) -> None:
+        """Write this rank's share of the tensors to a board."""
+
+    @abstractmethod
+    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield all Hugging Face tensors; ``board`` has those that were published."""
+
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Return the bytes of the whole model in a checkpoint."""
+
+    @abstractmethod
+    def state_writer(self, name: str, hold: Callable) -> StateWriter:
+        """Return the function that writes this rank's part of the directory ``name`` of a checkpoint.
+
+        ``hold`` takes ``name`` and the arrays first.
+        """
+
+    @abstractmethod
+    def restore(self, directory: str | os.PathLike) -> None:
+        """Load what the ranks of any layout have written.
+
+        Raises:
+            UserError: it is damaged, or of another model.
+        """
+
+    def create_board(self) -> WeightBoard:
+        """Make a weight board for the model."""
+        return WeightBoard.create(hf_tensor_infos(self.network))
+
+    def export(
+        self, directory: Path, tokenizer_dir: str | os.PathLike | None, board: WeightBoard | None = None
+    ) -> None:
+        """Write the weights as a Hugging Face directory, in their own dtype; ``board`` as for ``hf_tensors``."""
+        tensors, hf_config = self.hf_tensors(board), self.network.hf_config
+        export_hf(tensors, hf_config, directory, dtype=self.dtype, tokenizer_dir=tokenizer_dir)
+
+
+class WholeModel(RankModel):
+    """A model of which every rank has a replica.
+
+    Args:
+        policy: its log-probabilities, or scores.
+        rank: this process.
+    """
+
+    def __init__(self, policy: PolicyLogProbs | TokenScores, rank: Rank):
+        super().__init__(policy.model)
+        self.policy = policy
+        self._rank = rank
+
+    def logprobs(self, rows: PackedRows) -> np.ndarray:
+        """See :meth:`RankModel.logprobs`."""
+        self.policy.bind()
+        return self.policy(*row_tensors(rows))[0].asnumpy().copy()
+
+    def copy_from(self, other: "WholeModel") -> None:
+        """See :meth:`RankModel.copy_from`."""
+        for target, source in zip(self.network.get_parameters(), other.network.get_parameters(), strict=True):
+            target.set_data(ms.Tensor(source.asnumpy().copy()))
+
+    def write_to(self, board: WeightBoard) -> None:
+        """See :meth:`RankModel.write_to`: the ranks divide the tensors."""
+        for name, array in iter_hf_tensors(self.network, self._rank.index, self._rank.world_size):
+            board.write(name, array)
+
+    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield all tensors, of this rank's memory."""
+        return iter_hf_tensors(self.network)
+
+    def size_bytes(self) -> int:
+        """See :meth:`RankModel.size_bytes`."""
+        return sum(parameter.nbytes for parameter in self.network.get_parameters())
+
+    def state_writer(self, name: str, hold: Callable) -> StateWriter:
+        """See :meth:`RankModel.state_writer`: the only shard, which one rank writes, as a Hugging Face directory."""
+        weights = hold(name, iter_hf_tensors(self.network))
+        return lambda directory: below(
+            name, export_hf(weights, self.network.hf_config, directory / name, dtype=self.dtype)
+        )
+
+    def restore(self, directory: str | os.PathLike) -> None:
+        """See :meth:`RankModel.restore`."""
+        load_hf_weights(self.network, directory)
+
+
+def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:
+    """Return the four arrays that every cell takes first."""
+    return tuple(ms.Tensor(array) for array in (rows.input_ids, rows.segment_ids, rows.labels, rows.mask))

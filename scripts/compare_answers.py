@@ -1,0 +1,85 @@
+"""How often this package and math-verify alone agree with the tables of answer cases, side by side.
+
+    python scripts/compare_answers.py [--wrong]
+
+math-verify is called as its authors show: reference and prediction in dollar signs, completions as they are.
+``--wrong`` prints the cases that each gets wrong.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from math_verify import parse, verify
+
+from mindrlhf.rewards.answers.equality import answers_equal
+from mindrlhf.rewards.registry import built_in
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rewards" / "answers"))
+import case_tables  # noqa: E402
+
+logging.disable(logging.CRITICAL)
+
+
+def by_math_verify(prediction: str, reference: str) -> bool:
+    """math-verify's verdict, within its own time limit of 5 s."""
+    try:
+        text = prediction if "\\boxed" in prediction else f"${prediction}$"
+        return bool(verify(parse(f"${reference}$"), parse(text)))
+    except Exception:
+        return False
+
+
+def completion_by_math_verify(completion: str, reference: str) -> bool:
+    """The same for a completion, in which math-verify searches for the answer itself."""
+    try:
+        return bool(verify(parse(f"${reference}$"), parse(completion)))
+    except Exception:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--wrong", action="store_true")
+    arguments = parser.parse_args()
+    accuracy_reward = built_in("accuracy_reward")
+    ways: dict[bool, dict[str, Callable[[str, str], bool]]] = {
+        False: {"ours": answers_equal, "math-verify": by_math_verify},
+        True: {
+            "ours": lambda completion, answer: accuracy_reward(completion, answer) == 1.0,
+            "math-verify": completion_by_math_verify,
+        },
+    }
+    print(f"{'table':24s}{'checker':14s}{'right earn':>12s}{'wrong earn 0':>14s}{'agreement':>11s}{'longest':>9s}")
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for table in (*case_tables.table_names(), "completions"):
+        cases = case_tables.read_cases(table)
+        for checker, is_equal in ways[table == "completions"].items():
+            counts, longest_s, wrong = {True: [0, 0], False: [0, 0]}, 0.0, []
+            for case in cases:
+                start_s = time.perf_counter()
+                agrees = is_equal(case.prediction, case.reference) is case.is_equal
+                longest_s = max(longest_s, time.perf_counter() - start_s)
+                counts[case.is_equal][0] += agrees
+                counts[case.is_equal][1] += 1
+                if not agrees:
+                    wrong.append(case)
+            num_agreed = counts[True][0] + counts[False][0]
+            totals[checker][0] += num_agreed
+            totals[checker][1] += len(cases)
+            shares = [f"{agreed}/{number}" for agreed, number in (counts[True], counts[False])]
+            share = num_agreed / len(cases)
+            print(f"{table:24s}{checker:14s}{shares[0]:>12s}{shares[1]:>14s}{share:11.1%}{longest_s:8.2f}s")
+            for case in wrong if arguments.wrong else ():
+                sign = "==" if case.is_equal else "!="
+                print(f"    {ascii(case.prediction)} {sign} {ascii(case.reference)}: {case.reason}")
+    for checker, (num_agreed, num_cases) in totals.items():
+        print(f"{'all':24s}{checker:14s}{num_agreed:4d} of {num_cases} = {num_agreed / num_cases:.1%}")
+
+
+if __name__ == "__main__":
+    main()

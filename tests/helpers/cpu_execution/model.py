@@ -1,0 +1,165 @@
+"""The product's worker of a sharded model, over graphs that were compiled for Ascend and lowered for the CPU."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.communication import create_group
+
+from cpu_execution.lower import LoweredGraph, lower_graph
+from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
+from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.shards.sources import open_source
+from mindrlhf.specs import find_spec
+from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+from mindrlhf.training.sharded.model import ShardedModel
+from mindrlhf.training.worker.actor import Actor
+
+# State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
+_ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
+_LEARNING_RATE, _IS_LAST = "learning_rate", "is_last"  # what the host sets
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+    dtype: ms.Type = ms.float32
+
+
+class DescribedModel:
+    """Names and dtypes of a model, which is what the product reads of one whose graphs are given to it."""
+
+    def __init__(self, hf_config: dict):
+        self.hf_config = hf_config
+        self.spec = find_spec(hf_config)
+        self.dims = self.spec.dims(hf_config)
+        self.head_weight = _Named("head")
+
+    def get_parameters(self) -> list[_Named]:
+        """Return all of the model, also what other ranks hold."""
+        return [_Named(rule.mf_name) for rule in self.spec.rules(self.dims)]
+
+
+class LoweredCell:
+    """A graph of this rank that the CPU runs."""
+
+    def __init__(self, lowered: LoweredGraph):
+        self._cell = nn.GraphCell(ms.load(lowered.path))
+        self.parameters = {parameter.name: parameter for parameter in self._cell.get_parameters()}
+        for parameter in self.parameters.values():
+            if parameter.name.startswith(_ZERO_PREFIXES):
+                parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
+
+    def __call__(self, *inputs: ms.Tensor) -> tuple[ms.Tensor, ...]:
+        outputs = self._cell(*inputs)
+        return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+    def check_names(self, weights: Iterable[str]) -> None:
+        """Raise LoweringError unless the graph has these weights and nothing else that would need a value."""
+        known = {*weights, _LEARNING_RATE, _IS_LAST}
+        if missing := sorted(set(weights) - self.parameters.keys()):
+            raise LoweringError(f"the graph lacks {missing[0]}")
+        unknown = [name for name in self.parameters if name not in known and not name.startswith(_ZERO_PREFIXES)]
+        if unknown:
+            raise LoweringError(f"the graph has an unknown parameter {unknown[0]}")
+
+
+@dataclass
+class RecordedUpdate:
+    """An update that notes the loss of every call."""
+
+    cell: LoweredCell
+    losses: list[float] = field(default_factory=list)
+
+    def __call__(self, *inputs: ms.Tensor) -> tuple[ms.Tensor, ...]:
+        outputs = self.cell(*inputs)
+        self.losses.append(float(outputs[0].asnumpy().reshape(-1)[0]))
+        return outputs
+
+
+@dataclass
+class SharedOutputs:
+    """Log-probabilities under the weights of another graph: each was loaded with weights of its own."""
+
+    cell: LoweredCell
+    weights: dict[str, ms.Parameter]
+
+    def __call__(self, *inputs: ms.Tensor) -> tuple[ms.Tensor, ...]:
+        for name, parameter in self.weights.items():
+            if name in self.cell.parameters:
+                # One memory for both from here on, until either is given other data.
+                self.cell.parameters[name].set_data(parameter)
+        return self.cell(*inputs)
+
+
+class LoweredRank:
+    """The graphs of one job on one rank.
+
+    Args:
+        job: its entry in the file of jobs.
+        hf_config: the model's config.json.
+        rank: number of this rank.
+        directory: for lowered graphs.
+        groups: communication groups made so far; those of this job are added.
+
+    Attributes:
+        parallel: the layout.
+        actor: the product's.
+        update: its update.
+        replaced: nodes of the update that were rewritten, by operator.
+    """
+
+    def __init__(self, job: dict, hf_config: dict, rank: int, directory: Path, groups: dict[str, tuple[int, ...]]):
+        self._job, self._rank, self._directory, self._groups = job, rank, directory, groups
+        network, self.parallel = DescribedModel(hf_config), ParallelSection(**job["parallel"])
+        lowered, cell = self._load("graphs")
+        self.replaced = lowered.replaced
+        self.update = RecordedUpdate(cell)
+        parameters = cell.parameters
+        outputs = SharedOutputs(self._load("output_graphs")[1], {})
+        model = ShardedModel(network, outputs, self.parallel, rank, parameters)
+        names = [one.name for one in model.held]
+        outputs.weights = {name: parameters[name] for name in names if name in parameters}
+        reference_cell = self._load("output_graphs")[1]
+        reference = ShardedModel(network, reference_cell, self.parallel, rank, reference_cell.parameters)
+        for each in (cell, outputs.cell, reference_cell):
+            each.check_names(names)
+        graph = UpdateGraph(
+            self.update,
+            parameters[_LEARNING_RATE],
+            parameters[_IS_LAST],
+            _optimizer_state(parameters),
+            tuple(job["token_inputs"]),
+        )
+        source = open_source(job["model_dir"])
+        for each in (model, reference):
+            each.load(source)
+        self.actor = Actor(ShardedLearner(model, graph), reference, saves_reference=False)
+
+    def _load(self, kind: str) -> tuple[LoweredGraph, LoweredCell]:
+        out_path = self._directory / f"lowered_{kind}_{self._rank}.mindir"
+        lowered = lower_graph(self._job[kind][self._rank], self._rank, out_path)
+        make_groups(lowered, self._groups)
+        return lowered, LoweredCell(lowered)
+
+
+def _optimizer_state(parameters: dict[str, ms.Parameter]) -> dict[str, ms.Parameter]:
+    """Return AdamW's state by its names in a checkpoint."""
+    state = {GLOBAL_STEP_NAME: parameters[GLOBAL_STEP_NAME]}
+    for name, parameter in parameters.items():
+        for prefix, saved in (("adam_m.", "exp_avg."), ("adam_v.", "exp_avg_sq.")):
+            if name.startswith(prefix):
+                state[saved + name.removeprefix(prefix)] = parameter
+    return state
+
+
+def make_groups(lowered: LoweredGraph, made: dict[str, tuple[int, ...]]) -> None:
+    """Create the groups of a graph that have not been made yet, in an order that all ranks share."""
+    for name, ranks in sorted(lowered.groups.items()):
+        assert made.get(name, ranks) == ranks, f"group {name} is both {made[name]} and {ranks}"
+        if name not in made:
+            create_group(name, list(ranks))
+            made[name] = ranks

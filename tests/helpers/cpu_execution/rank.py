@@ -1,0 +1,180 @@
+"""Run compiled parallel graphs on CPU ranks: one rank's side, the program that ``msrun`` starts.
+
+    python -m cpu_execution.rank DIRECTORY
+
+The directory is one that :func:`cpu_execution.run.execute` has prepared. Rank 0 leads as it does in a run: through the
+product's team and policy, it has the product's workers compute log-probabilities, update, publish, save and restore.
+"""
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore.communication import get_group_size, get_rank, init
+from safetensors.numpy import load_file, save_file
+
+from cpu_execution.model import LoweredRank
+from cpu_execution.run import (
+    BATCHES_NAME,
+    EXPORT_NAME,
+    OUTPUTS_NAME,
+    PUBLISHED_NAME,
+    RESULT_NAME,
+    SAVED_NAME,
+    SPEC_NAME,
+    UPDATES_NAME,
+)
+from mindrlhf.data.packing import PackedRows
+from mindrlhf.system.processes import die_with_launcher
+from mindrlhf.training.batch import Batch, RowOptions
+from mindrlhf.training.loop.policy import Policy
+from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.sharded.factory import layout_of
+from mindrlhf.training.team import Team, connect, serve
+from mindrlhf.weights.board import WeightBoard
+
+OLD, REFERENCE = "old_logprobs", "reference_logprobs"
+
+
+def main(directory: Path) -> None:
+    spec = json.loads((directory / SPEC_NAME).read_text())
+    # Nobody else would end a rank that waits for a message that never comes.
+    signal.setitimer(signal.ITIMER_REAL, spec["timeout_s"])
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    ms.set_context(runtime_num_threads=1)
+    rank = Rank(get_rank(), get_group_size())
+    groups: dict[str, tuple[int, ...]] = {}
+    for job in spec["jobs"]:
+        print(f"executing {job['name']}", flush=True)
+        own_directory = directory / job["name"]
+        lowered = LoweredRank(job, spec["hf_config"], rank.index, own_directory, groups)
+        connections = connect(rank)
+        if rank.is_lead:
+            team = ReplicaTeam(Team(lowered.actor, connections), layout_of(lowered.parallel))
+            _Lead(spec, job, lowered.actor, team, own_directory, load_file(directory / BATCHES_NAME)).run()
+            team.close()
+        else:
+            serve(lowered.actor, connections[0])
+        report = {
+            "losses": lowered.update.losses,
+            "written_bytes": _written_bytes(lowered.actor),
+            "lowered": lowered.replaced,
+        }
+        (own_directory / RESULT_NAME.format(rank=rank.index)).write_text(json.dumps(report))
+
+
+def _written_bytes(actor) -> int:
+    """Return the bytes of the last version that this rank wrote to the board."""
+    regions = [box for written in actor._board.contribution().values() for box in written["regions"]]
+    return sum(4 * math.prod(stop - start for start, stop in box) for box in regions)
+
+
+class _Lead:
+    """Rank 0: one step of training, and all that a run does around it."""
+
+    def __init__(self, spec: dict, job: dict, actor, team: ReplicaTeam, directory: Path, arrays: dict[str, np.ndarray]):
+        self._job = job
+        self._actor = actor
+        self._team = team
+        self._directory = directory
+        self._learning_rate, self._kl_coefficient = spec["learning_rate"], spec["kl_coefficient"]
+        self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size)
+
+    def run(self) -> None:
+        with self._actor.create_board() as board:
+            self._team.call("attach_board", path=board.path)
+            policy = Policy(self._team, board)
+            micro_batch = self._batches[0].micro_batches[0]
+            num_rows, length = micro_batch.mask.shape
+            policy.warm_up(RowOptions((length,), num_rows, self._team.world_size, True), [OLD, REFERENCE])
+            self._publish(policy, board, "before")
+            policy.distribute(self._batches)
+            self._compute_outputs(policy)
+            updates = [self._update(policy, 0)]
+            self._save("middle")
+            updates += [self._update(policy, position) for position in range(1, len(self._batches))]
+            self._publish(policy, board, "after")
+            self._save(SAVED_NAME)
+            self._actor.export(self._directory / EXPORT_NAME, None)
+            # Again from the checkpoint, with the batches that the ranks still have.
+            self._team.call("restore", directory=str(self._directory / "middle"))
+            for position in range(1, len(self._batches)):
+                self._update(policy, position)
+            self._publish(policy, board, "resumed")
+            outputs = {"first": [array for update in updates for array in update.logprobs]}
+            outputs["reference"] = self._reference(policy)
+            policy.sync_reference()
+            outputs["synchronised"] = self._reference(policy)
+        self._write(outputs, updates)
+
+    def _compute_outputs(self, policy: Policy) -> None:
+        """Compute the token array that the job does not take from the batches, if there is one."""
+        name = self._job["computed_input"]
+        if not name:
+            return
+        outputs = policy.logprobs(OLD)
+        if name != OLD:  # a critic's values
+            policy.send_tokens(name, outputs)
+
+    def _update(self, policy: Policy, position: int):
+        return policy.update(position, self._learning_rate, self._kl_coefficient)
+
+    def _reference(self, policy: Policy) -> list[np.ndarray]:
+        policy.logprobs(REFERENCE)
+        rows = [rows for position in range(len(self._batches)) for rows in policy.held_rows(position)]
+        return [one.tokens[REFERENCE].copy() for one in rows]
+
+    def _publish(self, policy: Policy, board: WeightBoard, moment: str) -> None:
+        version = (board.version or 0) + 1
+        policy.publish(version)
+        board.verify(version)
+        tensors = {name: array.copy() for name, _, array in board.tensors(version)}
+        save_file(tensors, self._directory / PUBLISHED_NAME.format(moment=moment))
+
+    def _save(self, name: str) -> None:
+        self._team.call("begin_saving", directory=str(self._directory / name), copies=True)
+        self._team.call("end_saving")
+
+    def _write(self, outputs: dict[str, list[np.ndarray]], updates: list) -> None:
+        size = self._team.world_size
+        whole = {
+            f"{kind}.{call}": np.ascontiguousarray(np.concatenate(arrays[call * size : (call + 1) * size]))
+            for kind, arrays in outputs.items()
+            for call in range(len(arrays) // size)
+        }
+        save_file(whole, self._directory / OUTPUTS_NAME)
+        described = [{"statistics": one.statistics.tolist(), "grad_norm": one.grad_norm} for one in updates]
+        (self._directory / UPDATES_NAME).write_text(json.dumps(described))
+
+
+def _batches(
+    is_last: list[bool], arrays: dict[str, np.ndarray], token_inputs: list[str], num_replicas: int
+) -> list[Batch]:
+    """Return a batch for each update, its calls' rows divided among the replicas; every row counts as a sample."""
+    batches, micro_batches = [], []
+    for call, ends in enumerate(is_last):
+        num_inputs = 4 + len(token_inputs)
+        shares = zip(*(np.split(arrays[f"{call}.{index}"], num_replicas) for index in range(num_inputs)))
+        micro_batches += [PackedRows(*share[:4], tokens=dict(zip(token_inputs, share[4:]))) for share in shares]
+        if ends:
+            num_tokens = int(arrays[f"{call}.{num_inputs}"][0, 1])
+            placed = tuple(
+                (index, row, 0, rows.mask.shape[1])
+                for index, rows in enumerate(micro_batches)
+                for row in range(len(rows.mask))
+            )
+            batches.append(Batch(tuple(micro_batches), num_tokens, placed))
+            micro_batches = []
+    return batches
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    main(Path(sys.argv[1]))

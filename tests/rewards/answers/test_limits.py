@@ -1,0 +1,74 @@
+"""What is not computed is refused before it costs anything, with a reason by name; what is feasible is computed."""
+
+import pytest
+
+from mindrlhf.rewards.answers.equality import answers_equal, refusal_reason
+from mindrlhf.rewards.registry import built_in
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("9^{9^{9}}", "a power too large"),
+        ("2^{99999999}", "a power too large"),
+        ("2^{(10^9)}", "a power too large"),
+        ("x^{10^{10}}", "a power too large"),
+        ("e^{e^{e^{e^{9}}}}", "a power too large"),
+        ("(x+1)^{99999}", "a power too large"),
+        ("1/2^{10^{10}}", "a power too large"),
+        ("(2^{9999})^{9999}", "a power too large"),
+        ("99999!", "a factorial too large"),
+        ("(2^{20})!", "a factorial too large"),
+        ("(9!)!", "a factorial too large"),
+        ("3!!", "a factorial of a factorial"),
+        ("\\binom{10^{9}}{10^{8}}", "a binomial too large"),
+        ("\\dbinom{99999}{50000}", "a binomial too large"),
+        ("\\int_0^1 e^{x^2} dx", "an integral is not computed"),
+        ("\\sum_{k=1}^{10^9} k", "a sum or product over a range is not computed"),
+        ("\\prod_{k=1}^{10^9} k", "a sum or product over a range is not computed"),
+        ("\\lim_{x \\to 0} x^x", "a limit is not computed"),
+        ("\\operatorname{eye}(99999)", "a named operator is not computed"),
+        ("\\gcd(2^{999999}, 6)", "a function of several values is not computed"),
+        ("\\weird{5}", "the command weird is not computed"),
+        ("\\begin{cases}1\\\\2\\end{cases}", "the environment cases is not computed"),
+        ("1e99999999", "a power of ten too large"),
+        ("\\sqrt{" * 20 + "5" + "}" * 20, "nested deeper than 8"),
+        ("((((5))))", "nested deeper than 3 with nothing between"),
+        ("||||x||||", "more than 6 bars"),
+        ("1+" * 300 + "1", "longer than 500 characters"),
+        ("x+" * 180 + "x", "more than 150 operations"),
+    ],
+)
+def test_refused(answer, reason):
+    assert refusal_reason(answer) == reason
+    assert not answers_equal(answer, "5")
+    assert not answers_equal("5", answer)
+    assert answers_equal(answer, answer)
+    assert built_in("accuracy_reward")(f"\\boxed{{{answer}}}", "5") == 0.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("2^{100}", "1267650600228229401496703205376"),
+        ("20!", "2432902008176640000"),
+        ("\\binom{100}{2}", "4950"),
+        ("2^{1000}-2^{1000}+1", "1"),
+        ("\\frac{100!}{99!}", "100"),
+        ("x^{20}\\cdot x^{-19}", "x"),
+        ("\\sqrt{\\sqrt{\\sqrt{256}}}", "2"),
+        ("((5))", "5"),
+        ("1e3", "1000"),
+    ],
+)
+def test_feasible(answer, value):
+    assert refusal_reason(answer) is None
+    assert answers_equal(answer, value)
+
+
+def test_a_text_that_is_no_expression_is_not_refused():
+    assert refusal_reason("42") is None
+    assert refusal_reason("Paris") is None
+    assert refusal_reason("5 cm") is None

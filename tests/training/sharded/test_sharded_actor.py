@@ -1,0 +1,238 @@
+"""The actor over sharded models whose cells are given to it: functions here, so that what goes in and out is seen.
+
+Two data-parallel ranks, each with the optimiser's shard of the parameters (where one is large enough to be cut).
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.training.batch import RowOptions, make_batch
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+PARALLEL = ParallelSection(data_parallel=2, enable_parallel_optimizer=True)
+NUM_RANKS, LENGTH = 2, 16
+
+
+class Cells:
+    """What stands for the graphs of one rank: it notes its inputs, and its outputs can be worked out by hand."""
+
+    def __init__(self, learning_rate, is_last):
+        self.learning_rate, self.is_last = learning_rate, is_last
+        self.num_logprobs = 0
+        self.updates = []  # (learning rate, is_last, inputs) of each call
+
+    def logprobs(self, input_ids, segment_ids, labels, mask):
+        import mindspore as ms
+
+        self.num_logprobs += 1
+        return (ms.Tensor(-labels.asnumpy() * mask.asnumpy() / 7),)
+
+    def update(self, *inputs):
+        import mindspore as ms
+
+        arrays = [one.asnumpy() for one in inputs]
+        self.updates.append((float(self.learning_rate.asnumpy()), self.is_last.asnumpy().tolist(), arrays))
+        statistics = np.arange(len(POLICY_STATISTICS), dtype=np.float32) + len(self.updates)
+        return ms.Tensor(statistics), ms.Tensor([0.5 * len(self.updates)], ms.float32)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    directory = tmp_path_factory.mktemp("model")
+    export_hf(random_hf_weights(MODEL, 0), MODEL, directory)
+    return directory
+
+
+@pytest.fixture
+def make_ranks(model_dir):
+    """Return a function that builds the actors of all ranks, with their cells."""
+    import mindspore as ms
+
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.shards.sources import open_source
+    from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+    from mindrlhf.training.sharded.model import ShardedModel
+    from mindrlhf.training.worker.actor import Actor
+
+    network = build_model(MODEL, seq_length=LENGTH)
+
+    def shard(cell, rank, prefix=""):
+        layouts = {one.name: one for one in ShardedModel(network, cell, PARALLEL, rank).held}
+        parameters = {
+            name: ms.Parameter(ms.ops.zeros(one.slice_shape, ms.float32), name=prefix + name)
+            for name, one in layouts.items()
+        }
+        model = ShardedModel(network, cell, PARALLEL, rank, parameters)
+        model.load(open_source(model_dir))
+        return model, parameters
+
+    def make(rank):
+        lr, is_last = (ms.Parameter(ms.Tensor(value, ms.float32), name="x") for value in (0.0, [1.0]))
+        cells = Cells(lr, is_last)
+        model, parameters = shard(cells.logprobs, rank)
+        state = {
+            f"{kind}.{name}": ms.Parameter(ms.ops.ones(parameter.shape, ms.float32) * (rank + 1), name=f"{kind}.{name}")
+            for name, parameter in parameters.items()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        state["global_step"] = ms.Parameter(ms.Tensor([3], ms.int32), name="global_step")
+        learner = ShardedLearner(model, UpdateGraph(cells.update, lr, is_last, state))
+        reference, _ = shard(cells.logprobs, rank, "reference.")
+        return Actor(learner, reference, saves_reference=True), cells, parameters
+
+    return lambda: [make(rank) for rank in range(NUM_RANKS)]
+
+
+def make_two_batches():
+    random = np.random.default_rng(0)
+    batches = []
+    for _ in range(2):
+        sequences = [
+            TokenSequence(
+                random.integers(1, 1000, 4).astype(np.int32),
+                random.integers(1, 1000, 5).astype(np.int32),
+                {"advantages": random.standard_normal(5).astype(np.float32)},
+            )
+            for _ in range(8)
+        ]
+        batches.append(make_batch(sequences, RowOptions((LENGTH,), 2, NUM_RANKS, False)))
+    return batches
+
+
+def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
+    ranks, (first, second) = make_ranks(), make_two_batches()
+    results = []
+    for rank, (actor, _, _) in enumerate(ranks):
+        actor.receive_batch(first.share(rank, NUM_RANKS), is_first=True)
+        actor.receive_batch(second.share(rank, NUM_RANKS), is_first=False)
+        old = actor.compute_logprobs("old_logprobs", 0)
+        results.append([actor.update(batch, 0.25 * (batch + 1), 0.75) for batch in (0, 1, 0)])
+        for computed, rows in zip(old.arrays, first.share(rank, NUM_RANKS).micro_batches, strict=True):
+            np.testing.assert_allclose(computed, -rows.labels * rows.mask / 7)
+    for rank, (_, cells, _) in enumerate(ranks):
+        # Two micro-batches of each batch, measured once in the step though the first is trained on twice.
+        assert cells.num_logprobs == 4
+        assert [(lr, is_last) for lr, is_last, _ in cells.updates] == [
+            (lr, [is_last]) for lr in (0.25, 0.5, 0.25) for is_last in (0.0, 1.0)
+        ]
+        own = first.share(rank, NUM_RANKS).micro_batches
+        for rows, (_, _, inputs) in zip(own, cells.updates):
+            mine, others = slice(2 * rank, 2 * rank + 2), slice(2 - 2 * rank, 4 - 2 * rank)
+            for array, sent in zip((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), inputs, strict=False):
+                np.testing.assert_array_equal(sent[mine], array)
+                assert not sent[others].any()
+            tokens = dict(zip(POLICY_INPUTS, inputs[4:-1], strict=True))
+            np.testing.assert_array_equal(tokens["advantages"][mine], rows.tokens["advantages"])
+            np.testing.assert_allclose(tokens["old_logprobs"][mine], -rows.labels * rows.mask / 7)
+            np.testing.assert_array_equal(inputs[-1], np.tile([0.75, first.num_tokens], (4, 1)).astype(np.float32))
+    # The graph's sums are of all rows already: they are told once.
+    sums = np.arange(len(POLICY_STATISTICS))
+    np.testing.assert_array_equal(results[0][0].statistics, 2 * sums + 1 + 2)
+    np.testing.assert_array_equal(results[0][2].statistics, 2 * sums + 5 + 6)
+    assert not any(result.statistics.any() for result in results[1])
+    assert [result.grad_norm for result in results[1]] == [1.0, 2.0, 3.0]
+    collected = first.collect([ranks_results[2].logprobs for ranks_results in results])
+    for rows_of, response in zip(first.responses([rows.labels for rows in first.micro_batches]), collected):
+        np.testing.assert_allclose(response, -rows_of / 7, rtol=1e-6)
+
+
+def test_a_new_step_forgets_the_old_logprobs(make_ranks):
+    (actor, cells, _), _ = make_ranks()
+    first, second = make_two_batches()
+    for batch in (first, second):
+        actor.receive_batch(batch.share(0, NUM_RANKS), is_first=True)
+        result = actor.update(0, 0.1, 0.0)
+        np.testing.assert_allclose(result.logprobs[0], -batch.micro_batches[0].labels * batch.micro_batches[0].mask / 7)
+    assert cells.num_logprobs == 4
+
+
+def test_a_warm_up_makes_no_update(make_ranks):
+    (actor, cells, _), _ = make_ranks()
+    actor.warm_up([8, LENGTH], 2, ["old_logprobs", "reference_logprobs"])
+    assert cells.num_logprobs == 4
+    assert [(is_last, inputs[0].shape) for _, is_last, inputs in cells.updates] == [([0.0], (4, 8)), ([0.0], (4, 16))]
+    assert not any(inputs[3].any() for _, _, inputs in cells.updates), "its rows weigh nothing"
+
+
+def test_all_ranks_publish_the_model_and_the_lead_exports_it(make_ranks, model_dir, tmp_path):
+    from mindrlhf.weights.open import open_tensors
+
+    ranks = make_ranks()
+    assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.held), (
+        "nothing is sharded, and the test is about shards"
+    )
+    with ranks[0][0].create_board() as board:
+        board.begin(1)
+        contributions = []
+        for actor, _, _ in ranks:
+            actor.attach_board(board.path)
+            contributions.append(actor.publish(1).contribution)
+        board.seal(contributions)
+        board.verify(1)
+        ranks[0][0].export(tmp_path / "final", None)
+    expected, found = open_tensors(model_dir), open_tensors(tmp_path / "final")
+    assert sorted(found.names()) == sorted(expected.names())
+    for name in expected.names():
+        np.testing.assert_array_equal(found.read(name), expected.read(name), err_msg=name)
+
+
+def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tmp_path):
+    import mindspore as ms
+
+    ranks, others = make_ranks(), make_ranks()
+    for other, _, _ in others:
+        for one in other.learner.graph.state.values():
+            one.set_data(ms.Tensor(one.asnumpy() * 0))
+    for rank, (actor, _, parameters) in enumerate(ranks):
+        for parameter in parameters.values():
+            parameter.set_data(ms.Tensor(parameter.asnumpy() + 1 if parameter.ndim > 1 else parameter.asnumpy()))
+        actor.sync_reference()
+        actor.begin_saving(str(tmp_path), copies=rank == 0)
+        assert actor.end_saving().checksums
+    for (actor, _, _), (other, _, _) in zip(ranks, others):
+        other.restore(str(tmp_path))
+        for name in ("model", "reference"):
+            for (mine, array), (theirs, restored) in zip(
+                getattr(actor, name).shards(), getattr(other, name).shards(), strict=True
+            ):
+                assert mine == theirs
+                np.testing.assert_array_equal(array, restored, err_msg=mine)
+        sharded = [one.name for one in actor.model.held if one.slice_shape != one.shape]
+        for name in (*(f"{kind}.{name}" for name in sharded for kind in ("exp_avg", "exp_avg_sq")), "global_step"):
+            saved, restored = (one.learner.graph.state[name].asnumpy() for one in (actor, other))
+            np.testing.assert_array_equal(saved, restored, err_msg=name)
+    size_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert 0.9 * size_bytes < ranks[0][0].state_size_bytes() <= size_bytes
+
+
+def test_a_learner_takes_a_graph_of_other_inputs(make_ranks):
+    (actor, cells, _), _ = make_ranks()
+    from mindrlhf.training.sharded.learner import ShardedLearner
+
+    graph = dataclasses.replace(actor.learner.graph, token_inputs=("values", "returns"))
+    rows = make_two_batches()[0].share(0, NUM_RANKS)
+    rows.micro_batches[0].tokens["returns"] = rows.micro_batches[0].mask * 3
+    ShardedLearner(actor.model, graph).update(rows, 0.1, 0.0)
+    inputs = cells.updates[0][2]
+    assert len(inputs) == 4 + 2 + 1 and not inputs[4].any()
+    np.testing.assert_array_equal(inputs[5][:2], rows.micro_batches[0].mask * 3)
