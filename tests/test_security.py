@@ -1,6 +1,7 @@
 """What must not be in the code, and what malicious files and strangers on a socket get."""
 
 import ast
+import contextlib
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from mindrlhf.config.parse import read_yaml
 from mindrlhf.data.handlers import Example, Message, RecordError
 from mindrlhf.data.templates import load_template
 from mindrlhf.data.tokenizers import load_tokenizer
-from mindrlhf.errors import UserError
+from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system.wire import ProtocolError, receive_message, send_message
 from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
@@ -361,6 +362,31 @@ def test_a_stranger_that_talks_nonsense_or_not_at_all_holds_nobody_up(admission,
         stranger.sendall(message)
         assert _is_hung_up_on(stranger)
     assert admitted == []
+
+
+def test_strangers_without_end_are_not_waited_for_without_end(monkeypatch):
+    is_over, num_visits = threading.Event(), []
+
+    def visit(port: int) -> None:
+        while not is_over.wait(0.01):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                num_visits.append(1)
+
+    def broadcast(words: np.ndarray) -> np.ndarray:
+        threading.Thread(target=visit, args=(int(words[0]),), daemon=True).start()
+        return words
+
+    monkeypatch.setattr(team, "_broadcast", broadcast)
+    monkeypatch.setattr(team, "_HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(team, "_ADMISSION_TIMEOUT_S", 2.0)
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    try:
+        with pytest.raises(RunFailure, match="1 ranks did not join within 2 s"):
+            team.connect(Rank(0, 2))
+    finally:
+        is_over.set()
+    assert len(num_visits) > 1
 
 
 def test_tokens_are_long_and_not_repeated(monkeypatch):

@@ -1,6 +1,6 @@
 """Whether a config may continue a checkpoint: what may differ, and what would make it another run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mindrlhf.errors import UserError
@@ -12,6 +12,7 @@ FREE_KEYS = frozenset(
         "run.output_dir",
         "run.max_steps",
         "run.hang_timeout_s",
+        "run.start_timeout_s",
         "data.eval_file",
         "training.epochs",
         "supervised.epochs",
@@ -47,12 +48,13 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     return sorted(one_sided | {key for key in before.keys() & now.keys() if before[key] != now[key]})
 
 
-def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Collection[str] = ()) -> None:
     """Check that a run with config ``new`` continues exactly what a run with config ``old`` began.
 
     Args:
         old: config of the checkpoint, as nested dicts.
         new: config of this run.
+        compared: keys of files that are compared by what they hold, and so may have moved.
 
     Raises:
         UserError: they differ in a key that changes what is computed; the message names each such key and both
@@ -60,7 +62,7 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """
     before, now = dict(_leaves(old)), dict(_leaves(new))
     decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
-    free = FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS
+    free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared)
     refused = [key for key in config_differences(old, new) if not _is_free(key, free)]
     if refused:
         changes = [f"{key} was {_shown(before, key)} and is now {_shown(now, key)}" for key in refused]

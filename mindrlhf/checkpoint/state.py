@@ -47,6 +47,7 @@ class RunState:
     evaluations: list  # what the final summary needs of each evaluation so far
     algorithm_state: dict = field(default_factory=dict)  # AlgorithmState.to_json()
     carried: list = field(default_factory=list)  # leftover_records() of the samples that the last step left over
+    data: dict = field(default_factory=dict)  # data_fingerprint() of the run's files; empty in older checkpoints
 
 
 def write_state(directory: Path, state: RunState) -> None:
@@ -75,6 +76,7 @@ def read_state(directory: Path) -> RunState:
     version = values.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise DamagedDirectory(f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}")
+    values.setdefault("data", {})
     fields = {item.name: item.type for item in dataclasses.fields(RunState)}
     if values.keys() != fields.keys():
         raise DamagedDirectory(f"{path} is damaged: {min(values.keys() ^ fields.keys())!r} is missing or unknown")

@@ -25,6 +25,9 @@ class RunSection:
         True, "two runs of this config compute the same bits; costs nothing on CPU and some speed on Ascend"
     )
     max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
+    start_timeout_s: float = key(
+        600.0, "longest wait, in seconds, until all ranks have found each other; 0 means any time", minimum=0
+    )
     hang_timeout_s: float = key(
         1800.0, "a run that makes no progress at all for this long, in seconds, is stopped; 0 means never", minimum=0
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindrlhf.data.mindrecord_checksum import verify_checksums, write_checksums
+from mindrlhf.data.mindrecord_checksum import read_checksum, verify_checksums, write_checksums
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import scratch_directory, sync
 
@@ -243,6 +243,16 @@ class PromptFile:
             )
             for row in rows
         ]
+
+
+def read_identity(path: Path) -> tuple[PromptFileHeader, str]:
+    """Return the header of a prompt file and the checksum in it (hex), which ``PromptFile.open`` verifies.
+
+    Raises:
+        UserError: absent, empty, truncated or foreign file, or one of another version.
+    """
+    header, header_size_bytes = _read_headers(path)
+    return header, read_checksum(path, header_size_bytes)
 
 
 def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:

@@ -60,6 +60,20 @@ def verify_checksums(path: Path, index: Path, header_size_bytes: int) -> None:
         raise UserError(f"{path} is damaged: copy it again, or build it again") from error
 
 
+def read_checksum(path: Path, header_size_bytes: int) -> str:
+    """Return what the file says its own checksum is, in hex; ``verify_checksums`` says whether that is true.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(header_size_bytes - _SLOT.size)
+            return _SLOT.unpack(file.read(_SLOT.size))[1].hex()
+    except (OSError, ValueError, struct.error) as error:
+        raise UserError(f"{path} is damaged ({error}): copy it again, or build it again") from error
+
+
 def _data_checksum(path: Path, slot_position: int) -> bytes:
     return _checksum(path, slot_position, slot_position + _SLOT.size)
 

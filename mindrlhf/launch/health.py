@@ -25,6 +25,8 @@ from mindrlhf.system.idle import Activity, IdleWatch
 STILLNESS_LIMIT_S = 8.0
 # MindSpore's processes look for each other every 3 s, sleep in between, and have several such talks one after another.
 JOINING_LIMIT_S = 60.0
+# To a signal Python reacts at once, but not while MindSpore joins or compiles.
+NOTICE_LIMIT_S = 15.0
 _CHECK_INTERVAL_S = 1.0
 _STOPPED = "T"
 # Heartbeats, and the threads by which MindSpore's ranks stay in touch, use less than this share of a core each.
@@ -48,6 +50,8 @@ class HealthMonitor:
         self._stopped: dict[int, float] = {}
         self._last_progress: Beat | None = None
         self._progress_s = 0.0
+        self._first_step: str | None = None  # that rank 0 was first seen in
+        self._asked: tuple[int, float] | None = None  # how much it had done when it was sent a signal, and when
         self._idle = IdleWatch()
         self._time = WatchedTime()
         self._next_check_s = 0.0
@@ -72,6 +76,8 @@ class HealthMonitor:
         beat = self._beats.get("rank 0")
         if beat is None:
             return None
+        if self._first_step is None and beat.activity.startswith("step "):
+            self._first_step = _step(beat)
         if self._last_progress != beat:
             self._last_progress, self._progress_s = beat, now_s
             self._idle.restart(now_s)
@@ -84,6 +90,22 @@ class HealthMonitor:
             idle_s = self._idle.idle_s(now_s)
             return "rank 0", f"waits in vain: no process of the run has done anything for {idle_s:.0f} s"
         return None
+
+    def expect_notice(self) -> None:
+        """Note that rank 0 is sent a signal; its handler lets the heartbeat tick."""
+        beat = self._read("rank 0")
+        self._asked = (beat.num_ticks if beat else 0), self._time.now_s()
+
+    def is_deaf_before_first_step(self) -> bool:
+        """Whether rank 0 has done nothing since ``expect_notice`` for too long, with its first step yet to be finished.
+
+        What it holds in memory is then what it began with: nothing is lost if it is killed.
+        """
+        beat = self._read("rank 0")
+        if self._asked is None or beat is None or (self._first_step is not None and _step(beat) != self._first_step):
+            return False
+        num_ticks, since_s = self._asked
+        return beat.num_ticks == num_ticks and self._time.now_s() - since_s > NOTICE_LIMIT_S
 
     def listening_pid(self, name: str, ranks: Mapping[str, int]) -> int | None:
         """Return the pid of a running rank that has begun to beat, and so is prepared for our signals."""
@@ -108,3 +130,7 @@ class HealthMonitor:
         limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else STILLNESS_LIMIT_S
         idle_cpu_s = _IDLE_SHARE_PER_PROCESS * len(pids) * STILLNESS_LIMIT_S
         return self._idle.has_idled(Activity.of(pids), now_s, limit_s, idle_cpu_s)
+
+
+def _step(beat: Beat) -> str:
+    return beat.activity.split(":")[0]

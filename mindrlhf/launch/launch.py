@@ -19,6 +19,7 @@ from typing import TextIO
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
+from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
 from mindrlhf.system import heartbeat, processes
@@ -51,6 +52,7 @@ def launch(
     grace_s: float = 5.0,
     out: TextIO | None = None,
     hang_timeout_s: float = 0.0,
+    start_timeout_s: float = 0.0,
     computes_on_cpu: bool = False,
     lead_signals: Collection[int] = (),
     advice: Callable[[], str] = lambda: "",
@@ -69,11 +71,12 @@ def launch(
         env: added to this process's environment for the ranks; wins over this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
+        start_timeout_s: longest time until all ranks have found each other; 0 means no limit. When nothing but the
+            scheduler is in the way, they are started once more, on another port.
         computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
         lead_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
-            instead of ending the run. SIGTERM is meant to have it end the run in its own time: the next signal is not
-            passed on.
-        advice: the last line of the report of a failure, asked for when there is one.
+            instead of ending the run. SIGTERM has it end the run in its own time: the next signal is not passed on.
+        advice: the last line of a failure's report.
 
     Returns:
         0 when every rank ended with 0; the exit code of the first rank that failed (128 + signal number if a signal
@@ -83,29 +86,50 @@ def launch(
         UserError: ``num_workers`` is below 1, or this interpreter has no ``msrun`` or no ``python`` beside it.
         RunFailure: processes of the run could not be killed.
     """
+    log_dir = _prepared(Path(log_dir).absolute(), num_workers)
+    bystanders = {status.pid for status in processes.descendants(os.getpid())}
+    may_repeat = start_timeout_s > 0 and num_workers > 1
+    with processes.adopting_orphans(), _recorded_signals() as received:
+        while True:
+            port = master_port or find_free_port()
+            root = _start(command, num_workers, log_dir, env or {}, port)
+            follower = LogFollower({i: log_dir / f"worker_{i}.log" for i in range(num_workers)}, out or sys.stdout)
+            health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
+            joining = JoiningWatch(num_workers, start_timeout_s)
+            ranks = RunProcesses(root, num_workers, log_dir, bystanders)
+            run = _Watch(ranks, follower, health, joining, port, received, lead_signals, log_dir, advice)
+            if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
+                return code
+            may_repeat, master_port = False, None
+            say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
+
+
+def _prepared(log_dir: Path, num_workers: int) -> Path:
+    """Return the directory for the logs of a launch, made, and without those of an earlier one."""
     if num_workers < 1:
         raise UserError(f"the number of workers is {num_workers}; give at least 1")
-    log_dir = Path(log_dir).absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
     for stale in launch_files(log_dir):
         stale.unlink()
-    bystanders = {status.pid for status in processes.descendants(os.getpid())}
-    with processes.adopting_orphans(), _recorded_signals() as received:
-        root = _start(command, num_workers, log_dir, env or {}, master_port)
-        ranks = RunProcesses(root, num_workers, log_dir, bystanders)
-        follower = LogFollower({i: log_dir / f"worker_{i}.log" for i in range(num_workers)}, out or sys.stdout)
-        health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
-        run = _Watch(ranks, follower, health, received, lead_signals, log_dir, advice)
-        try:
-            return run.watch()
-        finally:
-            run.end(grace_s)
+    return log_dir
 
 
 def launch_files(log_dir: Path) -> list[Path]:
     """Return what one launch leaves in ``log_dir``: the logs of its processes and their heartbeats."""
     names = ("worker_*.log", "scheduler.log", "msrun.log", "heartbeat_*.json")
     return [path for name in names for path in sorted(log_dir.glob(name))]
+
+
+def keep_logs(log_dir: Path) -> Path:
+    """Move what a launch has left in ``log_dir`` into ``attempt_1`` and so on below it, and return where."""
+    number = 1
+    while (log_dir / f"attempt_{number}").exists():
+        number += 1
+    kept = log_dir / f"attempt_{number}"
+    kept.mkdir(parents=True)
+    for path in launch_files(log_dir):
+        path.rename(kept / path.name)
+    return kept
 
 
 def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -160,7 +184,7 @@ def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_
 
 
 def _start(
-    command: Sequence[str], num_workers: int, log_dir: Path, env: Mapping[str, str], master_port: int | None
+    command: Sequence[str], num_workers: int, log_dir: Path, env: Mapping[str, str], master_port: int
 ) -> subprocess.Popen:
     """Start msrun, or the only rank itself."""
     environment = worker_environment(num_workers, env) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
@@ -168,7 +192,7 @@ def _start(
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:
-        argv = _msrun_argv(command, num_workers, log_dir, master_port or find_free_port())
+        argv = _msrun_argv(command, num_workers, log_dir, master_port)
         log_path = log_dir / "msrun.log"
     launcher_pid = os.getpid()
     with log_path.open("wb") as log_file:
@@ -208,6 +232,8 @@ class _Watch:
         run: RunProcesses,
         follower: LogFollower,
         health: HealthMonitor,
+        joining: JoiningWatch,
+        port: int,
         received_signals: list[int],
         lead_signals: Collection[int],
         log_dir: Path,
@@ -216,6 +242,8 @@ class _Watch:
         self._run = run
         self._follower = follower
         self._health = health
+        self._joining = joining
+        self._port = port
         self._received_signals = received_signals
         self._lead_signals = lead_signals
         self._log_dir = log_dir
@@ -224,8 +252,19 @@ class _Watch:
         self._is_ending = False  # rank 0 was asked to end the run
         self._start_s = time.monotonic()
 
-    def watch(self) -> int:
-        """Follow the run until every rank has ended well, one has failed or a signal came; return the exit code."""
+    def watch_to_the_end(self, grace_s: float, *, may_repeat: bool) -> int | None:
+        """Follow the run until every rank has ended well, one has failed or a signal came, and end what is left of it.
+
+        Returns:
+            The exit code; with ``may_repeat`` None when the ranks did not find each other for a reason that another
+            port may mend.
+        """
+        try:
+            return self._watch(may_repeat=may_repeat)
+        finally:
+            self._end(grace_s)
+
+    def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
             self._run.update()
             self._follower.poll()
@@ -234,10 +273,17 @@ class _Watch:
                 if not self._handle(number):
                     say(f"{signal.Signals(number).name} received: stopping all processes")
                     return 128 + number
+            if self._is_ending and self._health.is_deaf_before_first_step():
+                say("SIGTERM received, but rank 0 takes no notice in its first step: stopping all processes")
+                return 128 + signal.SIGTERM
             if (self._run.msrun_returncode or 0) < 0:
                 say(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
                 return exit_code(self._run.msrun_returncode)
             if (culprit := self._run.find_culprit()) is not None:
+                meeting = self._joining.look(self._health.activities())
+                if may_repeat and may_be_a_strangers_doing(*culprit, meeting):
+                    say(f"{culprit[0]} {describe_end(culprit[1])} before the ranks had found each other")
+                    return None
                 return self._report_end(*culprit)
             if self._run.is_complete:
                 return 0
@@ -245,11 +291,30 @@ class _Watch:
                 if returncode != 0:
                     say(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
                 return exit_code(returncode)
-            if (hang := self._health.find_hang(self._run.rank_pids(), self._run.pids)) is not None:
-                return self._report_hang(*hang)
+            if (hang := self._find_hang()) is not None:
+                name, how, may_be_mended = hang
+                if may_repeat and may_be_mended:
+                    say(f"{name} {how}")
+                    return None
+                return self._report_hang(name, how)
             time.sleep(POLL_INTERVAL_S)
 
-    def end(self, grace_s: float) -> None:
+    def _find_hang(self) -> tuple[str, str, bool] | None:
+        """Return who hangs, how, and whether another port may mend it; None when nobody does."""
+        hang = self._health.find_hang(self._run.rank_pids(), self._run.pids)
+        if hang is None and not self._joining.is_late():
+            return None
+        meeting = self._joining.look(self._health.activities())
+        if meeting.is_over:
+            return (*hang, False) if hang is not None else None
+        waited_for, how = meeting.describe(self._port)
+        if hang is None:
+            hang = waited_for, f"{how} (run.start_timeout_s is {self._joining.limit_s:g})"
+        else:
+            hang = hang[0], f"{hang[1]}; {waited_for} {how}"
+        return (*hang, meeting.is_stuck_at_scheduler)
+
+    def _end(self, grace_s: float) -> None:
         """End every process of the run; a second signal cuts the grace short."""
         patience = self._num_handled_signals + 1 if self._num_handled_signals else 2
 
@@ -265,6 +330,7 @@ class _Watch:
         pid = self._health.listening_pid("rank 0", self._run.rank_pids())
         if number in self._lead_signals and pid is not None and not self._is_ending:
             self._is_ending = number == signal.SIGTERM
+            self._health.expect_notice()
             processes.signal_all([pid], number)
             return True
         return number == signal.SIGUSR1

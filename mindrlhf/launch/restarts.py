@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
-from mindrlhf.launch.launch import launch_files
+from mindrlhf.launch.launch import keep_logs
 
 
 def run_with_restarts(
@@ -26,19 +26,8 @@ def run_with_restarts(
         code = start(resume)
         if not is_worth_a_restart(code):
             return code
-        kept = _keep_logs(log_dir)
+        kept = keep_logs(log_dir)
         resume = can_resume()
         where = "from the newest checkpoint" if resume else "from the beginning: there is no checkpoint yet"
         say(f"restart {restart} of {max_restarts}, {where}; logs of the failed attempt: {kept}")
     return start(resume)
-
-
-def _keep_logs(log_dir: Path) -> Path:
-    number = 1
-    while (log_dir / f"attempt_{number}").exists():
-        number += 1
-    kept = log_dir / f"attempt_{number}"
-    kept.mkdir(parents=True)
-    for path in launch_files(log_dir):
-        path.rename(kept / path.name)
-    return kept

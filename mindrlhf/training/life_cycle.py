@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from mindrlhf.config.parse import write_config
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.observe.sinks import SinkGroup, open_sinks
 from mindrlhf.system.processes import has_launcher
@@ -124,7 +125,8 @@ def _run_lead(
     output_dir = Path(config.run.output_dir)
     requests = SaveRequests()
     training.connect(worker, connections, requests, stack)
-    checkpoints = RunCheckpoints(config, training.team, training.order, requests)
+    data = data_fingerprint(vars(config.data))
+    checkpoints = RunCheckpoints(config, training.team, training.order, requests, data)
     stack.callback(checkpoints.close)
     progress = Progress()
     if resume:

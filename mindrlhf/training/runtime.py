@@ -62,7 +62,7 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
 
         heartbeat.enter(heartbeat.JOINING)
         init()
-        heartbeat.enter(heartbeat.STARTING)
+        heartbeat.enter(heartbeat.JOINED)
         # MindSpore has put handlers of its own there, which end the process without cleaning up.
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))

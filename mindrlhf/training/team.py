@@ -9,6 +9,7 @@ import hmac
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,10 +139,11 @@ def connect(rank: Rank) -> list[socket.socket]:
 def _admit(rank: Rank) -> list[socket.socket]:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
     with socket.create_server((_lead_host(), 0), backlog=rank.world_size) as listener:
-        listener.settimeout(_ADMISSION_TIMEOUT_S)
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
+        end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: strangers may come without end
         connections: dict[int, socket.socket] = {}
         while len(connections) < rank.world_size - 1:
+            listener.settimeout(max(0.001, end_s - time.monotonic()))
             connection = _accept(listener, rank.world_size - 1 - len(connections))
             try:
                 header, _ = receive_message(connection, timeout_s=_HELLO_TIMEOUT_S, max_payload_bytes=0)

@@ -108,6 +108,15 @@ def test_every_refused_key_is_named():
         check_resumable(old, new)
 
 
+def test_a_file_that_is_compared_by_what_it_holds_may_lie_elsewhere():
+    old = make_config()
+    new = changed(changed(old, "data.train_file", "/elsewhere/train.mindrecord"), "run.seed", 4)
+    with pytest.raises(UserError, match="checkpoint: data.train_file was .* and is now '/elsewhere/train.*; run.seed"):
+        check_resumable(old, new)
+    with pytest.raises(UserError, match="checkpoint: run.seed was 0 and is now 4: set it back"):
+        check_resumable(old, new, ("data.train_file",))
+
+
 def test_a_key_that_one_release_does_not_have_is_refused():
     old = make_config()
     new = changed(old, "algorithm.clip_dual", 3.0)

@@ -27,9 +27,7 @@ states = st.builds(
 
 
 def make_state(**changes):
-    state = RunState(
-        step=7, weights_version=8, seed=3, prompt_stream={}, config={"run": {"seed": 3}}, evaluations=[]
-    )
+    state = RunState(step=7, weights_version=8, seed=3, prompt_stream={}, config={"run": {"seed": 3}}, evaluations=[])
     return dataclasses.replace(state, **changes)
 
 
@@ -93,7 +91,17 @@ def test_other_contents_are_errors_that_name_the_file(tmp_path, change, message)
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RunState)])
+def test_the_fingerprint_of_the_data_is_missing_in_checkpoints_of_older_releases(tmp_path):
+    write_state(tmp_path, make_state(data={"train_file": {"checksum": "ab"}}))
+    assert read_state(tmp_path).data == {"train_file": {"checksum": "ab"}}
+    path = tmp_path / STATE_NAME
+    values = json.loads(path.read_text())
+    del values["data"]
+    path.write_text(json.dumps(values))
+    assert read_state(tmp_path).data == {}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RunState) if field.name != "data"])
 def test_a_missing_field_is_an_error(tmp_path, field):
     write_state(tmp_path, make_state())
     path = tmp_path / STATE_NAME

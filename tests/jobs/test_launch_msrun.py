@@ -1,27 +1,18 @@
 """The launcher over real msrun jobs: workers of the test's own, most of them without MindSpore, to stay quick."""
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch_jobs import Job
 
-from mindrlhf.system.processes import read_environment, read_status
+from mindrlhf.system.processes import read_status
 
 pytestmark = pytest.mark.timeout(300)
 
-LAUNCHER = """
-import sys
-from mindrlhf.launch.launch import launch
-sys.exit(launch(sys.argv[3:], int(sys.argv[2]), sys.argv[1], grace_s=3.0))
-"""
 # Rank 0 starts a child in its own session that ignores SIGTERM; every process writes its pid; the scheduler waits.
 PATIENT_WORKER = """
 import os, pathlib, subprocess, sys, time
@@ -40,50 +31,6 @@ print("rank", rank, "works", flush=True)
 os.replace(here / f"pid_{rank}.new", here / f"pid_{rank}")
 time.sleep(600)
 """
-
-
-class Job:
-    """A launcher in a process of its own, all of whose descendants can be told by a mark in their environment."""
-
-    def __init__(self, tmp_path: Path, worker: str, num_workers: int) -> None:
-        self.dir = tmp_path
-        self.mark = uuid.uuid4().hex
-        (tmp_path / "worker.py").write_text(textwrap.dedent(worker))
-        argv = [sys.executable, "-c", LAUNCHER, str(tmp_path / "logs"), str(num_workers), str(tmp_path / "worker.py")]
-        self.launcher = subprocess.Popen(
-            argv,
-            env=os.environ | {"MINDRLHF_TEST_MARK": self.mark},
-            stdout=(tmp_path / "out").open("w"),
-            stderr=(tmp_path / "err").open("w"),
-        )
-
-    def wait(self, timeout_s: float) -> int:
-        return self.launcher.wait(timeout=timeout_s)
-
-    def wait_for_rank(self, rank: int) -> int:
-        deadline = time.monotonic() + 120
-        while not (self.dir / f"pid_{rank}").exists():
-            assert self.launcher.poll() is None and time.monotonic() < deadline, self.errors()
-            time.sleep(0.05)
-        return int((self.dir / f"pid_{rank}").read_text())
-
-    def running(self) -> list[int]:
-        """Return the pids of the launcher and everything it started that still run."""
-        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-        marked = [pid for pid in pids if read_environment(pid).get("MINDRLHF_TEST_MARK") == self.mark]
-        return [pid for pid in marked if (status := read_status(pid)) is not None and status.returncode is None]
-
-    def output(self) -> str:
-        return (self.dir / "out").read_text()
-
-    def errors(self) -> str:
-        return (self.dir / "err").read_text()
-
-    def clean_up(self) -> None:
-        for pid in self.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.launcher.wait()
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ class Fake(life_cycle.Training, life_cycle.Steps):
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(life_cycle, "start_runtime", lambda section, log_dir: Rank(0, 1))
     monkeypatch.setattr(life_cycle, "connect", lambda rank: [])
+    monkeypatch.setattr(life_cycle, "data_fingerprint", lambda data: {"train_file": {"checksum": data["train_file"]}})
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     config = GrpoConfig(
         run=sections.RunSection(output_dir=str(tmp_path / "run")),

@@ -1,7 +1,8 @@
-"""What this package changes inside vLLM when it runs on a CPU in float32, and nowhere else.
+"""What this package changes inside vLLM when it runs on a CPU, and nowhere else.
 
-Everything here relies on internals of the versions in ``TESTED_VERSIONS``; with any other version, device, dtype or
-parallelism ``supports`` answers no and the server uses vLLM as it comes. Five changes, each for speed:
+Everything here relies on internals of the versions in ``TESTED_VERSIONS``; with any other version the server uses
+vLLM as it comes. Two changes are for every dtype: ``without_listeners`` for a server of one process, and
+``do_without_lscpu``. The others are for one process in float32 (``supports``), each for speed:
 
 1. Linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM repacks
    them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
@@ -12,10 +13,14 @@ parallelism ``supports`` answers no and the server uses vLLM as it comes. Five c
    where tokens are drawn.
 """
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed
 import vllm
 from vllm import ir
 from vllm.model_executor.layers import utils as linear_kernels
@@ -23,6 +28,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -31,12 +37,45 @@ from mindrlhf.rollout.sampling import sample_rows, uniforms
 
 TESTED_VERSIONS = ("0.32.0",)
 RMS_NORM_PROVIDER = "mindrlhf_cpu"
+_SILENT_BACKEND = torch.distributed.Backend.FAKE
+
+
+def is_known() -> bool:
+    """Whether this is vLLM for CPUs, in a version whose internals this module knows."""
+    return vllm.__version__.split("+")[0] in TESTED_VERSIONS and current_platform.is_cpu()
 
 
 def supports(dtype: str, tensor_parallel_size: int) -> bool:
-    """Whether the changes of this module may be used."""
-    version = vllm.__version__.split("+")[0]
-    return version in TESTED_VERSIONS and current_platform.is_cpu() and dtype == "float32" and tensor_parallel_size == 1
+    """Whether the changes for speed may be used."""
+    return is_known() and dtype == "float32" and tensor_parallel_size == 1
+
+
+@contextlib.contextmanager
+def without_listeners() -> Iterator[None]:
+    """Keep the only process of a server from listening on TCP ports while its engine is built in the body.
+
+    Each of the dozen process groups that vLLM makes is one of gloo, which listens on a port of 127.0.0.1 even when
+    nobody else can be in the group. Torch's "fake" groups talk to nobody; in a group of one their collectives (each
+    copies its input to its output) are right.
+    """
+    new_group = torch.distributed.new_group
+
+    def new_group_of_one(ranks=None, timeout=None, backend=None, **options):  # as vLLM calls it
+        return new_group(ranks, backend=_SILENT_BACKEND, **options)
+
+    # vLLM takes the groups of a process that has them as they are.
+    torch.distributed.init_process_group(_SILENT_BACKEND, rank=0, world_size=1)
+    torch.distributed.new_group = new_group_of_one
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = new_group
+
+
+def do_without_lscpu() -> None:
+    """Where there is no program ``lscpu``, which vLLM asks for the cores, number them as it does on other systems."""
+    if is_known() and shutil.which("lscpu") is None:
+        cpu_resource_utils._get_cpu_list = cpu_resource_utils._synthesize_cpu_list
 
 
 class PlainLinear:

@@ -1,5 +1,6 @@
 """The vLLM engine as the rollout server sees it: samples in, finished samples out."""
 
+import contextlib
 import gc
 import time
 from collections.abc import Sequence
@@ -38,7 +39,10 @@ class VllmEngine:
         self._is_cpu = config["device"] == "cpu"
         self._uses_sleep = config["enable_sleep"]
         self._kv_cache_is_asleep = False
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
+        cpu.do_without_lscpu()
+        is_alone = config["tensor_parallel_size"] == 1 and cpu.is_known()
+        with cpu.without_listeners() if is_alone else contextlib.nullcontext():
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
         self._pending: dict[str, tuple[int, int]] = {}
         self._num_submitted = 0

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from mindrlhf.system import heartbeat
+
 
 class StopRequested(BaseException):
     """SIGTERM came while nothing was going on that must be finished.
@@ -64,6 +66,7 @@ class SaveRequests:
         self.save = True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        heartbeat.tick()  # the launcher waits for a sign that somebody listens
         if self.stop:
             sys.exit(128 + number)
         self.stop = True

@@ -18,6 +18,7 @@ from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.data.fingerprint import check_same_data
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.heldout import Evaluation
@@ -100,11 +101,20 @@ class RunCheckpoints:
     Args:
         stream: the order of the data.
         requests: what signals ask for.
+        data: fingerprint of the run's data.
     """
 
-    def __init__(self, config: AnyConfig, team: Team, stream: PromptStream | EpochSteps, requests: SaveRequests):
+    def __init__(
+        self,
+        config: AnyConfig,
+        team: Team,
+        stream: PromptStream | EpochSteps,
+        requests: SaveRequests,
+        data: dict[str, Any] | None = None,
+    ):
         self._section = config.checkpoint
         self._config = json.loads(json.dumps(dataclasses.asdict(config)))
+        self._data = data or {}
         self._seed = config.run.seed
         self._team = team
         self._stream = stream
@@ -188,13 +198,14 @@ class RunCheckpoints:
         """Load the newest whole checkpoint into every rank.
 
         Raises:
-            UserError: there is none, or its config differs in what matters.
+            UserError: there is none, or its config or data differ in what matters.
         """
         directory = self._store.latest()
         if directory is None:
             raise _nothing_to_resume(self._store)
         state = read_state(directory)
-        check_resumable(state.config, self._config)
+        data, old_data = self._config["data"], state.config.get("data", {})
+        check_resumable(state.config, self._config, check_same_data(state.data, old_data, self._data, data))
         leftover = load_leftover(directory, state.carried)
         algorithm = AlgorithmState.from_json(state.algorithm_state, str(directory / STATE_NAME))
         self._team.call("restore", directory=str(directory))
@@ -220,6 +231,7 @@ class RunCheckpoints:
             config=self._config,
             evaluations=self._evaluations,
             algorithm_state=progress.algorithm.to_json(),
+            data=self._data,
             carried=leftover_records(progress.leftover),
         )
 

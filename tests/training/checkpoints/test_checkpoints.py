@@ -54,11 +54,11 @@ class Lead:
 
 
 class Run:
-    def __init__(self, tmp_path, seed=0, **checkpoint):
+    def __init__(self, tmp_path, seed=0, data=None, train_file="train", **checkpoint):
         self.config = GrpoConfig(
             run=sections.RunSection(output_dir=str(tmp_path), seed=seed),
             model=sections.ModelSection(path="model"),
-            data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            data=sections.DataSection(train_file=train_file, tokenizer_dir="tokenizer"),
             reward=sections.RewardSection(verifier_function=("length",)),
             checkpoint=sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
@@ -66,7 +66,7 @@ class Run:
         team = SimpleNamespace(lead=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
         self.stream = PromptStream(10, seed=seed)
         self.requests = SaveRequests()
-        self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests)
+        self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data)
         self.progress = Progress()
 
     def step(self):
@@ -108,6 +108,32 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     (leftover,) = progress.leftover
     assert leftover.record == {"prompt": "p"}
     np.testing.assert_array_equal(leftover.arrays["ids"], [0, 1, 2])
+
+
+def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):
+    def data(checksum):
+        return {"train_file": {"checksum": checksum, "num_records": 3}, "tokenizer_dir": {"tokenizer": "t"}}
+
+    run = Run(tmp_path, data=data("ab"))
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    assert Run(tmp_path, data=data("ab"), train_file="moved").checkpoints.resume().step == 1
+    other = Run(tmp_path, data=data("cd"))
+    with pytest.raises(UserError, match=r"data\.train_file train holds other records \(checksum cd, not ab\)"):
+        other.checkpoints.resume()
+    assert other.lead.weights == 0, "a refused checkpoint was loaded"
+
+
+def test_a_checkpoint_that_knows_nothing_of_its_data_is_resumed_where_its_config_says(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    data = {"train_file": {"checksum": "ab"}}
+    assert Run(tmp_path, data=data).checkpoints.resume().step == 1
+    with pytest.raises(UserError, match=r"data\.train_file was 'train' and is now 'moved'"):
+        Run(tmp_path, data=data, train_file="moved").checkpoints.resume()
 
 
 def test_the_run_goes_on_while_a_checkpoint_is_written_and_changes_nothing_in_it(tmp_path):

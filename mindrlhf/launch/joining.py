@@ -1,0 +1,82 @@
+"""Whether the ranks of a run have found each other, and who waits for whom when they do not in time.
+
+MindSpore's ranks meet at its scheduler, which asks nobody who he is: strangers that connect to its port delay a start,
+and a program that was quicker to take the port prevents it. Such a start is tried once more, on another port.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindrlhf.launch.failure_report import exit_code, is_worth_a_restart
+from mindrlhf.launch.processes import SCHEDULER, rank_name
+from mindrlhf.system import heartbeat
+from mindrlhf.system.clock import WatchedTime
+
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How far the ranks have come: those that look for the others, and those that have not begun to."""
+
+    looking: tuple[str, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have found each other."""
+        return not self.looking and not self.absent
+
+    @property
+    def is_stuck_at_scheduler(self) -> bool:
+        """Whether the ranks wait for nothing but the scheduler."""
+        return bool(self.looking) and not self.absent
+
+    def describe(self, port: int) -> tuple[str, str]:
+        """Return the process that the others wait for, and who waits for whom."""
+        looking = " and ".join(self.looking) or "nobody"
+        wait = "wait" if len(self.looking) > 1 else "waits"
+        if self.absent:
+            return self.absent[0], f"has not begun to join: {looking} {wait} for {' and '.join(self.absent)}"
+        return SCHEDULER, f"has not brought the ranks together: {looking} {wait} for it at 127.0.0.1:{port}"
+
+
+class JoiningWatch:
+    """Watches the ranks until they have found each other.
+
+    Args:
+        num_workers: how many there are; one alone has nobody to wait for.
+        limit_s: how long it may take from now on; 0 means for ever, and that the ranks need not say where they are.
+    """
+
+    def __init__(self, num_workers: int, limit_s: float) -> None:
+        self._names = [rank_name(rank) for rank in range(num_workers)]
+        self.limit_s = limit_s
+        self._is_over = num_workers == 1 or limit_s == 0
+        self._time = WatchedTime()
+        self._start_s = self._time.now_s()
+
+    def look(self, activities: Mapping[str, str]) -> Meeting:
+        """Return how far the ranks are.
+
+        Args:
+            activities: what each rank said last, by name.
+        """
+        said = {name: activities.get(name, heartbeat.STARTING) for name in self._names} if not self._is_over else {}
+        meeting = Meeting(
+            tuple(name for name, activity in said.items() if activity == heartbeat.JOINING),
+            tuple(name for name, activity in said.items() if activity == heartbeat.STARTING),
+        )
+        self._is_over = meeting.is_over
+        return meeting
+
+    def is_late(self) -> bool:
+        """Whether the limit has passed and they had not found each other; call it every second or so."""
+        return self._time.now_s() - self._start_s > self.limit_s > 0 and not self._is_over
+
+
+def may_be_a_strangers_doing(name: str, returncode: int, meeting: Meeting) -> bool:
+    """Whether a process that ended may have fallen over what came to its port, or found the port taken."""
+    failed = returncode in _CRASHES or (returncode > 0 and is_worth_a_restart(exit_code(returncode)))
+    return failed and not meeting.is_over and (name == SCHEDULER or meeting.is_stuck_at_scheduler)
