@@ -221,7 +221,7 @@ class Memory:
 
 
 class Course:
-    """Trajectory whose hash is the number of lines."""
+    """Fingerprint whose hash is the number of lines."""
 
     def __init__(self, memory):
         self.lines = memory.course
@@ -501,7 +501,7 @@ def test_the_time_a_checkpoint_takes_is_reported_with_the_next_step():
     assert ["timing/checkpoint" in metrics[step] for step in (1, 2, 3)] == [False, True, True]
 
 
-def test_guards_and_trajectory_see_every_step():
+def test_guards_and_fingerprint_see_every_step():
     run = Run(num_prompts=3)
     run()
     (record, difference), (last, _) = run.memory.reviewed
