@@ -287,7 +287,7 @@ def _with_optimizer_shard(whole: ParameterLayout, shard: int, element_bytes: int
     repeats = whole.num_repeats
     size = repeats if shard == -1 else min(shard, repeats)
     is_small = math.prod(whole.shape) * element_bytes < OPTIMIZER_THRESHOLD_BYTES
-    if size == 1 or is_small or whole.slice_shape[0] % size:
+    if size == 1 or is_small or whole.shard_shape[0] % size:
         return whole
     if repeats % size:
         raise UserError(

@@ -200,7 +200,7 @@ class _Sharding:
         free = shutil.disk_usage(self._out).free
         if needed > free:
             raise UserError(
-                f"the slices need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
+                f"the shards need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
                 "or choose another --out"
             )
 
@@ -247,17 +247,17 @@ class _Sharding:
         """Write one array's shards; return the checksums of its tensors, else of the whole, and of each shard."""
         layout = self._manifest.arrays[name].layout
         whole, tensors = self._source.read(name)
-        slices = {}
+        shards = {}
         for box, ranks in layout.replicas().items():
             here = [rank for rank in ranks if rank in writers]
-            part = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in box)]) if here else None
+            shard = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in box)]) if here else None
             for rank in here:
-                slices[rank] = {
+                shards[rank] = {
                     "offset": [start for start, _ in box],
-                    "shape": list(layout.slice_shape),
-                    "checksum": writers[rank].write_summed(name, part),
+                    "shape": list(layout.shard_shape),
+                    "checksum": writers[rank].write_summed(name, shard),
                 }
-        entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "slices": slices}
+        entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "shards": shards}
         self._source.release(name)
         return entry
 
@@ -266,7 +266,7 @@ class _Sharding:
             "plan": self._manifest.plan,
             "rank": rank,
             "size_bytes": writer.size_bytes,
-            "arrays": {entry["name"]: {**entry["slices"][rank], "whole": entry["whole"]} for entry in entries},
+            "arrays": {entry["name"]: {**entry["shards"][rank], "whole": entry["whole"]} for entry in entries},
             "tensors": {name: found for entry in entries for name, found in entry["tensors"].items()},
         }
         write_json(writer.path.parent / RANK_MANIFEST_NAME, manifest)

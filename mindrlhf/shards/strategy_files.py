@@ -309,7 +309,7 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
     if any(length % parts for length, parts in zip(shape, whole.splits)) or whole.num_repeats % size:
         raise UserError(f"{another} does not divide it: it is the strategy of another model")
     layout = dataclasses.replace(whole, optimizer_shard_size=size)
-    if whole.slice_shape[0] % size:
+    if whole.shard_shape[0] % size:
         raise UserError(f"{another} does not divide it among {size} optimiser ranks: it is of another model")
     try:
         check_layout(layout)

@@ -211,7 +211,7 @@ class WeightBoard:
         """Compare every tensor with the checksum its writers left.
 
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
-        (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of slices written by different
+        (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
         ranks add up, and they run as fast as memory. They notice torn, late and lost writes, not an exchange of
         elements.
 
@@ -270,7 +270,7 @@ def _align(offset: int) -> int:
 
 
 def _modulus(info: TensorInfo) -> int:
-    """Sums of other words than whole elements would not add up for slices of any width."""
+    """Sums of other words than whole elements would not add up for shards of any width."""
     return 1 << (8 * info.numpy_dtype.itemsize)
 
 

@@ -82,7 +82,7 @@ def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
 
 
 def make_sharded(directory: Path, file_format: str) -> Path:
-    """Write a directory of slices of two ranks, strategy files included; MindSpore merges those."""
+    """Write a directory of shards of two ranks, strategy files included; MindSpore merges those."""
     from mindrlhf.shards.shard import shard_directory
 
     sharded = directory / "sharded"

@@ -150,7 +150,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
 
 
 def accumulates(parallel: ParallelSection) -> bool:
-    """Whether the compiler adds up the gradients of the pieces of a micro-batch, which takes memory of its own."""
+    """Whether the compiler adds up the gradients of pipeline micro-batches, which takes memory of its own."""
     return is_split(parallel) and (parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1)
 
 

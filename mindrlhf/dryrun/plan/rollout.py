@@ -20,7 +20,7 @@ class RolloutPlan:
 
     Attributes:
         share: what the server may take: gpu_memory_utilization of the device.
-        weights: its slices of the weights.
+        weights: its shards of the weights.
         workspace: logits, graphs, activations.
         kv_cache: the rest of the share; below 0 when nothing is left.
         kv_token: keys and values of one token in all layers.

@@ -16,8 +16,8 @@ from mindrlhf.errors import UserError
 NUM_RESULTS = 5
 # From this row length on, sequences are worth cutting over ranks.
 LONG_ROW = 16_384
-# Pieces per stage that a pipeline is tried with: more idle less, but take larger micro-batches.
-_PIECES_PER_STAGE = (1, 2, 4)
+# Pipeline micro-batches per stage that a pipeline is tried with: more idle less, but take a larger batch_size.
+_MICRO_BATCHES_PER_STAGE = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dic
 def _switches(config: GrpoConfig, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
     stages = cut["parallel_config.pipeline_stage"]
     copies = cut["parallel_config.data_parallel"] * cut["parallel_config.context_parallel"]
-    rows_per_piece = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
+    rows_per_pipeline_micro_batch = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
     shards = (False, True) if copies > 1 else (False,)
-    pieces = [stages * factor for factor in _PIECES_PER_STAGE] if stages > 1 else [1]
-    for shard, recompute, num_pieces in itertools.product(shards, (False, True), pieces):
+    counts = [stages * factor for factor in _MICRO_BATCHES_PER_STAGE] if stages > 1 else [1]
+    for shard, recompute, num_micro_batches in itertools.product(shards, (False, True), counts):
         yield cut | {
             "parallel_config.enable_parallel_optimizer": shard,
-            "parallel_config.micro_batch_num": num_pieces,
-            "training.batch_size": num_pieces * rows_per_piece,
+            "parallel_config.micro_batch_num": num_micro_batches,
+            "training.batch_size": num_micro_batches * rows_per_pipeline_micro_batch,
             "model.recompute": recompute,
         }

@@ -52,15 +52,15 @@ def test_ranks_of_an_axis_differ_in_that_axis_only(layout):
 
 @given(layouts(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_an_optimiser_group_holds_one_slice_between_its_ranks(layout, data):
+def test_an_optimiser_group_holds_one_shard_between_its_ranks(layout, data):
     copies = layout.data_parallel * layout.context_parallel
     shard = data.draw(st.sampled_from([size for size in (1, 2, 4, 8) if copies % size == 0]))
     parameter = _matrix(layout, shard)
     groups = [group for group in optimizer_groups(layout, parameter) if group[0] < layout.stage_size]
     rows = 1024 // layout.model_parallel
     for group in groups:
-        starts = sorted(parameter.slice_of(rank)[0].start for rank in group)
-        # The shards lie one after the other and make up one tensor-parallel slice.
+        starts = sorted(parameter.shard_of(rank)[0].start for rank in group)
+        # The shards lie one after the other and make up one tensor-parallel shard.
         assert starts == [starts[0] + index * rows // shard for index in range(shard)]
         assert starts[0] % rows == 0
 

@@ -22,7 +22,7 @@ NUM_RANKS = 4
 
 
 class RankWorker(SavesState):
-    """Its slice is one number."""
+    """Its shard is one number."""
 
     def __init__(self, rank):
         super().__init__()
