@@ -40,7 +40,7 @@ class ModelSection:
         is_path=True,
     )
     random_init: bool = key(
-        False, "ignore weights in `model.path` and draw them from `run.seed`; needs only config.json"
+        False, "ignore weights in `model.path`, initialise them from `run.seed`; needs only config.json"
     )
     param_dtype: str = key("float32", "type of the trained parameters", choices=("float32", "bfloat16"))
     compute_dtype: str = key(
@@ -196,10 +196,10 @@ class AlgorithmSection:
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
     dynamic_sampling: bool = key(
         False,
-        "draw prompts until each group of a step has rewards that differ; what is left over is used in the next step",
+        "sample prompts until each group of a step has rewards that differ; what is left over is used in the next step",
     )
     max_oversampling: int = key(
-        10, "a step with `dynamic_sampling` draws at most this many times its number of prompts", minimum=1
+        10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1
     )
     overlong_buffer: float = key(
         0.0,

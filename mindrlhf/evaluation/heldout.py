@@ -109,10 +109,10 @@ class HeldOut:
     sampling: SamplingParams
     seed: int
 
-    def draw(self, sampler: Sampler) -> list[Sample]:
+    def sample(self, sampler: Sampler) -> list[Sample]:
         """Sample and score every prompt with the generator's current weights."""
-        return sampler.draw(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
+        return sampler.sample(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
 
     def run(self, sampler: Sampler, step: int) -> Evaluation:
-        """Draw, and summarise."""
-        return Evaluation.of(step, self.verifier, self.draw(sampler), self.num_samples)
+        """Sample, and summarise."""
+        return Evaluation.of(step, self.verifier, self.sample(sampler), self.num_samples)

@@ -13,7 +13,7 @@ class BatchPlan:
     a row.
 
     Attributes:
-        num_prompts: prompts drawn per step.
+        num_prompts: prompts sampled per step.
         num_samples: responses sampled per step.
         num_samples_per_replica: the share of one rollout server.
         row_length: tokens of the longest row.

@@ -72,7 +72,7 @@ class Sampler:
         self._tokenizer = tokenizer
         self._reward_model = reward_model
 
-    def draw(
+    def sample(
         self,
         records: Sequence[PromptRecord],
         num_samples: int,

@@ -167,9 +167,9 @@ class Trainer(Steps):
         return old, reference
 
     def _old_logprobs(self, step_samples: StepSamples, old: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probabilities under the policy that drew each sample, as the loss takes them.
+        """Return the log-probabilities under the policy that generated each sample, as the loss takes them.
 
-        Those of stale samples are the generator's, since the weights that drew them are gone; the ranks are told.
+        Those of stale samples are the generator's, since the weights that generated them are gone; the ranks are told.
         """
         rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.used]
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones

@@ -196,7 +196,7 @@ def test_signals_ask_for_checkpoints(tmp_path, capsys):
             signal.signal(number, handler)
 
 
-def test_a_rollout_that_is_broken_off_is_drawn_again(tmp_path):
+def test_a_rollout_that_is_broken_off_is_sampled_again(tmp_path):
     run = Run(tmp_path)
     run.step()
     following = PromptStream(10, seed=0)
