@@ -10,9 +10,9 @@ does not apply. The creating process must outlive every attach, not every use.
 
 One version at a time::
 
-    lead rank       board = WeightBoard.create(infos); send board.path to the others
-    every rank      board.begin(version); board.write(name, array, region); send board.contribution() to the lead
-    lead rank       board.seal(contributions); tell the server
+    rank 0          board = WeightBoard.create(infos); send board.path to the others
+    every rank      board.begin(version); board.write(name, array, region); send board.contribution() to rank 0
+    rank 0          board.seal(contributions); tell the server
     server          board = WeightBoard.attach(path); for name, dtype, array in board.tensors(version): ...
 
 The ranks and the server take turns by messages of their own (the board has no locks): nobody writes between ``seal``

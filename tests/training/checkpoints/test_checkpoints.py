@@ -63,7 +63,7 @@ class Run:
             checkpoint=sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
         self.lead = Lead()
-        team = SimpleNamespace(lead=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
+        team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
         self.stream = PromptStream(10, seed=seed)
         self.requests = SaveRequests()
         self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests)

@@ -151,7 +151,7 @@ class LocalTeam:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.lead = ranks[0]
+        self.rank_0 = ranks[0]
         self.world_size = self.num_devices = len(ranks)
 
     def call(self, method, per_rank=None, **common):

@@ -174,7 +174,7 @@ def test_a_warm_up_makes_no_update(make_ranks):
     assert not any(inputs[3].any() for _, _, inputs in cells.updates), "its rows weigh nothing"
 
 
-def test_all_ranks_publish_the_model_and_the_lead_exports_it(make_ranks, model_dir, tmp_path):
+def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path):
     from mindrlhf.weights.open import open_tensors
 
     ranks = make_ranks()
