@@ -294,9 +294,9 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """How the model is cut over the ranks, in MindFormers' terms."""
+    """How the model is sharded over the ranks, in MindFormers' terms."""
 
-    data_parallel: int = key(0, "copies of the model; 0 means as many as the world size leaves", minimum=0)
+    data_parallel: int = key(0, "data-parallel replicas; 0 means as many as the world size leaves", minimum=0)
     model_parallel: int = key(1, "ranks that share each weight matrix", minimum=1)
     pipeline_stage: int = key(1, "stages that the layers are split into", minimum=1)
     context_parallel: int = key(1, "ranks that share each sequence", minimum=1)
@@ -306,7 +306,7 @@ class ParallelSection:
     micro_batch_interleave_num: int = key(
         1, "halves of a micro-batch whose compute and communication overlap", minimum=1, maximum=2
     )
-    vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of cutting its vocabulary")
+    vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
     enable_parallel_optimizer: bool = key(False, "split the optimiser state over the data-parallel ranks (ZeRO)")
     optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
 

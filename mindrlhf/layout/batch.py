@@ -46,7 +46,7 @@ class BatchPlan:
 
 
 def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
-    """Count a step of ``config`` on ``data_parallel`` copies of the model.
+    """Count a step of ``config`` on ``data_parallel`` replicas of the model.
 
     Raises:
         UserError: the row length is left to the data, or a micro-batch does not divide into pipeline micro-batches.

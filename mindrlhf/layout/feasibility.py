@@ -1,4 +1,4 @@
-"""Whether a model can be cut by a config, checked before anything is compiled; each refusal names the fix."""
+"""Whether a model can be sharded by a config, checked before anything is compiled; each refusal names the fix."""
 
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight

@@ -123,7 +123,7 @@ class ParameterLayout:
 
 
 def check_layout(layout: ParameterLayout) -> None:
-    """Check a layout that was read from a file: whether its parts are of the right types and cut the shape evenly.
+    """Check a layout that was read from a file: whether its parts are of the right types and split the shape evenly.
 
     Raises:
         ValueError: naming what is wrong.
@@ -137,7 +137,7 @@ def check_layout(layout: ParameterLayout) -> None:
     used = [axis for axis in axes if axis != -1]
     is_cut = len(layout.tensor_map) == len(layout.shape) and len(set(used)) == len(used) and all(entries)
     if not is_cut or not all(0 <= axis < len(matrix) for axis in used) or any(size < 0 for size in layout.shape):
-        raise ValueError(f"{name} is cut along axes that it has not")
+        raise ValueError(f"{name} is sharded along axes that it has not")
     if not matrix or min(matrix) < 1 or not layout.stages or min(layout.stages) < 0:
         raise ValueError(f"{name} lies on no ranks")
     if math.prod(matrix) * (max(layout.stages) + 1) > MAX_RANKS:

@@ -1,8 +1,8 @@
-"""Cut a model into one directory per rank, as a stream: `mindrlhf weights shard` and `mindrlhf weights reshard`.
+"""Shard a model into one directory per rank, as a stream: `mindrlhf weights shard` and `mindrlhf weights reshard`.
 
-Arrays are read whole, one at a time per worker, cut, and written to the files of a batch of ranks at once; a batch is a
-run of ranks of one stage that together hold as much as the stage's arrays. A rank's file appears when all of it is on
-the disk, so an interrupted command, run again, goes on with the ranks that are not there.
+Arrays are read whole, one at a time per worker, and their shards written to the files of a batch of ranks at once; a
+batch is a run of ranks of one stage that together hold as much as the stage's arrays. A rank's file appears when all of
+it is on the disk, so an interrupted command, run again, goes on with the ranks that are not there.
 """
 
 import contextlib
@@ -58,14 +58,14 @@ def shard_directory(
     num_workers: int = DEFAULT_WORKERS,
     report: Report = lambda line: None,
 ) -> ShardedManifest:
-    """Cut a Hugging Face directory into one directory per rank; goes on where an earlier run was interrupted.
+    """Shard a Hugging Face directory into one directory per rank; goes on where an earlier run was interrupted.
 
     Args:
         parallel: layout in the short form of `Layout.parse`; or
         strategy: directory or merged file of MindSpore strategy files.
         file_format: `safetensors` or `ckpt`.
         dtype: converts the parameters.
-        optimizer_file: optimiser state to cut along.
+        optimizer_file: optimiser state to shard along with it.
         num_workers: threads; each holds about one tensor.
         report: gets a line for each batch of ranks.
 
@@ -86,7 +86,7 @@ def reshard_directory(
     num_workers: int = DEFAULT_WORKERS,
     report: Report = lambda line: None,
 ) -> ShardedManifest:
-    """Cut a sharded directory, with optimiser state if it has any, for another layout; see `shard_directory`."""
+    """Reshard a sharded directory, with optimiser state if it has any, for another layout; see `shard_directory`."""
     return _shard(ShardedSource(sharded_dir), parallel, strategy, out_dir, file_format, num_workers, report)
 
 
@@ -292,8 +292,7 @@ class _Sharding:
                 changed = next((name for name in new if known.setdefault(name, new[name]) != new[name]), None)
                 if changed:
                     raise UserError(
-                        f"{changed} changed in {self._source.directory} while it was cut: remove {self._out} and start "
-                        "again"
+                        f"{changed} changed in {self._source.directory} meanwhile: remove {self._out} and start again"
                     )
         return dataclasses.replace(
             self._manifest,

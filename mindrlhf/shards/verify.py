@@ -189,7 +189,7 @@ def _check_original(shards: ShardedDirectory, original: SafetensorsDirectory, na
     expected = convert_dtype(original.read(name), original.info(name).dtype, shards.info(name).dtype)
     if not np.array_equal(_bits(tensor), _bits(expected)):
         raise UserError(
-            f"{name} in {shards.directory} differs from {original.directory}: it was cut from another; shard again"
+            f"{name} in {shards.directory} differs from {original.directory}: it was made from another; shard again"
         )
     original.release(name)
 

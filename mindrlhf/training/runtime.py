@@ -93,7 +93,7 @@ def run_eagerly() -> Iterator[None]:
 
 
 def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -> None:
-    """Have MindSpore cut every graph that is compiled from now on as `parallel_config` says (Ascend only).
+    """Have MindSpore shard every graph that is compiled from now on as `parallel_config` says (Ascend only).
 
     Args:
         parallel: the layout, with `data_parallel` filled in.

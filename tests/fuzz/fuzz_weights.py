@@ -1,4 +1,4 @@
-"""Model directories: config.json, safetensors, and shards with the strategy they were cut by."""
+"""Model directories: config.json, safetensors, and shards with their strategy."""
 
 import json
 import random

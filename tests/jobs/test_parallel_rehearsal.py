@@ -1,4 +1,4 @@
-"""The actor that `mindrlhf train` builds for a cut model, on every rank, with real compilations for Ascend.
+"""The actor that `mindrlhf train` builds for a sharded model, on every rank, with real compilations for Ascend.
 
 There is no NPU here, so nothing is computed: what is checked is that the product's own code compiles its graphs, takes
 its shards of a Hugging Face directory and of a checkpoint of another layout, and that what all ranks publish and save

@@ -32,7 +32,7 @@ DIMS = SPEC.dims(CONFIG)
 
 @pytest.fixture(autouse=True)
 def no_threshold(monkeypatch):
-    """Small shards are cut by the parallel optimiser too."""
+    """Small shards are split by the parallel optimiser too."""
     monkeypatch.setattr(layout_module, "OPTIMIZER_THRESHOLD_BYTES", 0)
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong while cutting, and damage found afterwards: one line with the fix, and nothing half-written."""
+"""What goes wrong while sharding, and damage found afterwards: one line with the fix, and nothing half-written."""
 
 import json
 import re
@@ -148,7 +148,7 @@ def test_a_source_that_changes_meanwhile(tmp_path, model, monkeypatch):
 
     monkeypatch.setattr(sharding.HuggingFaceSource, "read", changing)
     message = refused(shard_directory, model, tmp_path / "out", parallel=LAYOUT)
-    assert "changed in" in message and "while it was cut" in message
+    assert "changed in" in message and "meanwhile" in message
 
 
 def damage_file(path, position=-1):

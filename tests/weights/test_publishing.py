@@ -72,7 +72,7 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
 
 @pytest.mark.parametrize("data", [2, 4])
 def test_replicas_share_the_writing(data):
-    """Four layers' parameters over 2 or 4 equal copies: no copy writes much more than its part."""
+    """Four layers' parameters over 2 or 4 equal replicas: none writes much more than its share."""
     dims = QWEN2.dims(CONFIG)
     layouts = parameter_layouts(QWEN2, dims, Layout(data_parallel=data))
     loads = [0] * data

@@ -6,7 +6,7 @@ writes small shared libraries that export them (once per wheel, in the user's ca
 this process before MindSpore. CUDA ships such stub libraries for the same purpose. An installed CANN is used instead.
 
 Real, in simulation (``MS_SIMULATION_LEVEL``): MindSpore's parsing, automatic differentiation, semi-auto-parallel
-sharding, pipeline cutting, the communication operators with their groups, strategy files, `mindspore.export` of the
+sharding, pipeline splitting, the communication operators with their groups, strategy files, `mindspore.export` of the
 sharded graph and, at level 1, memory planning of the whole graph.
 
 Not real: every function of CANN returns 0 or an empty object. Nothing is computed and nothing communicated; results of

@@ -117,11 +117,11 @@ def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tu
 def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
     """Seconds of summing gradients and of gathering sharded weights, both once a micro-batch.
 
-    Where nothing but the data is cut, the sum comes once an update, outside of the graph of a micro-batch.
+    Where nothing but the data is split, the sum comes once an update, outside of the graph of a micro-batch.
     """
     layout, num_calls = inputs.layout, inputs.batch.num_micro_batches_per_rank
-    copies = layout.data_parallel * layout.context_parallel
-    if copies == 1:
+    replicas = layout.data_parallel * layout.context_parallel
+    if replicas == 1:
         return 0.0
     elements = max(state.num_gathered_elements for state in inputs.states)
     if layout.optimizer_shard != 1:
@@ -130,7 +130,7 @@ def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
     else:
         moved = (num_calls if is_split(inputs.config.parallel_config) else 1) * elements * 2 * GRADIENT_BYTES
     rate = _rate(range(0, layout.stage_size, layout.model_parallel), node_size)
-    return moved * (copies - 1) / copies / rate
+    return moved * (replicas - 1) / replicas / rate
 
 
 def _rate(ranks: range, node_size: int) -> float:

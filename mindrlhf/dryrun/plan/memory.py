@@ -101,7 +101,7 @@ class MemoryInputs:
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory = inputs.config, []
-    # One compiled graph makes an update of a model that is cut, so the log-probabilities have a pass of their own.
+    # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, state)
@@ -131,7 +131,7 @@ def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
             "gradient accumulators",
             state.accumulators,
             True,
-            f"{state.accumulators // width:,} x {width} B: not cut by the parallel optimizer",
+            f"{state.accumulators // width:,} x {width} B: not sharded by the parallel optimizer",
         ),
     ]
     if inputs.config.algorithm.beta > 0:
@@ -228,7 +228,7 @@ def _per_token(inputs: MemoryInputs, size_bytes: int) -> str:
 
 
 def _copied_weights(inputs: MemoryInputs, stage: int, keeps_all: bool) -> MemoryItem:
-    """Weights as the matrix products read them: cast, and gathered if the optimiser shard has cut them."""
+    """Weights as the matrix products read them: cast, and gathered if the parallel optimizer has sharded them."""
     name = "weights in compute dtype"
     model, state = inputs.config.model, inputs.states[stage]
     if model.param_dtype == model.compute_dtype and inputs.layout.optimizer_shard == 1:

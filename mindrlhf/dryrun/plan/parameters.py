@@ -57,7 +57,7 @@ class ParameterRow:
         shape: of the whole parameter.
         shard_shape: of one rank's shard.
         stages: pipeline stages that hold them, first and last.
-        split: in words, what cuts it.
+        split: in words, how it is sharded.
         state_bytes: parameter and moments of one shard.
     """
 
@@ -169,7 +169,7 @@ def parameter_rows(
 
 
 def split_words(layout: ParameterLayout) -> str:
-    """Return how a parameter is cut: "axis 0 / 4", "whole", with "/ 2 opt" for the optimiser shard."""
+    """Return how a parameter is sharded: "axis 0 / 4", "whole", with "/ 2 opt" for the optimiser shard."""
     cuts = [f"axis {axis} / {parts}" for axis, parts in enumerate(layout.splits) if parts > 1]
     words = ", ".join(cuts) or "whole"
     if layout.optimizer_shard_size > 1:

@@ -16,7 +16,7 @@ MAX_RANKS_NUMBERED = 64
 _LEGEND_COLUMNS = 4
 _FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 _INK, _FAINT, _GRID = "#1f2933", "#616e7c", "#d9dee4"
-# Hues of the tensor-parallel shards; copies of the same shard are the same colour.
+# Hues of the tensor-parallel shards; replicas of a shard are the same colour.
 _SHARD_HUES = ("#2a6fb0", "#e08a2e", "#3f9b6c", "#c2534f", "#7d68b0", "#8a6a50", "#c96ba6", "#77848f")
 _PARTS = {
     "parameters": "#2a6fb0",

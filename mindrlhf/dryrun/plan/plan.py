@@ -125,7 +125,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     """Lay a run out: what its memory follows from. Checks the model against the layout on the way.
 
     Raises:
-        UserError: the model cannot be cut this way, or the numbers do not fit together; names the fix.
+        UserError: the model cannot be sharded this way, or the numbers do not fit together; names the fix.
     """
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)

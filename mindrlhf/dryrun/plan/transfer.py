@@ -75,7 +75,7 @@ def plan_transfer(
 
 
 def _elements_on_node(layouts: Sequence[ParameterLayout], layout: Layout, node: int, node_size: int) -> int:
-    """Elements of the whole model of which some rank of the node holds a copy."""
+    """Elements of the whole model of which some rank of the node holds a shard."""
     ranks = range(node * node_size, min((node + 1) * node_size, layout.world_size))
     # Layers are alike: what a node holds of a parameter depends on these only, not on its name.
     seen: dict[tuple, int] = {}

@@ -190,7 +190,7 @@ class _FirstOutput(nn.Cell):
 
 
 def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
-    """Wrap ``network``, whose outputs are added up, so that its inputs are cut along their rows."""
+    """Wrap ``network``, whose outputs are added up, so that its inputs are split along their rows."""
     if parallel.micro_batch_interleave_num > 1:
         network = MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:

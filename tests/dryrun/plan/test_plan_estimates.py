@@ -52,7 +52,7 @@ def test_activations_of_a_dense_layer_term_by_term():
         + 4 * 2 * mlp / t  # gate, up, activated gate, product
     )
     assert layer_bytes(widths, layout, TOKENS, 2) == by_hand * TOKENS
-    # With sequence parallelism all but the gathered outputs of the norms are cut.
+    # With sequence parallelism all but the gathered outputs of the norms are sharded.
     parallel = plan_of("qwen2_5_7b_8npu").layout
     saved = (2 * 4 * h + 2 * 2 * h) * (1 - 1 / t)
     assert layer_bytes(widths, parallel, TOKENS, 2) == (by_hand - saved) * TOKENS

@@ -122,6 +122,6 @@ def test_rows_of_the_table_add_up_to_the_stage():
     assert sum(row.num_tensors * row.state_bytes for row in rows) == state.parameters + state.moments
     assert sum(row.num_tensors * math.prod(row.shape) for row in rows) == 7_615_616_512
     queries = next(row for row in rows if row.name.endswith("linear_qkv.weight"))
-    # 28 heads and 2 * 4 key-value heads of 128 channels, over 4 tensor-parallel ranks, over 2 copies.
+    # 28 heads and 2 * 4 key-value heads of 128 channels, over 4 tensor-parallel ranks, over 2 replicas.
     assert (queries.shape, queries.shard_shape) == ((36 * 128, 3584), (36 * 128 // 4 // 2, 3584))
     assert queries.split == "axis 0 / 4; opt / 2"

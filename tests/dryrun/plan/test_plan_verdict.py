@@ -85,16 +85,16 @@ def test_search_results_fit_and_are_ranked(name):
     assert len({tuple(sorted(one.keys.items())) for one in result.best}) == len(result.best)
 
 
-def test_search_tries_every_cut_of_a_dense_model():
+def test_search_tries_every_layout_of_a_dense_model():
     plan = plan_of("qwen2_5_7b_8npu")
     result = search(plan.config, plan.model, plan.machine)
     # model 1, 2, 4 (28 heads, so not 8) x stages that divide the rest; x recompute 2; optimiser shard only with
-    # copies; pipelines with 1, 2 or 4 micro-batches per stage.
+    # replicas; pipelines with 1, 2 or 4 micro-batches per stage.
     expected = 0
     for model in (1, 2, 4):
         for stages in (size for size in (1, 2, 4, 8) if (8 // model) % size == 0):
-            copies = 8 // model // stages
-            expected += 2 * (2 if copies > 1 else 1) * (3 if stages > 1 else 1)
+            replicas = 8 // model // stages
+            expected += 2 * (2 if replicas > 1 else 1) * (3 if stages > 1 else 1)
     assert result.num_tried == expected
 
 

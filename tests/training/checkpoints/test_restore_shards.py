@@ -1,4 +1,4 @@
-"""A rank that holds the whole model resumes from the shards that the ranks of a cut model saved."""
+"""A rank that holds the whole model resumes from the shards that the ranks of a sharded model saved."""
 
 import numpy as np
 import pytest
