@@ -158,7 +158,7 @@ def run(work: Path, options: argparse.Namespace) -> None:
     actions["shard"](work / "sharded")
     print(verify_directory(work / "sharded", against=work / "hf", num_workers=options.threads))
     written = sum(file.stat().st_size for file in (work / "sharded").glob(f"rank_*/*.{options.format}"))
-    print(f"model {size_bytes / 2**30:.2f} GiB, slices {written / 2**30:.2f} GiB, {options.threads} threads")
+    print(f"model {size_bytes / 2**30:.2f} GiB, shards {written / 2**30:.2f} GiB, {options.threads} threads")
     results: dict[str, list[Measured]] = {name: [] for name in actions}
     for _ in range(options.rounds):
         for name, action in actions.items():

@@ -3,7 +3,7 @@
     python scripts/benchmark_weight_transfer.py [--rollout-python PATH] [--num-params 100000000] [--repeats 5]
         [--parallel dp=2,mp=2 ...]
 
-With layouts, also the write of every rank's own slices: the bytes they move against the fewest that could (each
+With layouts, also the write of every rank's own shards: the bytes they move against the fewest that could (each
 element once), and the time of the slowest rank, which is how long the write takes where every rank has a core.
 """
 
@@ -23,7 +23,7 @@ from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.publishing import plan_publication, write_slices
+from mindrlhf.weights.publishing import plan_publication, write_shards
 
 HEAD_DIM = 64
 VOCAB = 32000
@@ -91,7 +91,7 @@ def report(times: dict[str, np.ndarray], size_bytes: int) -> None:
 
 
 def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np.ndarray], repeats: int) -> None:
-    """Write and seal a board from the slices of each layout, rank after rank, and print a line for each."""
+    """Write and seal a board from the shards of each layout, rank after rank, and print a line for each."""
     spec = find_spec(config)
     dims = spec.dims(config)
     rules = {rule.mf_name: rule for rule in spec.rules(dims)}
@@ -101,7 +101,7 @@ def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np
         publications = [plan_publication(placed, rules, dims, rank) for rank in range(layout.world_size)]
         places = {entry.name: entry for entry in placed}
         arrays = [
-            {name: np.ascontiguousarray(fused[name][places[name].slice_of(rank)]) for name in publication}
+            {name: np.ascontiguousarray(fused[name][places[name].shard_of(rank)]) for name in publication}
             for rank, publication in enumerate(publications)
         ]
         seconds = np.zeros((repeats + 1, layout.world_size))
@@ -111,7 +111,7 @@ def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np
                 written = []
                 for rank, publication in enumerate(publications):
                     start = time.perf_counter()
-                    written.append(write_slices(board, publication, arrays[rank]))
+                    written.append(write_shards(board, publication, arrays[rank]))
                     seconds[repeat, rank] = time.perf_counter() - start
                 board.seal()
             bound = board.size_bytes

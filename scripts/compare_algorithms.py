@@ -97,7 +97,7 @@ class Run:
         return json.loads((self.directory / "summary.json").read_text(encoding="utf-8"))
 
     def num_samples(self) -> int:
-        """Return how many responses were drawn for training."""
+        """Return how many responses were sampled for training."""
         steps = list(read_jsonl(self.directory / "metrics.jsonl"))
         if "samples/total_generated" in steps[-1]:
             return int(steps[-1]["samples/total_generated"])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cut a sharded directory for another layout.
+"""Reshard a sharded directory for another layout.
 
 The same as `mindrlhf weights reshard`, whose options --help lists. The package must be importable: installed, or the
 repository on PYTHONPATH.

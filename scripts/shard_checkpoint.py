@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cut a Hugging Face directory into one directory per rank.
+"""Shard a Hugging Face directory into one directory per rank.
 
 The same as `mindrlhf weights shard`, whose options --help lists. The package must be importable: installed, or the
 repository on PYTHONPATH.

@@ -128,9 +128,9 @@ def test_training_state_and_generator_fit_the_device(path):
     num_parameters = _num_parameters(path.parent / _model_and_world_size(path)[0])
     assert config.model.param_dtype == "float32"
     cut = parallel.model_parallel * parallel.pipeline_stage
-    copies = parallel.data_parallel if parallel.enable_parallel_optimizer else 1
-    # Weights, sums of gradients and two moments; in a pipeline the gradients of a micro-batch's pieces as well.
-    state_bytes = 4 * FLOAT32_BYTES * num_parameters / cut / copies
+    replicas = parallel.data_parallel if parallel.enable_parallel_optimizer else 1
+    # Weights, sums of gradients and two moments; in a pipeline the gradients of its micro-batches as well.
+    state_bytes = 4 * FLOAT32_BYTES * num_parameters / cut / replicas
     if parallel.pipeline_stage > 1:
         state_bytes += FLOAT32_BYTES * num_parameters / cut
     generator_bytes = rollout.gpu_memory_utilization * DEVICE_BYTES

@@ -299,7 +299,7 @@ def test_the_board_is_memory_without_a_name_that_only_its_user_can_open():
         assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", board.path)
 
 
-def test_nothing_listens_but_the_lead_rank():
+def test_nothing_listens_but_rank_0():
     """All other channels are socket pairs and pipes, which have no name or port to connect to."""
     pattern = re.compile(r"\.bind\(\(|create_server\(|\.listen\(\d|AF_UNIX|start_unix_server|mkfifo|SharedMemory\(")
     found = {
@@ -314,7 +314,7 @@ def test_nothing_listens_but_the_lead_rank():
 
 @pytest.fixture
 def admission(monkeypatch):
-    """The lead rank of two, waiting for the other: (port, token) of the door, and who came in by it."""
+    """Rank 0 of two, waiting for the other: (port, token) of the door, and who came in by it."""
     told, is_told, admitted = [], threading.Event(), []
 
     def broadcast(words: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Correction of the mismatch between the policy that trains and the one that drew the samples: graph code.
+"""Correction of the mismatch between the policy that trains and the one that generated the samples: graph code.
 
 The generator computes the same policy with other kernels and types, so that pi_old (the training cell before the
 update) is not quite pi_rollout. With the ratio rho_t = pi_old / pi_rollout, the loss of each token is multiplied by a

@@ -1,6 +1,6 @@
 """Estimates of KL(policy || reference) per token, with gradients: graph code.
 
-With d = logprobs - reference_logprobs of tokens that the policy drew (Schulman 2020, "Approximating KL divergence"):
+With d = logprobs - reference_logprobs of tokens that the policy sampled (Schulman 2020, "Approximating KL divergence"):
 
     k1 = d                   value unbiased; the gradient has mean 0, so it regularises only when made unbiased
     k2 = d^2 / 2             value biased; the gradient is that of the KL divergence, on policy

@@ -17,7 +17,7 @@ MAX_CHANGE = 0.2
 def kl_estimate(logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: str) -> np.ndarray:
     """Return an estimate of KL(policy || reference) per token, float64 of the same shape, in nats.
 
-    With d = logprobs - reference_logprobs of tokens that the policy drew: k1 = d, k2 = d^2 / 2,
+    With d = logprobs - reference_logprobs of tokens that the policy sampled: k1 = d, k2 = d^2 / 2,
     k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence"), abs = |d|.
     """
     difference = np.asarray(logprobs, np.float64) - np.asarray(reference_logprobs, np.float64)

@@ -58,7 +58,7 @@ class GraphTokenLogProbs(nn.Cell):
         return self.mask(logprobs, mask), self.mask(entropy, mask)
 
 
-# What a rank does with its own part of the vocabulary: MindSpore's Morph runs a function on local slices.
+# What a rank does with its own part of the vocabulary: MindSpore's Morph runs a function on local shards.
 
 
 def _project(hidden, weight):

@@ -57,7 +57,7 @@ class TokenScores(nn.Cell):
     """Scores of a model whose spec ``is_scorer``, in the place of :class:`mindrlhf.algorithms.logprobs.PolicyLogProbs`.
 
     Args:
-        model: :class:`mindrlhf.models.causal_lm.CausalLM` with a ``score_weight``; only a critic's may be cut.
+        model: :class:`mindrlhf.models.causal_lm.CausalLM` with a ``score_weight``; only a critic's may be sharded.
         after_token: at each response token's position, score the text that ends with that token (a reward model);
             otherwise the text before it (a critic: the value of the state in which the token is chosen).
     """

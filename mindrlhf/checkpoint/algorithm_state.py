@@ -48,7 +48,7 @@ class PairAccuracy:
 class AlgorithmState:
     """All of it; a value is None, and not in the file, until the run has it."""
 
-    trajectory: str | None = None  # "hash" of the last line of trajectory.jsonl
+    trajectory: str | None = None  # fingerprint: "hash" of the last line of trajectory.jsonl
     samples: SampleTotals | None = None
     guards: GuardsState | None = None
     kl: KlState | None = None

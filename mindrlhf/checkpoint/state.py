@@ -9,7 +9,7 @@
     state.json              everything small; see RunState
     manifest.json           sizes and checksums, written last
 
-No state of a random generator is among it: prompts, samples and evaluations draw from streams that depend only on
+No state of a random generator is among it: prompts, samples and evaluations use streams that depend only on
 the seed and the step.
 """
 

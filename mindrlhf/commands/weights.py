@@ -35,13 +35,13 @@ def register(subparsers) -> None:
 
 
 def _register_sharding(actions) -> None:
-    shard = actions.add_parser("shard", help="cut a Hugging Face directory into one directory per rank")
+    shard = actions.add_parser("shard", help="shard a Hugging Face directory into one directory per rank")
     shard.add_argument("source", metavar="HF_DIR")
     shard.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="convert the parameters")
-    shard.add_argument("--optimizer", default="", metavar="FILE", help="optimizer.safetensors of a run, cut along")
+    shard.add_argument("--optimizer", default="", metavar="FILE", help="optimizer.safetensors of a run, sharded too")
     shard.set_defaults(run=_shard)
 
-    reshard = actions.add_parser("reshard", help="cut a sharded directory for another layout")
+    reshard = actions.add_parser("reshard", help="reshard a sharded directory for another layout")
     reshard.add_argument("source", metavar="SHARDED")
     reshard.set_defaults(run=_reshard)
 

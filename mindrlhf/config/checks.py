@@ -50,7 +50,7 @@ def check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[str
     _check_device(config.run, config.model, config.parallel_config)
     _check_schedule(config.optimizer, given)
     if "observe.samples_per_step" in given:
-        raise UserError("'observe.samples_per_step' is set, but preference learning draws no samples: remove it")
+        raise UserError("'observe.samples_per_step' is set, but preference learning samples nothing: remove it")
     _check_keeps_no_best(config.checkpoint)
     if config.preference.eval_every_steps and not config.data.eval_file:
         raise UserError("'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it")

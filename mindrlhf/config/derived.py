@@ -25,7 +25,7 @@ def correction_weight(config: GrpoConfig) -> str:
 
 
 def is_on_policy(config: GrpoConfig) -> bool:
-    """Return whether the only update of a step is made with the weights that drew all of its samples."""
+    """Return whether the only update of a step is made with the weights that sampled all of its responses."""
     is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
     return is_single_update and not config.algorithm.dynamic_sampling
 

@@ -43,7 +43,7 @@ class ModelSection:
         is_path=True,
     )
     random_init: bool = key(
-        False, "ignore weights in `model.path` and draw them from `run.seed`; needs only config.json"
+        False, "ignore weights in `model.path`, initialise them from `run.seed`; needs only config.json"
     )
     param_dtype: str = key("float32", "type of the trained parameters", choices=("float32", "bfloat16"))
     compute_dtype: str = key(
@@ -199,10 +199,10 @@ class AlgorithmSection:
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
     dynamic_sampling: bool = key(
         False,
-        "draw prompts until each group of a step has rewards that differ; what is left over is used in the next step",
+        "sample prompts until each group of a step has rewards that differ; what is left over is used in the next step",
     )
     max_oversampling: int = key(
-        10, "a step with `dynamic_sampling` draws at most this many times its number of prompts", minimum=1
+        10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1
     )
     overlong_buffer: float = key(
         0.0,
@@ -297,9 +297,9 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """How the model is cut over the ranks, in MindFormers' terms."""
+    """How the model is sharded over the ranks, in MindFormers' terms."""
 
-    data_parallel: int = key(0, "copies of the model; 0 means as many as the world size leaves", minimum=0)
+    data_parallel: int = key(0, "data-parallel replicas; 0 means as many as the world size leaves", minimum=0)
     model_parallel: int = key(1, "ranks that share each weight matrix", minimum=1)
     pipeline_stage: int = key(1, "stages that the layers are split into", minimum=1)
     context_parallel: int = key(1, "ranks that share each sequence", minimum=1)
@@ -309,7 +309,7 @@ class ParallelSection:
     micro_batch_interleave_num: int = key(
         1, "halves of a micro-batch whose compute and communication overlap", minimum=1, maximum=2
     )
-    vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of cutting its vocabulary")
+    vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
     enable_parallel_optimizer: bool = key(False, "split the optimiser state over the data-parallel ranks (ZeRO)")
     optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
 

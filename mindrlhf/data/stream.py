@@ -1,4 +1,4 @@
-"""The order in which training draws prompts: repeatable, and resumable at any record."""
+"""The order in which training takes prompts: repeatable, and resumable at any record."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ from mindrlhf.errors import UserError
 
 
 class EndOfEpochs(Exception):
-    """Every epoch has been drawn."""
+    """Every epoch has been used."""
 
 
 class PromptStream:
     """Record indices, epoch after epoch, each epoch a permutation of ``range(num_records)``.
 
     The order of an epoch depends on ``(num_records, seed, epoch)`` only, so the whole position is two
-    integers. Ranks that build the stream from the same arguments draw the same indices.
+    integers. Ranks that build the stream from the same arguments take the same indices.
 
     Args:
         num_records: records in the file, at least 1.
@@ -44,15 +44,15 @@ class PromptStream:
 
     @property
     def num_remaining(self) -> int | None:
-        """How many indices are left to draw; None when the stream never ends."""
+        """How many indices are left to take; None when the stream never ends."""
         if self.num_epochs is None:
             return None
         return max(0, (self.num_epochs - self.epoch) * self.num_records - self._position)
 
     def next(self, count: int) -> list[int]:
-        """Draw ``count`` indices, running over into the next epoch where one ends.
+        """Take ``count`` indices, running over into the next epoch where one ends.
 
-        The last draw of the last epoch may be shorter than ``count``: no record is left out silently.
+        The last call of the last epoch may be shorter than ``count``: no record is left out silently.
 
         Raises:
             EndOfEpochs: nothing is left. (Not ``StopIteration``, which a calling generator would turn
@@ -64,9 +64,9 @@ class PromptStream:
             raise EndOfEpochs(f"all {self.num_epochs} epochs of {self.num_records} records are used up")
         indices: list[int] = []
         while len(indices) < count and self.num_remaining != 0:
-            drawn = self._order[self._position : self._position + count - len(indices)]
-            indices += drawn.tolist()
-            self._position += len(drawn)
+            taken = self._order[self._position : self._position + count - len(indices)]
+            indices += taken.tolist()
+            self._position += len(taken)
             if self._position == self.num_records:
                 self._go_to(self.epoch + 1, 0)
         return indices

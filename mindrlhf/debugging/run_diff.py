@@ -11,8 +11,8 @@ import numpy as np
 from mindrlhf.checkpoint.resume import config_differences
 from mindrlhf.config.parse import read_yaml
 from mindrlhf.errors import UserError
+from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, PARTS
 from mindrlhf.observe.records import read_jsonl
-from mindrlhf.observe.trajectory import PARTS, TRAJECTORY_NAME
 from mindrlhf.weights.open import open_tensors
 from mindrlhf.weights.tensors import convert_dtype
 
@@ -47,9 +47,9 @@ def compare_runs(first: Path, second: Path) -> RunDifference:
     """Compare two run directories by their ``trajectory.jsonl``, then say more from the other files of both.
 
     Raises:
-        UserError: a directory has no trajectory, the two have no step in common, or a file is damaged.
+        UserError: a directory has no fingerprint, the two have no step in common, or a file is damaged.
     """
-    one, other = _read_trajectory(first), _read_trajectory(second)
+    one, other = _read_fingerprint(first), _read_fingerprint(second)
     common = sorted(one.keys() & other.keys())
     if not common:
         raise UserError(f"{first} and {second} have no step in common to compare")
@@ -72,8 +72,8 @@ def _first_difference(one: dict[int, dict], other: dict[int, dict], steps: list[
     return None, ""
 
 
-def _read_trajectory(run_dir: Path) -> dict[int, dict[str, Any]]:
-    path = Path(run_dir) / TRAJECTORY_NAME
+def _read_fingerprint(run_dir: Path) -> dict[int, dict[str, Any]]:
+    path = Path(run_dir) / FINGERPRINT_NAME
     if not path.is_file():
         raise UserError(f"no {path}: give the directory that `mindrlhf train` wrote")
     return {record["step"]: record for record in read_jsonl(path)}

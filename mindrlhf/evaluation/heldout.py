@@ -10,7 +10,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.evaluation.statistics import bootstrap_interval
-from mindrlhf.observe.trajectory import digest_json
+from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
 
@@ -109,10 +109,10 @@ class HeldOut:
     sampling: SamplingParams
     seed: int
 
-    def draw(self, sampler: Sampler) -> list[Sample]:
+    def sample(self, sampler: Sampler) -> list[Sample]:
         """Sample and score every prompt with the generator's current weights."""
-        return sampler.draw(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
+        return sampler.sample(self.records, self.num_samples, self.sampling, (self.seed, _EVALUATION_STREAM))
 
     def run(self, sampler: Sampler, step: int) -> Evaluation:
-        """Draw, and summarise."""
-        return Evaluation.of(step, self.verifier, self.draw(sampler), self.num_samples)
+        """Sample, and summarise."""
+        return Evaluation.of(step, self.verifier, self.sample(sampler), self.num_samples)

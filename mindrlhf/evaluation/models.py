@@ -91,7 +91,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
             try:
                 generator.wait_ready()
                 with contextlib.ExitStack() as stack:
-                    samples = held_out.draw(Sampler(with_tools(tools, generator, tokenizer, stack), pool, tokenizer))
+                    samples = held_out.sample(Sampler(with_tools(tools, generator, tokenizer, stack), pool, tokenizer))
             finally:
                 generator.close()
             evaluations.append(Evaluation.of(0, held_out.verifier, samples, held_out.num_samples))

@@ -13,7 +13,7 @@ class BatchPlan:
     a row.
 
     Attributes:
-        num_prompts: prompts drawn per step.
+        num_prompts: prompts sampled per step.
         num_samples: responses sampled per step.
         num_samples_per_replica: the share of one rollout server.
         row_length: tokens of the longest row.
@@ -22,8 +22,8 @@ class BatchPlan:
         num_rows_per_update: rows they are packed into, at most.
         rows_per_micro_batch: rows of one micro-batch of one data-parallel rank.
         num_micro_batches_per_rank: micro-batches that a data-parallel rank accumulates per update.
-        num_pieces: pieces that a micro-batch is cut into, which the pipeline works on at once.
-        rows_per_piece: rows of a piece.
+        num_pipeline_micro_batches: what a micro-batch is split into, for the stages to work on several at once.
+        rows_per_pipeline_micro_batch: rows of one of these.
         num_updates: optimiser updates per step.
         num_tokens_per_update: positions computed per update, over all ranks, padding rows included.
         max_response_tokens: tokens sampled per step, at most.
@@ -38,18 +38,18 @@ class BatchPlan:
     num_rows_per_update: int
     rows_per_micro_batch: int
     num_micro_batches_per_rank: int
-    num_pieces: int
-    rows_per_piece: int
+    num_pipeline_micro_batches: int
+    rows_per_pipeline_micro_batch: int
     num_updates: int
     num_tokens_per_update: int
     max_response_tokens: int
 
 
 def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
-    """Count a step of ``config`` on ``data_parallel`` copies of the model.
+    """Count a step of ``config`` on ``data_parallel`` replicas of the model.
 
     Raises:
-        UserError: the row length is left to the data, or a micro-batch does not divide into pipeline pieces.
+        UserError: the row length is left to the data, or a micro-batch does not divide into pipeline micro-batches.
     """
     training, parallel = config.training, config.parallel_config
     if not training.row_lengths:
@@ -57,12 +57,12 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
             "'training.row_lengths' is empty, so the row length depends on the data, which a plan does not read: set "
             f"it, for example training.row_lengths=[{2 * config.rollout.max_response_length}]"
         )
-    num_pieces = parallel.micro_batch_num
-    if training.batch_size % num_pieces:
+    micro_batch_num = parallel.micro_batch_num
+    if training.batch_size % micro_batch_num:
         raise UserError(
-            f"'training.batch_size' is {training.batch_size}, which cannot be cut into "
-            f"parallel_config.micro_batch_num = {num_pieces} equal pieces: set it to "
-            f"{-(-training.batch_size // num_pieces) * num_pieces}"
+            f"'training.batch_size' is {training.batch_size}, which does not divide into "
+            f"parallel_config.micro_batch_num = {micro_batch_num} equal pipeline micro-batches: set it to "
+            f"{-(-training.batch_size // micro_batch_num) * micro_batch_num}"
         )
     row_length = max(training.row_lengths)
     num_prompts = training.chunk_size * training.num_rollouts
@@ -79,24 +79,25 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
         num_rows_per_update=per_update,
         rows_per_micro_batch=training.batch_size,
         num_micro_batches_per_rank=num_micro_batches,
-        num_pieces=num_pieces,
-        rows_per_piece=training.batch_size // num_pieces,
+        num_pipeline_micro_batches=micro_batch_num,
+        rows_per_pipeline_micro_batch=training.batch_size // micro_batch_num,
         num_updates=training.num_minibatches * training.num_iterations,
         num_tokens_per_update=num_micro_batches * data_parallel * training.batch_size * row_length,
         max_response_tokens=num_samples * config.rollout.max_response_length,
     )
 
 
-def check_pieces(layout: Layout, batch: BatchPlan) -> None:
-    """Check that there are pieces for every stage, and that rows divide over the ranks that share a sequence.
+def check_micro_batches(layout: Layout, batch: BatchPlan) -> None:
+    """Check that the pipeline has a micro-batch for every stage, and rows divide over the ranks that share a sequence.
 
     Raises:
         UserError: they do not.
     """
-    if batch.num_pieces < layout.pipeline_stage:
+    if batch.num_pipeline_micro_batches < layout.pipeline_stage:
         raise UserError(
-            f"'parallel_config.micro_batch_num' is {batch.num_pieces}, but a pipeline of {layout.pipeline_stage} "
-            f"stages needs at least {layout.pipeline_stage}: set it to that, and training.batch_size to a multiple"
+            f"'parallel_config.micro_batch_num' is {batch.num_pipeline_micro_batches}, but a pipeline of "
+            f"{layout.pipeline_stage} stages needs at least {layout.pipeline_stage}: set it to that, and "
+            "training.batch_size to a multiple"
         )
     parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
     if batch.row_length % parts:
@@ -128,10 +129,10 @@ def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> lis
          f"{batch.num_rows_per_update:,} rows / (batch_size {training.batch_size} x data_parallel {data_parallel}), "
          "rounded up"),
     ]  # fmt: skip
-    if batch.num_pieces > 1:
+    if batch.num_pipeline_micro_batches > 1:
         lines.append(
-            ("rows per piece", f"{batch.rows_per_piece:,}", f"batch_size {training.batch_size} / "
-             f"micro_batch_num {batch.num_pieces}")
+            ("rows per pipeline micro-batch", f"{batch.rows_per_pipeline_micro_batch:,}",
+             f"batch_size {training.batch_size} / micro_batch_num {batch.num_pipeline_micro_batches}")
         )  # fmt: skip
     lines += [
         ("positions per update, at most", f"{batch.num_tokens_per_update:,}",

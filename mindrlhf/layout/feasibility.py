@@ -1,17 +1,17 @@
-"""Whether a model can be cut by a config, checked before anything is compiled; each refusal names the fix."""
+"""Whether a model can be sharded by a config, checked before anything is compiled; each refusal names the fix."""
 
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
-from mindrlhf.layout.batch import BatchPlan, check_pieces, plan_batch
+from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
 
 
 def is_split(parallel: ParallelSection) -> bool:
-    """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on slices."""
+    """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on shards."""
     sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
     return max(sizes) > 1 or parallel.enable_parallel_optimizer
 
@@ -47,7 +47,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     """
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
-    check_pieces(layout, batch)
+    check_micro_batches(layout, batch)
     if dims.tied and layout.pipeline_stage > 1:
         raise UserError(
             f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "
@@ -56,10 +56,11 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     if layout.context_parallel > 1:
         check_tokens_only(config, layout.context_parallel)
     interleaves = config.parallel_config.micro_batch_interleave_num
-    if batch.rows_per_piece % interleaves:
+    if batch.rows_per_pipeline_micro_batch % interleaves:
         raise UserError(
-            f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a piece has {batch.rows_per_piece} "
+            f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch "
+            f"has {batch.rows_per_pipeline_micro_batch} "
             f"rows (training.batch_size / micro_batch_num): set training.batch_size to a multiple of "
-            f"{interleaves * batch.num_pieces}"
+            f"{interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch

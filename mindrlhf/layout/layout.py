@@ -2,7 +2,7 @@
 
 Terms are MindSpore's. The ranks of one pipeline stage form a *device matrix*, last axis innermost; a *tensor map* says
 for each axis of a tensor which axis of the matrix splits it, counted from the right (0 is the last), -1 for none. What
-the matrix does not split is repeated, and the optimiser-parallel shard cuts axis 0 of such repeated shards once more
+the matrix does not split is repeated, and the optimiser-parallel shard splits axis 0 of such repeated shards once more
 (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054), unless the parameter is small or the shard does not divide.
 """
 
@@ -19,7 +19,7 @@ from mindrlhf.layout.parameter import ParameterLayout, mixed_radix
 if TYPE_CHECKING:
     from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule
 
-# MindSpore's default `parallel_optimizer_threshold`: a parameter that is smaller, as a whole, is not cut.
+# MindSpore's default `parallel_optimizer_threshold`: a parameter that is smaller, as a whole, is not sharded.
 OPTIMIZER_THRESHOLD_BYTES = 64 * 1024
 _EMBEDDING = "embedding.word_embeddings.weight"
 _SHORT_NAMES = {
@@ -45,10 +45,10 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is cut over ranks. Ranks count stage by stage; in a stage data, context, model, the last innermost.
+    """How a model is sharded over ranks. Ranks count stage by stage; in a stage data, context, model (innermost).
 
     Attributes:
-        data_parallel: copies of the model.
+        data_parallel: replicas of the model.
         model_parallel: ranks that share each weight matrix.
         pipeline_stage: stages that the layers are split into.
         context_parallel: ranks that share each sequence.
@@ -210,7 +210,7 @@ def parameter_layouts(
         element_bytes: size of one element of the parameters, which decides what is small.
 
     Raises:
-        UserError: the model cannot be cut this way; the message names the size and what divides it.
+        UserError: the model cannot be sharded this way; the message names the size and what divides it.
     """
     check_divisible(dims, layout)
     stages = layout.layer_stages(dims.num_layers)
@@ -287,7 +287,7 @@ def _with_optimizer_shard(whole: ParameterLayout, shard: int, element_bytes: int
     repeats = whole.num_repeats
     size = repeats if shard == -1 else min(shard, repeats)
     is_small = math.prod(whole.shape) * element_bytes < OPTIMIZER_THRESHOLD_BYTES
-    if size == 1 or is_small or whole.slice_shape[0] % size:
+    if size == 1 or is_small or whole.shard_shape[0] % size:
         return whole
     if repeats % size:
         raise UserError(

@@ -58,7 +58,7 @@ class ParameterLayout:
         return math.prod(self.device_matrix[innermost + 1 :])
 
     @cached_property
-    def slice_shape(self) -> tuple[int, ...]:
+    def shard_shape(self) -> tuple[int, ...]:
         """Shape of the shard of every rank that holds the parameter."""
         shape = [size // parts for size, parts in zip(self.shape, self.splits)]
         if self.optimizer_shard_size > 1:
@@ -72,16 +72,16 @@ class ParameterLayout:
             rank for stage in self.stages for rank in range(stage * self.stage_size, (stage + 1) * self.stage_size)
         )
 
-    def slice_of(self, rank: int) -> tuple[slice, ...]:
-        """The part of the whole parameter that ``rank`` holds: one slice with start and stop per axis."""
-        assert rank // self.stage_size in self.stages, f"rank {rank} holds no slice of {self.name}"
-        return self._slices[rank % self.stage_size]
+    def shard_of(self, rank: int) -> tuple[slice, ...]:
+        """The shard of ``rank`` as a place in the whole parameter: one Python slice with start and stop per axis."""
+        assert rank // self.stage_size in self.stages, f"rank {rank} holds no shard of {self.name}"
+        return self._shards[rank % self.stage_size]
 
     def replicas(self) -> dict[tuple[tuple[int, int], ...], tuple[int, ...]]:
         """The ranks that hold each shard, by the shard's (start, stop) per axis."""
         holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank in self.ranks:
-            box = tuple((part.start, part.stop) for part in self.slice_of(rank))
+            box = tuple((part.start, part.stop) for part in self.shard_of(rank))
             holders.setdefault(box, []).append(rank)
         return {box: tuple(ranks) for box, ranks in holders.items()}
 
@@ -102,11 +102,11 @@ class ParameterLayout:
         return tuple(axis for axis in range(len(self.device_matrix)) if axis not in used)
 
     @cached_property
-    def _slices(self) -> tuple[tuple[slice, ...], ...]:
+    def _shards(self) -> tuple[tuple[slice, ...], ...]:
         """The shard of each rank of a stage."""
-        return tuple(self._slice_of_device(device) for device in range(self.stage_size))
+        return tuple(self._shard_of_device(device) for device in range(self.stage_size))
 
-    def _slice_of_device(self, device: int) -> tuple[slice, ...]:
+    def _shard_of_device(self, device: int) -> tuple[slice, ...]:
         position = mixed_radix(device, self.device_matrix)
         slices = []
         for size, parts, axes in zip(self.shape, self.splits, self._axes):
@@ -116,14 +116,14 @@ class ParameterLayout:
         if self.optimizer_shard_size > 1:
             repeated = self._repeated_axes
             repeat = flat_index([position[axis] for axis in repeated], [self.device_matrix[axis] for axis in repeated])
-            width = self.slice_shape[0]
+            width = self.shard_shape[0]
             start = slices[0].start + repeat % self.optimizer_shard_size * width
             slices[0] = slice(start, start + width)
         return tuple(slices)
 
 
 def check_layout(layout: ParameterLayout) -> None:
-    """Check a layout that was read from a file: whether its parts are of the right types and cut the shape evenly.
+    """Check a layout that was read from a file: whether its parts are of the right types and split the shape evenly.
 
     Raises:
         ValueError: naming what is wrong.
@@ -137,7 +137,7 @@ def check_layout(layout: ParameterLayout) -> None:
     used = [axis for axis in axes if axis != -1]
     is_cut = len(layout.tensor_map) == len(layout.shape) and len(set(used)) == len(used) and all(entries)
     if not is_cut or not all(0 <= axis < len(matrix) for axis in used) or any(size < 0 for size in layout.shape):
-        raise ValueError(f"{name} is cut along axes that it has not")
+        raise ValueError(f"{name} is sharded along axes that it has not")
     if not matrix or min(matrix) < 1 or not layout.stages or min(layout.stages) < 0:
         raise ValueError(f"{name} lies on no ranks")
     if math.prod(matrix) * (max(layout.stages) + 1) > MAX_RANKS:

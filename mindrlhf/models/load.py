@@ -13,12 +13,12 @@ from mindrlhf.weights.tensors import convert_dtype
 
 
 def has_random_weights(model: ModelSection, path: str) -> bool:
-    """Whether the weights of a model are drawn from ``run.seed``: only those of ``model.path`` are."""
+    """Whether the weights of a model are initialised from ``run.seed``: only those of ``model.path`` are."""
     return model.random_init and path == model.path
 
 
 def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
-    """Build the model of a Hugging Face directory and load its weights, or draw them; see ``has_random_weights``.
+    """Build the model of a Hugging Face directory and load its weights, or initialise them; see ``has_random_weights``.
 
     Raises:
         UserError: the directory, its config or its weights do not fit.
@@ -29,7 +29,7 @@ def load_model(model: ModelSection, path: str, run: RunSection, row_length: int)
 
 
 def load_scorer(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
-    """Build the scoring model (reward model, critic) of a Hugging Face directory and load its weights, or draw them.
+    """Build the scoring model (reward model, critic) of a Hugging Face directory; load its weights, or initialise them.
 
     From a language model it takes all but the output projection, and the score's weight is 0: every text scores 0 at
     first.

@@ -9,8 +9,8 @@ import numpy as np
 
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
-from mindrlhf.observe.trajectory import digest_arrays, digest_json
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
@@ -72,7 +72,7 @@ class Sampler:
         self._tokenizer = tokenizer
         self._reward_model = reward_model
 
-    def draw(
+    def sample(
         self,
         records: Sequence[PromptRecord],
         num_samples: int,
@@ -171,7 +171,7 @@ def _sample(
 
 
 def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return the digests of what was sampled in a step, for its line in the trajectory; the order of samples counts."""
+    """Return the digests of what a step sampled, for its line of the fingerprint; the order of samples counts."""
     return {
         "prompts": digest_arrays(sample.prompt_ids for sample in samples),
         "samples": digest_arrays(sample.response_ids for sample in samples),

@@ -25,7 +25,7 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt to be sampled ``num_samples`` times.
 
-    Sample ``i`` is drawn from a random stream that depends on ``seed`` and ``i`` only, so that the same
+    Sample ``i`` is sampled from a random stream that depends on ``seed`` and ``i`` only, so that the same
     request gives the same samples whatever else is in the batch (up to rounding in the kernels).
     """
 

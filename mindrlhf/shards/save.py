@@ -92,7 +92,7 @@ def write_rank(
     try:
         entries = {}
         for name, array in shards:
-            box = manifest.arrays[name].layout.slice_of(rank)
+            box = manifest.arrays[name].layout.shard_of(rank)
             entries[name] = {
                 "offset": [part.start for part in box],
                 "shape": list(array.shape),
@@ -127,7 +127,7 @@ def finish_saving(
     write_json(directory / SHARDED_NAME, manifest.to_json())
 
 
-def held_slices(layouts: Iterable[ParameterLayout], rank: int) -> list[ParameterLayout]:
+def held_shards(layouts: Iterable[ParameterLayout], rank: int) -> list[ParameterLayout]:
     """The layouts of what ``rank`` holds."""
     return [one for one in layouts if rank // one.stage_size in one.stages]
 

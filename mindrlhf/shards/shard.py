@@ -1,8 +1,8 @@
-"""Cut a model into one directory per rank, as a stream: `mindrlhf weights shard` and `mindrlhf weights reshard`.
+"""Shard a model into one directory per rank, as a stream: `mindrlhf weights shard` and `mindrlhf weights reshard`.
 
-Arrays are read whole, one at a time per worker, cut, and written to the files of a batch of ranks at once; a batch is a
-run of ranks of one stage that together hold as much as the stage's arrays. A rank's file appears when all of it is on
-the disk, so an interrupted command, run again, goes on with the ranks that are not there.
+Arrays are read whole, one at a time per worker, and their shards written to the files of a batch of ranks at once; a
+batch is a run of ranks of one stage that together hold as much as the stage's arrays. A rank's file appears when all of
+it is on the disk, so an interrupted command, run again, goes on with the ranks that are not there.
 """
 
 import contextlib
@@ -58,14 +58,14 @@ def shard_directory(
     num_workers: int = DEFAULT_WORKERS,
     report: Report = lambda line: None,
 ) -> ShardedManifest:
-    """Cut a Hugging Face directory into one directory per rank; goes on where an earlier run was interrupted.
+    """Shard a Hugging Face directory into one directory per rank; goes on where an earlier run was interrupted.
 
     Args:
         parallel: layout in the short form of `Layout.parse`; or
         strategy: directory or merged file of MindSpore strategy files.
         file_format: `safetensors` or `ckpt`.
         dtype: converts the parameters.
-        optimizer_file: optimiser state to cut along.
+        optimizer_file: optimiser state to shard along with it.
         num_workers: threads; each holds about one tensor.
         report: gets a line for each batch of ranks.
 
@@ -86,7 +86,7 @@ def reshard_directory(
     num_workers: int = DEFAULT_WORKERS,
     report: Report = lambda line: None,
 ) -> ShardedManifest:
-    """Cut a sharded directory, with optimiser state if it has any, for another layout; see `shard_directory`."""
+    """Reshard a sharded directory, with optimiser state if it has any, for another layout; see `shard_directory`."""
     return _shard(ShardedSource(sharded_dir), parallel, strategy, out_dir, file_format, num_workers, report)
 
 
@@ -200,7 +200,7 @@ class _Sharding:
         free = shutil.disk_usage(self._out).free
         if needed > free:
             raise UserError(
-                f"the slices need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
+                f"the shards need {needed / 2**30:.2f} GiB, but {self._out} has {free / 2**30:.2f} GiB free: make room "
                 "or choose another --out"
             )
 
@@ -247,17 +247,17 @@ class _Sharding:
         """Write one array's shards; return the checksums of its tensors, else of the whole, and of each shard."""
         layout = self._manifest.arrays[name].layout
         whole, tensors = self._source.read(name)
-        slices = {}
+        shards = {}
         for box, ranks in layout.replicas().items():
             here = [rank for rank in ranks if rank in writers]
-            part = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in box)]) if here else None
+            shard = np.ascontiguousarray(whole[tuple(slice(*bounds) for bounds in box)]) if here else None
             for rank in here:
-                slices[rank] = {
+                shards[rank] = {
                     "offset": [start for start, _ in box],
-                    "shape": list(layout.slice_shape),
-                    "checksum": writers[rank].write_summed(name, part),
+                    "shape": list(layout.shard_shape),
+                    "checksum": writers[rank].write_summed(name, shard),
                 }
-        entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "slices": slices}
+        entry = {"name": name, "whole": "" if tensors else checksum(whole), "tensors": tensors, "shards": shards}
         self._source.release(name)
         return entry
 
@@ -266,7 +266,7 @@ class _Sharding:
             "plan": self._manifest.plan,
             "rank": rank,
             "size_bytes": writer.size_bytes,
-            "arrays": {entry["name"]: {**entry["slices"][rank], "whole": entry["whole"]} for entry in entries},
+            "arrays": {entry["name"]: {**entry["shards"][rank], "whole": entry["whole"]} for entry in entries},
             "tensors": {name: found for entry in entries for name, found in entry["tensors"].items()},
         }
         write_json(writer.path.parent / RANK_MANIFEST_NAME, manifest)
@@ -292,8 +292,7 @@ class _Sharding:
                 changed = next((name for name in new if known.setdefault(name, new[name]) != new[name]), None)
                 if changed:
                     raise UserError(
-                        f"{changed} changed in {self._source.directory} while it was cut: remove {self._out} and start "
-                        "again"
+                        f"{changed} changed in {self._source.directory} meanwhile: remove {self._out} and start again"
                     )
         return dataclasses.replace(
             self._manifest,

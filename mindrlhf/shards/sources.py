@@ -50,7 +50,7 @@ class ArraySource(Protocol):
     def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
         """A whole array in MindFormers' layout, and the checksums of the Hugging Face tensors it was made of."""
 
-    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+    def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
         """What ``rank`` holds of the array ``layout.name`` under that layout, in the dtype of the source."""
 
     def release(self, name: str) -> None:
@@ -145,9 +145,9 @@ class HuggingFaceSource:
             place[...] = block
         return whole, checksums
 
-    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+    def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
         whole, _ = self.read(layout.name)
-        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+        return np.ascontiguousarray(whole[layout.shard_of(rank)])
 
     def release(self, name: str) -> None:
         for hf_name in self._rules[name].hf_names if name in self._rules else ():
@@ -181,9 +181,9 @@ class RandomSource:
         whole = np.concatenate(list(fuse_blocks(rule, self.dims, self._tensors.__getitem__)))
         return whole, {hf_name: checksum(self._tensors[hf_name]) for hf_name in rule.hf_names}
 
-    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+    def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
         whole, _ = self.read(layout.name)
-        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+        return np.ascontiguousarray(whole[layout.shard_of(rank)])
 
     def release(self, name: str) -> None:
         """Nothing: the arrays are in memory."""
@@ -216,11 +216,11 @@ class ShardedSource:
         names = rule.hf_names if rule else ()
         return whole, {hf_name: self._shards.manifest.tensors[hf_name][1] for hf_name in names}
 
-    def read_slice(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+    def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
         if self._shards.manifest.arrays[layout.name].layout == layout:
-            return self._shards.read_slice(rank, layout.name)
+            return self._shards.read_shard(rank, layout.name)
         whole, _ = self.read(layout.name)
-        return np.ascontiguousarray(whole[layout.slice_of(rank)])
+        return np.ascontiguousarray(whole[layout.shard_of(rank)])
 
     def release(self, name: str) -> None:
         """Nothing: the shards were released when the array was put together."""

@@ -140,7 +140,7 @@ def read_strategy(
     """Read the layouts of a strategy directory, a merged file, or a directory of stage files of any origin.
 
     Args:
-        dims: sizes of the model that is to be cut.
+        dims: sizes of the model that is to be sharded.
         shapes: its parameters' whole shapes by MindFormers name.
 
     Returns:
@@ -298,7 +298,7 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
         tensor_map = entries[0] if entries else ()
     flat = [axis for entry in tensor_map for axis in (entry if isinstance(entry, tuple) else (entry,))]
     another = (
-        f"{path} cuts {name} {list(shape)} by device matrix {list(matrix)} and tensor map {list(tensor_map)}, which"
+        f"{path} shards {name} {list(shape)} by device matrix {list(matrix)} and tensor map {list(tensor_map)}, which"
     )
     is_cut = len(tensor_map) == len(shape) and all(-1 <= axis < len(matrix) for axis in flat)
     if not is_cut or not matrix or min(matrix) < 1 or math.prod(matrix) > MAX_RANKS:
@@ -309,7 +309,7 @@ def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ..
     if any(length % parts for length, parts in zip(shape, whole.splits)) or whole.num_repeats % size:
         raise UserError(f"{another} does not divide it: it is the strategy of another model")
     layout = dataclasses.replace(whole, optimizer_shard_size=size)
-    if whole.slice_shape[0] % size:
+    if whole.shard_shape[0] % size:
         raise UserError(f"{another} does not divide it among {size} optimiser ranks: it is of another model")
     try:
         check_layout(layout)

@@ -28,9 +28,9 @@ class Verification:
         num_ranks: rank directories.
         num_arrays: parameters and arrays of optimiser state.
         num_tensors: Hugging Face tensors.
-        num_slices: shards read and compared with their checksums.
+        num_shards: shards read and compared with their checksums.
         whole_bytes: bytes of all arrays, each once.
-        slice_bytes: bytes of all shards; more than `whole_bytes` by the replicas.
+        shard_bytes: bytes of all shards; more than `whole_bytes` by the replicas.
         replicas: fewest and most ranks that hold the same shard.
         compared_with: the Hugging Face directory whose bytes were compared, empty for none.
     """
@@ -38,9 +38,9 @@ class Verification:
     num_ranks: int
     num_arrays: int
     num_tensors: int
-    num_slices: int
+    num_shards: int
     whole_bytes: int
-    slice_bytes: int
+    shard_bytes: int
     replicas: tuple[int, int]
     compared_with: str
 
@@ -48,10 +48,10 @@ class Verification:
         fewest, most = self.replicas
         times = "once" if fewest == most == 1 else f"{fewest} to {most} times" if fewest != most else f"{most} times"
         lines = [
-            f"{self.num_arrays} arrays ({self.whole_bytes:,} bytes), {self.num_slices} slices, {self.num_ranks} ranks",
-            f"coverage: each element of each array lies in exactly one slice; each slice is stored {times} "
-            f"({self.slice_bytes:,} bytes)",
-            f"checksums: all slices, all arrays put together, and the {self.num_tensors} Hugging Face tensors agree",
+            f"{self.num_arrays} arrays ({self.whole_bytes:,} bytes), {self.num_shards} shards, {self.num_ranks} ranks",
+            f"coverage: each element of each array lies in exactly one shard; each shard is stored {times} "
+            f"({self.shard_bytes:,} bytes)",
+            f"checksums: all shards, all arrays put together, and the {self.num_tensors} Hugging Face tensors agree",
         ]
         if self.compared_with:
             lines.append(f"every tensor equals that of {self.compared_with} to the bit")
@@ -82,7 +82,7 @@ def verify_directory(
     replicas = [_check_places(shards, name, array) for name, array in arrays.items()]
 
     def verify_array(name: str) -> None:
-        whole = _check_slices(shards, name, arrays[name])
+        whole = _check_shards(shards, name, arrays[name])
         if name not in rules:
             shards.check_array(name, whole)
             return
@@ -96,9 +96,9 @@ def verify_directory(
         num_ranks=shards.manifest.num_ranks,
         num_arrays=len(arrays),
         num_tensors=len(shards.names()),
-        num_slices=sum(len(array.layout.ranks) for array in arrays.values()),
+        num_shards=sum(len(array.layout.ranks) for array in arrays.values()),
         whole_bytes=sum(array.info.size_bytes for array in arrays.values()),
-        slice_bytes=sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays.values()),
+        shard_bytes=sum(array.shard_info.size_bytes * len(array.layout.ranks) for array in arrays.values()),
         replicas=(min(replicas), max(replicas)),
         compared_with=str(against),
     )
@@ -123,13 +123,13 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> i
     for box in counts:
         cells[tuple(slice(*(axis.index(edge) for edge in bounds)) for axis, bounds in zip(edges, box))] += 1
     if any(axis_edges[0] < 0 or axis_edges[-1] > size for axis_edges, size in zip(edges, shape)):
-        raise UserError(f"slices of {name} reach beyond its shape {list(shape)}: shard again")
+        raise UserError(f"shards of {name} reach beyond its shape {list(shape)}: shard again")
     if (cells != 1).any():
         place = [edges[axis][index] for axis, index in enumerate(np.argwhere(cells != 1)[0])]
-        times = "no slice" if cells[tuple(np.argwhere(cells != 1)[0])] == 0 else "several slices"
+        times = "no shard" if cells[tuple(np.argwhere(cells != 1)[0])] == 0 else "several shards"
         raise UserError(f"element {place} of {name} lies in {times}: shard again")
     if len(set(counts.values())) > 1:
-        raise UserError(f"slices of {name} are stored {sorted(set(counts.values()))} times: shard again")
+        raise UserError(f"shards of {name} are stored {sorted(set(counts.values()))} times: shard again")
     return next(iter(counts.values()))
 
 
@@ -140,9 +140,9 @@ def _check_places(shards: ShardedDirectory, name: str, array: ShardedArray) -> i
     """Check where the ranks' manifests say that an array's shards belong; return the number of replicas."""
     boxes = []
     for rank in array.layout.ranks:
-        entry = shards.slice_entry(rank, name)
+        entry = shards.shard_entry(rank, name)
         box = tuple((start, start + length) for start, length in zip(entry["offset"], entry["shape"]))
-        if box != tuple((part.start, part.stop) for part in array.layout.slice_of(rank)):
+        if box != tuple((part.start, part.stop) for part in array.layout.shard_of(rank)):
             raise UserError(
                 f"{shards.directory / f'rank_{rank}'} holds {name} at {[list(bounds) for bounds in box]}, which is not "
                 f"its place in the layout: remove that directory and run the same `mindrlhf weights shard` again"
@@ -154,17 +154,17 @@ def _check_places(shards: ShardedDirectory, name: str, array: ShardedArray) -> i
         return check_coverage(name, array.layout.shape, boxes)
 
 
-def _check_slices(shards: ShardedDirectory, name: str, array: ShardedArray) -> np.ndarray:
+def _check_shards(shards: ShardedDirectory, name: str, array: ShardedArray) -> np.ndarray:
     """Compare every rank's shard with its checksum, and replicas with each other; return the whole array."""
     whole = np.empty(array.layout.shape, array.info.numpy_dtype)
     writers = set(array.layout.writers())
     for rank in array.layout.ranks:
-        data = shards.read_slice(rank, name)
+        data = shards.read_shard(rank, name)
         if rank in writers:
-            whole[array.layout.slice_of(rank)] = data
+            whole[array.layout.shard_of(rank)] = data
         shards.release(rank, name)
     for ranks in array.layout.replicas().values():
-        if len({shards.slice_entry(rank, name)["checksum"] for rank in ranks}) > 1:
+        if len({shards.shard_entry(rank, name)["checksum"] for rank in ranks}) > 1:
             raise UserError(f"{shards.directory}: ranks {list(ranks)} hold different copies of {name}: shard again")
     return whole
 
@@ -189,7 +189,7 @@ def _check_original(shards: ShardedDirectory, original: SafetensorsDirectory, na
     expected = convert_dtype(original.read(name), original.info(name).dtype, shards.info(name).dtype)
     if not np.array_equal(_bits(tensor), _bits(expected)):
         raise UserError(
-            f"{name} in {shards.directory} differs from {original.directory}: it was cut from another; shard again"
+            f"{name} in {shards.directory} differs from {original.directory}: it was made from another; shard again"
         )
     original.release(name)
 

@@ -18,7 +18,7 @@ from mindrlhf.training.checkpoints.run import (
     check_output,
     holding_directories,
 )
-from mindrlhf.training.runtime import Rank, is_lead_process, start_runtime
+from mindrlhf.training.runtime import Rank, is_rank_0_process, start_runtime
 from mindrlhf.training.team import Team, connect, serve
 
 
@@ -104,7 +104,7 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
     """
     output_dir = Path(config.run.output_dir)
     with contextlib.ExitStack() as stack:
-        if is_lead_process():
+        if is_rank_0_process():
             if not has_launcher():  # which holds them for all of its attempts
                 stack.enter_context(holding_directories(config, "a run started by msrun"))
             check_output(config, resume=resume)
@@ -113,13 +113,13 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)
         worker = training.build_worker(rank)
-        if rank.is_lead:
-            _run_lead(config, training, worker, connections, stack, resume)
+        if rank.is_rank_0:
+            _run_rank_0(config, training, worker, connections, stack, resume)
         else:
             serve(worker, connections[0])
 
 
-def _run_lead(
+def _run_rank_0(
     config: AnyConfig, training: Training, worker: Any, connections: list, stack: contextlib.ExitStack, resume: bool
 ) -> None:
     output_dir = Path(config.run.output_dir)

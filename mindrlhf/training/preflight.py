@@ -132,7 +132,7 @@ def _check_msprobe(config: GrpoConfig) -> None:
         return
     if section.level == CELL_LEVEL and is_split(config.parallel_config):
         raise UserError(
-            f"'msprobe.level' is {CELL_LEVEL}, but the cells of a model that 'parallel_config' cuts cannot be run one "
+            f"'msprobe.level' is {CELL_LEVEL}, but cells of a model that 'parallel_config' shards cannot be run one "
             "by one: set it to debug, or debug a smaller model in data parallel"
         )
     check_dump(dump_dir(section, config.run))
@@ -153,7 +153,7 @@ def _check_data_parallel(parallel: ParallelSection, command: str) -> None:
 
 
 def _check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
-    """Check that the models can be cut over the ranks, and that what the run needs beside the actor can."""
+    """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
     parallel = config.parallel_config
     if not is_split(parallel):
         return
@@ -161,7 +161,7 @@ def _check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: 
     for key, is_used in (("critic.path", needs_critic(config)), ("reward.model_path", bool(config.reward.model_path))):
         if is_used:
             raise UserError(
-                f"'{key}' is set, but with parallel_config {layout} only the actor and its reference model are cut "
+                f"'{key}' is set, but with parallel_config {layout} only the actor and its reference model are sharded "
                 "over the ranks: use an algorithm and rewards without that model, or data parallelism alone"
             )
     # The checks want the row lengths that the plan would, which may have come from the data.

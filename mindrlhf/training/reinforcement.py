@@ -12,10 +12,10 @@ from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.layout import Layout
+from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.observe.trajectory import TRAJECTORY_NAME, TrajectoryWriter
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
@@ -139,11 +139,11 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(samples.close)
         guards = Guards(config, self._policy, first_step=first_step, state=progress.algorithm.guards)
         stack.callback(guards.close)
-        trajectory = TrajectoryWriter(self._output_dir / TRAJECTORY_NAME, first_step=first_step)
-        stack.callback(trajectory.close)
+        fingerprint = FingerprintWriter(self._output_dir / FINGERPRINT_NAME, first_step=first_step)
+        stack.callback(fingerprint.close)
         msprobe = config.msprobe
         key_data = KeyData(msprobe, dump_dir(msprobe, config.run), self._policy) if msprobe.enabled else None
-        return Observers(guards, samples, trajectory, key_data)
+        return Observers(guards, samples, fingerprint, key_data)
 
 
 def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:

@@ -40,9 +40,9 @@ class ReplicaTeam:
         return self._team.world_size
 
     @property
-    def lead(self) -> Any:
+    def rank_0(self) -> Any:
         """The worker of rank 0, in this process."""
-        return self._team.lead
+        return self._team.rank_0
 
     def call(self, method: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **common: Any) -> Results:
         """Run a method on every rank; see :meth:`mindrlhf.training.team.Team.call`.

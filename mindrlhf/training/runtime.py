@@ -19,7 +19,7 @@ class Rank:
     world_size: int
 
     @property
-    def is_lead(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Rank 0 drives the loop; the others serve it."""
         return self.index == 0
 
@@ -29,7 +29,7 @@ def num_ranks_from_environment() -> int:
     return int(os.environ.get("MS_WORKER_NUM", "1"))
 
 
-def is_lead_process() -> bool:
+def is_rank_0_process() -> bool:
     """Whether this process will become rank 0; msrun numbers its workers before MindSpore joins them.
 
     Its scheduler runs the same program, without a number.
@@ -93,7 +93,7 @@ def run_eagerly() -> Iterator[None]:
 
 
 def start_parallel(parallel: ParallelSection, rank: Rank, strategy_file: Path) -> None:
-    """Have MindSpore cut every graph that is compiled from now on as `parallel_config` says (Ascend only).
+    """Have MindSpore shard every graph that is compiled from now on as `parallel_config` says (Ascend only).
 
     Args:
         parallel: the layout, with `data_parallel` filled in.

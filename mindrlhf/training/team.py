@@ -1,4 +1,4 @@
-"""The lead rank calls a method on the worker of every rank at once.
+"""Rank 0 calls a method on the worker of every rank at once.
 
 A star of TCP connections between rank 0 and the others, beside the device's own collectives: it carries batches
 and results as JSON and plain NumPy arrays, and it closes the moment a process dies, which a collective does not notice.
@@ -29,19 +29,19 @@ Results = list[Any]  # the records that the ranks returned from one call, by ran
 
 
 class Team:
-    """The lead's view of all ranks. ``call`` is the only way work reaches another rank.
+    """Rank 0's view of all ranks. ``call`` is the only way work reaches another rank.
 
     Attributes:
-        lead: the worker of rank 0, in this process.
+        rank_0: the worker of rank 0, in this process.
     """
 
     def __init__(self, worker: Any, connections: Sequence[socket.socket] = ()):
-        self.lead = worker
+        self.rank_0 = worker
         self._connections = list(connections)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, the lead included."""
+        """Number of ranks, rank 0 included."""
         return 1 + len(self._connections)
 
     @property
@@ -64,7 +64,7 @@ class Team:
         arguments = [{**common, **own} for own in per_rank] if per_rank else [common] * self.world_size
         for rank, connection in enumerate(self._connections, start=1):
             self._guard(rank, _send, connection, {"method": method}, arguments[rank])
-        results = [getattr(self.lead, method)(**arguments[0])]
+        results = [getattr(self.rank_0, method)(**arguments[0])]
         for rank, connection in enumerate(self._connections, start=1):
             header, values = self._guard(rank, _receive, connection)
             if "error" in header:
@@ -77,7 +77,7 @@ class Team:
     def close(self) -> None:
         """Tell the other ranks that the run is over."""
         for connection in self._connections:
-            with contextlib.suppress(ConnectionClosed, OSError):  # a rank that is gone needs no goodbye
+            with contextlib.suppress(ConnectionClosed, OSError):  # a rank that is gone need not be told
                 _send(connection, {"method": "close"}, {})
             connection.close()
         self._connections = []
@@ -90,14 +90,14 @@ class Team:
 
 
 def serve(worker: Any, connection: socket.socket) -> None:
-    """Do what the lead asks until it closes the team; the loop of every other rank.
+    """Do what rank 0 asks until it closes the team; the loop of every other rank.
 
     Raises:
-        RunFailure: the lead died.
+        RunFailure: rank 0 died.
     """
     while True:
         heartbeat.enter("waiting for rank 0")
-        header, arguments = _with_lead(_receive, connection)
+        header, arguments = _with_rank_0(_receive, connection)
         heartbeat.enter(header["method"])
         if header["method"] == "close":
             connection.close()
@@ -109,14 +109,14 @@ def serve(worker: Any, connection: socket.socket) -> None:
             with contextlib.suppress(ConnectionClosed, OSError):  # what went wrong here matters more
                 _send(connection, {"error": message, "is_user_error": isinstance(error, UserError)}, {})
             raise
-        _with_lead(_send, connection, {}, {"result": result})
+        _with_rank_0(_send, connection, {}, {"result": result})
 
 
-def _with_lead(function: Any, *arguments: Any) -> Any:
+def _with_rank_0(function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except (ConnectionClosed, ProtocolError, OSError) as error:
-        raise RunFailure(f"the lead rank died ({error}); see worker_0.log in the log directory") from None
+        raise RunFailure(f"rank 0 died ({error}); see worker_0.log in the log directory") from None
 
 
 def connect(rank: Rank) -> list[socket.socket]:
@@ -126,7 +126,7 @@ def connect(rank: Rank) -> list[socket.socket]:
     """
     if rank.world_size == 1:
         return []
-    if rank.is_lead:
+    if rank.is_rank_0:
         return _admit(rank)
     port, *token = _broadcast(np.zeros(1 + _TOKEN_WORDS, np.int32))
     connection = socket.create_connection((_lead_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)

@@ -15,7 +15,7 @@ def save_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]], infos: Ite
 
     Args:
         path: the file; replaced when it is there.
-        arrays: (name, array), exactly those of ``infos``, in any order; each is written before the next is drawn.
+        arrays: (name, array), exactly those of ``infos``, in any order; each is written before the next is taken.
         infos: what will come: the header is written first. Little-endian numbers and booleans.
 
     Returns:

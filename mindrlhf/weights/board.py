@@ -10,9 +10,9 @@ does not apply. The creating process must outlive every attach, not every use.
 
 One version at a time::
 
-    lead rank       board = WeightBoard.create(infos); send board.path to the others
-    every rank      board.begin(version); board.write(name, array, region); send board.contribution() to the lead
-    lead rank       board.seal(contributions); tell the server
+    rank 0          board = WeightBoard.create(infos); send board.path to the others
+    every rank      board.begin(version); board.write(name, array, region); send board.contribution() to rank 0
+    rank 0          board.seal(contributions); tell the server
     server          board = WeightBoard.attach(path); for name, dtype, array in board.tensors(version): ...
 
 The ranks and the server take turns by messages of their own (the board has no locks): nobody writes between ``seal``
@@ -211,7 +211,7 @@ class WeightBoard:
         """Compare every tensor with the checksum its writers left.
 
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
-        (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of slices written by different
+        (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
         ranks add up, and they run as fast as memory. They notice torn, late and lost writes, not an exchange of
         elements.
 
@@ -270,7 +270,7 @@ def _align(offset: int) -> int:
 
 
 def _modulus(info: TensorInfo) -> int:
-    """Sums of other words than whole elements would not add up for slices of any width."""
+    """Sums of other words than whole elements would not add up for shards of any width."""
     return 1 << (8 * info.numpy_dtype.itemsize)
 
 

@@ -300,7 +300,7 @@ def describe_directory(model_dir: str | os.PathLike) -> str:
     is_mindformers = set(source.names()) == set(mf_shapes)
     shapes = mf_shapes if is_mindformers else hf_shapes(spec, dims)
     source.check_coverage(shapes, frozenset() if is_mindformers else ignored_names(dims))
-    kind = "Hugging Face" if isinstance(source, SafetensorsDirectory) else "slices of Hugging Face tensors, by rank"
+    kind = "Hugging Face" if isinstance(source, SafetensorsDirectory) else "shards of Hugging Face tensors, by rank"
     num_parameters = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
     dtypes = sorted({source.info(name).dtype for name in shapes})
     lines = [

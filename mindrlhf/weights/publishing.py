@@ -17,7 +17,7 @@ from mindrlhf.weights.board import WeightBoard
 
 
 @dataclass(frozen=True)
-class PublishedSlice:
+class PublishedShard:
     """A part of a rank's shard and its place.
 
     Attributes:
@@ -33,11 +33,11 @@ class PublishedSlice:
 
 def plan_publication(
     layouts: Sequence[ParameterLayout], rules: Mapping[str, ParameterRule], dims: ModelDims, rank: int
-) -> dict[str, list[PublishedSlice]]:
+) -> dict[str, list[PublishedShard]]:
     """What ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once."""
     writers = choose_writers(layouts)
     return {
-        layout.name: published_slices(rules[layout.name], dims, layout.slice_of(rank))
+        layout.name: published_shards(rules[layout.name], dims, layout.shard_of(rank))
         for layout in layouts
         if rank in writers[layout.name]
     }
@@ -47,17 +47,17 @@ def choose_writers(layouts: Sequence[ParameterLayout]) -> dict[str, tuple[int, .
     """The ranks that write each parameter, one per distinct shard; largest parameters first, to even out the load."""
     loads: dict[int, int] = {}
     writers = {}
-    for layout in sorted(layouts, key=lambda layout: -np.prod(layout.slice_shape)):
+    for layout in sorted(layouts, key=lambda layout: -np.prod(layout.shard_shape)):
         chosen = []
         for ranks in layout.replicas().values():
             writer = min(ranks, key=lambda rank: (loads.get(rank, 0), rank))
-            loads[writer] = loads.get(writer, 0) + int(np.prod(layout.slice_shape))
+            loads[writer] = loads.get(writer, 0) + int(np.prod(layout.shard_shape))
             chosen.append(writer)
         writers[layout.name] = tuple(chosen)
     return writers
 
 
-def published_slices(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ...]) -> list[PublishedSlice]:
+def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ...]) -> list[PublishedShard]:
     """The parts of the logical tensors that lie in the shard ``held`` of a fused parameter.
 
     Fusing permutes whole rows, so row numbers sent through it tell where each row came from.
@@ -65,18 +65,18 @@ def published_slices(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
     num_rows = [shape[0] for shape in rule.shape(dims)]
     sources = fuse(rule, dims, [np.full(count, part) for part, count in enumerate(num_rows)])[held[0]]
     origins = fuse(rule, dims, [np.arange(count) for count in num_rows])[held[0]]
-    slices = []
+    shards = []
     for part, hf_name in enumerate(rule.hf_names):
         (rows,) = np.nonzero(sources == part)
         if len(rows):
             first, last = int(origins[rows[0]]), int(origins[rows[-1]])
             assert last - first == len(rows) - 1, f"{rule.mf_name}: its rows come from scattered rows of {hf_name}"
-            slices.append(PublishedSlice(hf_name, _as_slice(rows), (slice(first, last + 1), *held[1:])))
-    return slices
+            shards.append(PublishedShard(hf_name, _as_slice(rows), (slice(first, last + 1), *held[1:])))
+    return shards
 
 
-def write_slices(
-    board: WeightBoard, publication: Mapping[str, Sequence[PublishedSlice]], arrays: Mapping[str, np.ndarray]
+def write_shards(
+    board: WeightBoard, publication: Mapping[str, Sequence[PublishedShard]], arrays: Mapping[str, np.ndarray]
 ) -> int:
     """Write the planned parts of a rank's shards, ``arrays`` by MindFormers name, to the board; return the bytes."""
     written_bytes = 0

@@ -60,7 +60,7 @@ class ShardedArray:
     @property
     def shard_info(self) -> TensorInfo:
         """Name, dtype and shape of each shard."""
-        return TensorInfo(self.layout.name, self.dtype, self.layout.slice_shape)
+        return TensorInfo(self.layout.name, self.dtype, self.layout.shard_shape)
 
     @property
     def info(self) -> TensorInfo:
@@ -137,7 +137,7 @@ class ShardedManifest:
                 raise ValueError(f"{strange[0]!r} has an unknown dtype")
             last = max((max(array.layout.ranks) for array in arrays.values()), default=0)
             if last >= manifest.num_ranks:
-                raise ValueError(f"rank {last} holds slices, of {manifest.num_ranks} ranks")
+                raise ValueError(f"rank {last} holds shards, of {manifest.num_ranks} ranks")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             raise UserError(f"{path} is damaged ({error}): copy it again, or shard again") from error
         return manifest
@@ -287,7 +287,7 @@ class ShardedDirectory(TensorDirectory):
         array = self.manifest.arrays[name]
         whole = np.empty(array.layout.shape, array.info.numpy_dtype)
         for rank in array.layout.writers():
-            whole[array.layout.slice_of(rank)] = self.read_slice(rank, name)
+            whole[array.layout.shard_of(rank)] = self.read_shard(rank, name)
             self.release(rank, name)
         return whole
 
@@ -295,11 +295,11 @@ class ShardedDirectory(TensorDirectory):
         # What a run has saved was never whole: there are only the checksums of its shards.
         if expected and (found := checksum(array)) != expected:
             raise UserError(
-                f"{self.directory}: the slices of {name} do not make the original (checksum {found}, not {expected}): "
+                f"{self.directory}: the shards of {name} do not make the original (checksum {found}, not {expected}): "
                 "shard again"
             )
 
-    def read_slice(self, rank: int, name: str) -> np.ndarray:
+    def read_shard(self, rank: int, name: str) -> np.ndarray:
         """What a rank holds of an array; for safetensors a view of the mapped file.
 
         Raises:
@@ -319,7 +319,7 @@ class ShardedDirectory(TensorDirectory):
         """Give back the memory that maps a shard."""
         self._files[rank].release(name)
 
-    def slice_entry(self, rank: int, name: str) -> dict[str, Any]:
+    def shard_entry(self, rank: int, name: str) -> dict[str, Any]:
         """What the rank's manifest says of a shard: offset, shape and checksum."""
         return self._shards[rank][name]
 

@@ -83,11 +83,11 @@ def test_evaluations_are_comparable_on_the_same_prompts_by_the_same_verifier(eva
     assert not of([dataclasses.replace(sample, answer="43") for sample in SAMPLES]).is_comparable(evaluation)
 
 
-def test_every_evaluation_draws_from_the_same_streams():
+def test_every_evaluation_samples_from_the_same_streams():
     calls = []
 
     class Recorder:
-        def draw(self, *arguments):
+        def sample(self, *arguments):
             calls.append(arguments)
             return SAMPLES
 
@@ -101,7 +101,7 @@ def test_every_evaluation_draws_from_the_same_streams():
     HeldOut(records, 2, "correct", sampling, seed=10).run(Recorder(), step=0)
     seed_paths = [arguments[3] for arguments in calls]
     assert seed_paths[2] != seed_paths[0]
-    # Training draws step s from (seed, s): no step of a run meets the streams of its evaluations.
+    # Training samples step s from (seed, s): no step of a run meets the streams of its evaluations.
     assert all(path[1] > 1_000_000 for path in seed_paths)
 
 

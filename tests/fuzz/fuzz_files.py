@@ -82,7 +82,7 @@ def make_model(directory: Path, max_shard_bytes: int = 1 << 30) -> Path:
 
 
 def make_sharded(directory: Path, file_format: str) -> Path:
-    """Write a directory of slices of two ranks, strategy files included; MindSpore merges those."""
+    """Write a directory of shards of two ranks, strategy files included; MindSpore merges those."""
     from mindrlhf.shards.shard import shard_directory
 
     sharded = directory / "sharded"
@@ -91,7 +91,7 @@ def make_sharded(directory: Path, file_format: str) -> Path:
 
 
 def make_checkpoint(directory: Path) -> Path:
-    """Write a checkpoint with a state, carried arrays and a manifest."""
+    """Write a checkpoint with a state, leftover arrays and a manifest."""
     from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState
     from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, save_leftover
     from mindrlhf.checkpoint.state import RunState, write_state

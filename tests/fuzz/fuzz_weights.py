@@ -1,4 +1,4 @@
-"""Model directories: config.json, safetensors, and slices with the strategy they were cut by."""
+"""Model directories: config.json, safetensors, and shards with their strategy."""
 
 import json
 import random
@@ -152,7 +152,7 @@ def strategy_file(directory: Path) -> Case:
             target.write_bytes(message.SerializeToString())
         layouts, _ = read_strategy(target, dims, shapes)
         for layout in layouts:
-            assert layout.slice_shape and layout.writers() and layout.optimizer_shard_step >= 0, "a layout of no use"
+            assert layout.shard_shape and layout.writers() and layout.optimizer_shard_step >= 0, "a layout of no use"
 
     return case
 

@@ -24,7 +24,7 @@ def sharded(whole, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rank_1", "rank_1/manifest.json", "rank_1/checkpoint_1.safetensors"])
-def test_slices_behind_a_link_are_refused(sharded, tmp_path, name):
+def test_shards_behind_a_link_are_refused(sharded, tmp_path, name):
     assert ShardedDirectory(sharded).names()
     (sharded / name).rename(tmp_path / "moved")
     (sharded / name).symlink_to(tmp_path / "moved")

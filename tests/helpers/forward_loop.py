@@ -109,7 +109,7 @@ class ForwardLoopGenerator:
 
 
 def sample_token(logits: np.ndarray, sampling: SamplingParams, stream: np.random.Generator) -> tuple[int, float]:
-    """Draw one token and return it with its log-probability under the distribution it was drawn from.
+    """Sample one token and return it with its log-probability under the distribution it was sampled from.
 
     Args:
         logits: float32 [vocabulary].

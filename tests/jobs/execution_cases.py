@@ -12,7 +12,7 @@ LEARNING_RATE = 1e-2
 # As large as a gradient here. With a tiny one the first steps of AdamW are the signs of the gradients, and those of
 # gradients near zero depend on the order of sums.
 EPSILON = 1e-3
-# Large enough that the optimiser shard takes hold: MindSpore leaves slices below 64 KiB whole.
+# Large enough that the optimiser shard takes hold: MindSpore leaves shards below 64 KiB whole.
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

@@ -143,7 +143,7 @@ class FaultJob(FaultProcess):
         return read_beat(heartbeat_path(self.output_dir / "logs", rank))
 
     def is_in(self, stage: str, first_step: int = 1) -> bool:
-        """Whether the living lead is in a stage of a step."""
+        """Whether the living rank 0 is in a stage of a step."""
         beat = self.beat()
         if beat is None or not beat.activity.endswith(f": {stage}"):
             return False
@@ -151,7 +151,7 @@ class FaultJob(FaultProcess):
 
     @contextlib.contextmanager
     def frozen(self, is_reached: Callable[[], bool]) -> Iterator[None]:
-        """Stop the lead at a moment for as long as the block takes; a moment that was missed is waited for again."""
+        """Stop rank 0 at a moment for as long as the block takes; a moment that was missed is waited for again."""
         while True:
             self.wait_until(is_reached)
             pid = self.beat().pid

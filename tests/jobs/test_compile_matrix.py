@@ -39,7 +39,7 @@ def layout_of(name: str) -> Layout:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_layouts_are_those_computed(reports, name):
-    """Every rank of the stage would hold the same slice of every parameter, and of its optimiser state."""
+    """Every rank of the stage would hold the same shard of every parameter, and of its optimiser state."""
     layout, config = layout_of(name), request(name).hf_config
     spec = find_spec(config)
     stage = layout.pipeline_stage - 1
@@ -53,8 +53,8 @@ def test_compiled_layouts_are_those_computed(reports, name):
         shard = {0: 1, -1: unsharded.num_repeats}.get(one.optimizer_shard_size, one.optimizer_shard_size)
         found = ParameterLayout(one.name, one.global_shape, (stage,), one.device_matrix, one.tensor_map, shard)
         assert one.global_shape == expected.shape
-        assert one.slice_shape == unsharded.slice_shape
-        assert [found.slice_of(rank) for rank in ranks] == [expected.slice_of(rank) for rank in ranks], full_name
+        assert one.shard_shape == unsharded.shard_shape
+        assert [found.shard_of(rank) for rank in ranks] == [expected.shard_of(rank) for rank in ranks], full_name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,6 +1,6 @@
 """Faults of every kind, each with the outcome that docs/faults.md promises; what is left behind is counted after each.
 
-Kills of the lead and of the launcher while it samples, stopped ranks, SIGTERM and other numbers of ranks are
+Kills of rank 0 and of the launcher while it samples, stopped ranks, SIGTERM and other numbers of ranks are
 test_resume_exact.py's.
 """
 
@@ -53,7 +53,7 @@ def jumping_clock(tmp_path) -> dict[str, str]:
 
 
 def kill_server(job: FaultJob, num_earlier: int) -> None:
-    """Kill the rollout server while the lead stands still, and see that this was the reason of a restart."""
+    """Kill the rollout server while rank 0 stands still, and see that this was the reason of a restart."""
     assert job.text().count("starting it again") == num_earlier
     os.kill(job.server_pid(), signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
 
 
 def disturb_in_place(job: FaultJob) -> int:
-    """Faults that a run survives without a restart of any rank; return the pid of the lead."""
+    """Faults that a run survives without a restart of any rank; return the pid of rank 0."""
     job.wait_until(lambda: job.is_in("rollout"))
     lead = job.beat().pid
     # A slow rank: it stands still for less than the limit.
@@ -207,7 +207,7 @@ def test_a_verifier_that_hangs_and_a_launcher_that_is_killed_while_weights_move(
 
 
 @SLOW
-def test_another_rank_than_the_lead_killed_in_every_stage(start_job, undisturbed_run, tmp_path):
+def test_another_rank_than_rank_0_killed_in_every_stage(start_job, undisturbed_run, tmp_path):
     output_dir = tmp_path / "run"
     job = start_job(output_dir, "--workers", 2, "--max-restarts", 4)
     stages = [lambda stage=stage: job.is_in(stage, 2) for stage in ("rollout", "update", "reshard_to_infer")]

@@ -1,7 +1,7 @@
-"""The actor that `mindrlhf train` builds for a cut model, on every rank, with real compilations for Ascend.
+"""The actor that `mindrlhf train` builds for a sharded model, on every rank, with real compilations for Ascend.
 
 There is no NPU here, so nothing is computed: what is checked is that the product's own code compiles its graphs, takes
-its slices of a Hugging Face directory and of a checkpoint of another layout, and that what all ranks publish and save
+its shards of a Hugging Face directory and of a checkpoint of another layout, and that what all ranks publish and save
 is the model, bit for bit. What the graphs compute is checked by test_parallel_execution.py.
 """
 
@@ -57,8 +57,8 @@ def write_checkpoint(directory: Path) -> None:
     manifest = plan_saving(MODEL, layouts, layout, "float32", with_state=True)
     for rank in range(layout.world_size):
         names = manifest.infos_of_rank(rank)
-        slices = ((name, arrays[name][manifest.arrays[name].layout.slice_of(rank)]) for name in names)
-        write_rank(directory, manifest, rank, slices)
+        shards = ((name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in names)
+        write_rank(directory, manifest, rank, shards)
     finish_saving(directory, manifest, MODEL, layouts, layout)
 
 

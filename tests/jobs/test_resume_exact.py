@@ -17,7 +17,7 @@ TIMEOUT_S = 400  # generous: other work may load the machine
 
 
 def kill_in(job: FaultJob, is_reached: Callable[[], bool], victim: int) -> str:
-    """Kill a rank at a moment of the lead, wait for the restart, and return the lead's last words."""
+    """Kill a rank at a moment of rank 0, wait for the restart, and return the last words of rank 0."""
     job.wait_until(is_reached)
     lead = job.beat()
     job.kill_rank(victim)

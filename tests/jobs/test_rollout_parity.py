@@ -136,7 +136,7 @@ def test_greedy_tokens_agree_with_the_forward_loop(server, network):
 
 
 def test_top_k_and_top_p_agree_with_the_forward_loop(server, network):
-    """Tokens are drawn from other random streams, but their log-probs are of one and the same cut distribution."""
+    """Tokens are sampled from other random streams, but their log-probs are of one and the same cut distribution."""
     import mindspore as ms
     from causal_logits import CausalLMLogits
     from forward_loop import sample_token

@@ -69,7 +69,7 @@ def test_the_strategy_is_the_one_computed_from_the_config(strategies):
     assert described == layout
     for one, other in zip(computed, found, strict=True):
         assert (one.name, one.stages) == (other.name, other.stages)
-        assert [one.slice_of(rank) for rank in one.ranks] == [other.slice_of(rank) for rank in other.ranks]
+        assert [one.shard_of(rank) for rank in one.ranks] == [other.shard_of(rank) for rank in other.ranks]
 
 
 def test_mindspore_merges_the_stage_files(strategies, tmp_path):

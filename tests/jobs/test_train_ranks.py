@@ -1,4 +1,4 @@
-"""Whole runs of `mindrlhf train`: one trajectory on any number of ranks, a model that transformers loads, and kills."""
+"""Whole runs of `mindrlhf train`: one fingerprint on any ranks, a model that transformers loads, and kills."""
 
 import contextlib
 import json
@@ -69,7 +69,7 @@ def off_policy(inputs_dir, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_the_trajectory_does_not_depend_on_the_number_of_ranks(runs, world_size):
+def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(runs, world_size):
     samples = {size: (runs[size] / "samples.jsonl").read_text() for size in (1, world_size)}
     assert samples[1] == samples[world_size], "the runs did not train on the same samples"
     alone, together = (sanity_inputs.read_lines(runs[size] / "metrics.jsonl") for size in (1, world_size))

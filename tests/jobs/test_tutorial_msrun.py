@@ -68,8 +68,8 @@ def test_the_command_works_as_typed(inputs, tmp_path, rollout_python):
         processes.signal_all([status.pid for status in processes.descendants(msrun.pid)], signal.SIGKILL)
         msrun.kill()
         msrun.wait()
-    lead_log = (tmp_path / "logs" / "worker_0.log").read_text(errors="replace")
-    assert returncode == 0, lead_log[-3000:]
+    rank_0_log = (tmp_path / "logs" / "worker_0.log").read_text(errors="replace")
+    assert returncode == 0, rank_0_log[-3000:]
     steps = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:

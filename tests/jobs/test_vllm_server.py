@@ -251,7 +251,7 @@ def test_updated_weights_equal_a_fresh_engine(fresh, pushed):
 
 
 def test_two_tensor_parallel_ranks_give_the_tokens_of_one(fresh, models, directory):
-    # Greedy: the server's own sampler, whose draws depend on nothing but seeds, works in one process only.
+    # Greedy: the server's own sampler, whose tokens depend on nothing but seeds, works in one process only.
     greedy = SamplingParams(max_tokens=20, temperature=0.0)
     infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
     with WeightBoard.create(infos) as board:

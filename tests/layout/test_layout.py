@@ -1,4 +1,4 @@
-"""Layouts: ranks, groups, stages and slices, against brute force and MindFormers' own rule."""
+"""Layouts: ranks, groups, stages and shards, against brute force and MindFormers' own rule."""
 
 import itertools
 import math
@@ -51,15 +51,15 @@ def parameters(draw):
 
 @given(parameters())
 @settings(max_examples=200, deadline=None)
-def test_slices_cover_every_element_equally_often(layout):
+def test_shards_cover_every_element_equally_often(layout):
     counts = np.zeros(layout.shape, int)
     for rank in layout.ranks:
-        assert tuple(part.stop - part.start for part in layout.slice_of(rank)) == layout.slice_shape
-        counts[layout.slice_of(rank)] += 1
+        assert tuple(part.stop - part.start for part in layout.shard_of(rank)) == layout.shard_shape
+        counts[layout.shard_of(rank)] += 1
     assert (counts == layout.num_replicas).all()
     once = np.zeros(layout.shape, int)
     for rank in layout.writers():
-        once[layout.slice_of(rank)] += 1
+        once[layout.shard_of(rank)] += 1
     assert (once == 1).all()
 
 
@@ -68,14 +68,14 @@ def test_slices_cover_every_element_equally_often(layout):
 def test_neighbours_of_an_optimizer_group_are_one_step_apart(layout):
     if layout.optimizer_shard_size > 1:
         first = layout.ranks[0]
-        start = [part.start for part in layout.slice_of(first)]
-        following = [part.start for part in layout.slice_of(first + layout.optimizer_shard_step)]
-        assert following == [start[0] + layout.slice_shape[0], *start[1:]]
+        start = [part.start for part in layout.shard_of(first)]
+        following = [part.start for part in layout.shard_of(first + layout.optimizer_shard_step)]
+        assert following == [start[0] + layout.shard_shape[0], *start[1:]]
 
 
 def test_an_axis_may_be_split_by_two_matrix_axes_the_first_outermost():
     layout = ParameterLayout("p", (12, 2), (0,), (2, 3, 2), ((2, 0), -1))
-    assert [layout.slice_of(rank)[0].start // 3 for rank in range(12)] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+    assert [layout.shard_of(rank)[0].start // 3 for rank in range(12)] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
 
 
 @given(
@@ -106,7 +106,7 @@ def test_short_form_ranks_and_groups(layout):
 def test_two_by_two_by_two_by_hand():
     layouts = layouts_of("dp=2,mp=2,pp=2")
     down = layouts["decoder.layers.0.mlp.linear_fc2.weight"]
-    assert [down.slice_of(rank) for rank in range(4)] == [
+    assert [down.shard_of(rank) for rank in range(4)] == [
         (slice(0, 512), slice(half, half + 512)) for half in (0, 512)
     ] * 2
     assert down.replicas() == {((0, 512), (0, 512)): (0, 2), ((0, 512), (512, 1024)): (1, 3)}
@@ -123,21 +123,21 @@ def test_a_tied_embedding_lives_in_the_first_and_the_last_stage():
     assert layouts_of("mp=2,pp=1", tie_word_embeddings=True)["embedding.word_embeddings.weight"].stages == (0,)
 
 
-def test_the_optimizer_shard_leaves_small_slices_whole():
+def test_the_optimizer_shard_leaves_small_shards_whole():
     layouts = layouts_of("dp=4,mp=2,opt=1")
     qkv = layouts["decoder.layers.0.self_attention.linear_qkv.weight"]
-    assert (qkv.optimizer_shard_size, qkv.optimizer_shard_step, qkv.slice_shape) == (4, 2, (128, 512))
+    assert (qkv.optimizer_shard_size, qkv.optimizer_shard_step, qkv.shard_shape) == (4, 2, (128, 512))
     assert layouts["decoder.layers.0.self_attention.linear_qkv.bias"].optimizer_shard_size == 1
     assert layouts["decoder.layers.0.input_layernorm.weight"].optimizer_shard_size == 1
     grouped = layouts_of("dp=4,mp=2,opt=2")["decoder.layers.0.self_attention.linear_qkv.weight"]
-    assert [grouped.slice_of(rank)[0].start for rank in range(8)] == [0, 512, 256, 768, 0, 512, 256, 768]
+    assert [grouped.shard_of(rank)[0].start for rank in range(8)] == [0, 512, 256, 768, 0, 512, 256, 768]
 
 
 def test_the_embedding_is_whole_on_request():
-    assert layouts_of("mp=4")["embedding.word_embeddings.weight"].slice_shape == (256, 512)
-    assert layouts_of("mp=4,vocab_emb_dp=1")["embedding.word_embeddings.weight"].slice_shape == (1024, 512)
+    assert layouts_of("mp=4")["embedding.word_embeddings.weight"].shard_shape == (256, 512)
+    assert layouts_of("mp=4,vocab_emb_dp=1")["embedding.word_embeddings.weight"].shard_shape == (1024, 512)
     tied = layouts_of("mp=4,vocab_emb_dp=1", tie_word_embeddings=True)
-    assert tied["embedding.word_embeddings.weight"].slice_shape == (256, 512)
+    assert tied["embedding.word_embeddings.weight"].shard_shape == (256, 512)
 
 
 @given(st.integers(1, 70), st.integers(1, 9))
@@ -199,7 +199,7 @@ def test_parameters_add_up_to_the_published_count():
         "vocab_size": 152064,
     }
     layouts = layouts_of("dp=1,mp=4,pp=2", **{name: config[name] for name in config if name != "architectures"})
-    held = {rank: sum(math.prod(one.slice_shape) for one in layouts.values() if rank in one.ranks) for rank in range(8)}
+    held = {rank: sum(math.prod(one.shard_shape) for one in layouts.values() if rank in one.ranks) for rank in range(8)}
     assert sum(math.prod(one.shape) for one in layouts.values()) == 7_615_616_512  # Qwen2.5-7B
     # A rank has a quarter of what is split, and all of the norms.
     norms = [math.prod(one.shape) for one in layouts.values() if one.tensor_map == (-1,)]

@@ -17,24 +17,24 @@ LAYOUTS = st.builds(
 
 
 @settings(max_examples=40, deadline=None)
-@given(layout=LAYOUTS, rows=st.integers(1, 3), num_pieces=st.integers(1, 3))
-def test_placed_rows_of_one_rank_of_each_copy_make_the_batch(layout, rows, num_pieces):
-    """A graph cuts its rows into pieces, and each piece into one block for each copy."""
-    whole = np.arange(num_pieces * layout.data_parallel * rows * 5, dtype=np.float32).reshape(-1, 5) + 1
-    blocks = whole.reshape(num_pieces, layout.data_parallel, rows, 5)
+@given(layout=LAYOUTS, rows=st.integers(1, 3), num_micro_batches=st.integers(1, 3))
+def test_placed_rows_of_one_rank_of_each_replica_make_the_batch(layout, rows, num_micro_batches):
+    """A graph splits its rows into micro-batches, and each of them into one block for each replica."""
+    whole = np.arange(num_micro_batches * layout.data_parallel * rows * 5, dtype=np.float32).reshape(-1, 5) + 1
+    blocks = whole.reshape(num_micro_batches, layout.data_parallel, rows, 5)
     placed = {}
     for rank in range(layout.world_size):
-        copy = layout.coordinates(rank).data
-        own = blocks[:, copy].reshape(-1, 5)
-        one = place_rows(own, layout, rank, num_pieces)
-        # All ranks of a copy have the same rows.
-        np.testing.assert_array_equal(placed.setdefault(copy, one), one)
-        pieces = np.split(one, num_pieces)
-        np.testing.assert_array_equal(own_rows(pieces, layout, rank), own)
+        replica = layout.coordinates(rank).data
+        own = blocks[:, replica].reshape(-1, 5)
+        one = place_rows(own, layout, rank, num_micro_batches)
+        # All ranks of a replica have the same rows.
+        np.testing.assert_array_equal(placed.setdefault(replica, one), one)
+        micro_batches = np.split(one, num_micro_batches)
+        np.testing.assert_array_equal(own_rows(micro_batches, layout, rank), own)
     np.testing.assert_array_equal(sum(placed.values()), whole)
 
 
-def test_rows_of_the_second_copy_lie_in_the_second_half_of_each_piece():
+def test_rows_of_the_second_replica_lie_in_the_second_half_of_each_micro_batch():
     layout = Layout(data_parallel=2)
     own = np.array([[1], [2], [3], [4]])
     np.testing.assert_array_equal(place_rows(own, layout, 1, 2)[:, 0], [0, 0, 1, 2, 0, 0, 3, 4])
@@ -43,11 +43,12 @@ def test_rows_of_the_second_copy_lie_in_the_second_half_of_each_piece():
 
 
 @settings(max_examples=40, deadline=None)
-@given(layout=LAYOUTS, rows=st.integers(1, 2), num_pieces=st.integers(1, 3))
-def test_rows_come_back_in_order_from_pieces(layout, rows, num_pieces):
-    """A graph cuts every rank's rows into pieces, and each piece holds those of all ranks."""
-    own = np.arange(layout.data_parallel * num_pieces * rows).reshape(layout.data_parallel, num_pieces, rows)
-    pieces = [own[:, piece].reshape(-1, 1) for piece in range(num_pieces)]
+@given(layout=LAYOUTS, rows=st.integers(1, 2), num_micro_batches=st.integers(1, 3))
+def test_rows_come_back_in_order_from_micro_batches(layout, rows, num_micro_batches):
+    """A graph splits every rank's rows into micro-batches, and each of them holds those of all ranks."""
+    shape = (layout.data_parallel, num_micro_batches, rows)
+    own = np.arange(np.prod(shape)).reshape(shape)
+    micro_batches = [own[:, index].reshape(-1, 1) for index in range(num_micro_batches)]
     for rank in range(layout.world_size):
         expected = own[layout.coordinates(rank).data].reshape(-1, 1)
-        np.testing.assert_array_equal(own_rows(pieces, layout, rank), expected)
+        np.testing.assert_array_equal(own_rows(micro_batches, layout, rank), expected)

@@ -196,7 +196,7 @@ def test_samples_and_metrics_of_a_mixed_batch():
         PromptRecord(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), "", "") for text in ("a?", "b?")
     ]
     sampling = SamplingParams(300, stop_token_ids=(END,))
-    samples = Sampler(conversations, rewards, TOKENIZER).draw(records, 2, sampling, (1,))
+    samples = Sampler(conversations, rewards, TOKENIZER).sample(records, 2, sampling, (1,))
     texts = [call(1) + answer(2) + "x", "plain", *[call(2) + answer(4) + "yy"] * 2]
     assert [sample.completion for sample in samples] == texts
     assert [rewards.inputs[place].completion for place in range(4)] == texts

@@ -74,14 +74,14 @@ RECORDS = [
 
 
 @pytest.fixture
-def drawn():
+def sampled():
     generator, pool = Script(), Counter()
-    samples = Sampler(generator, pool, Letters()).draw(RECORDS, 3, SAMPLING, (11, 4))
+    samples = Sampler(generator, pool, Letters()).sample(RECORDS, 3, SAMPLING, (11, 4))
     return samples, generator, pool
 
 
-def test_samples_come_in_order_with_their_own_rewards(drawn):
-    samples, _, _ = drawn
+def test_samples_come_in_order_with_their_own_rewards(sampled):
+    samples, _, _ = sampled
     assert [sample.group for sample in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [sample.completion for sample in samples] == ["a", "aa", "aaa", "b", "bb", "bbb", "c", "cc", "ccc"]
     assert [sample.reward for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
@@ -97,8 +97,8 @@ def test_samples_come_in_order_with_their_own_rewards(drawn):
     assert samples[1].failures == {"correct": "timeout"} and not samples[0].failures
 
 
-def test_verifiers_are_told_what_they_may_ask(drawn):
-    _, _, pool = drawn
+def test_verifiers_are_told_what_they_may_ask(sampled):
+    _, _, pool = sampled
     given = {sample.index: sample for sample in pool.inputs}
     assert sorted(given) == list(range(9))
     assert (given[5].completion, given[5].answer, given[5].prompt) == ("bbb", "b", "e")
@@ -108,7 +108,7 @@ def test_verifiers_are_told_what_they_may_ask(drawn):
 
 def seeds(seed_path, records=RECORDS, chunk_size=0):
     generator = Script()
-    Sampler(generator, Counter(), Letters()).draw(records, 3, SAMPLING, seed_path, chunk_size)
+    Sampler(generator, Counter(), Letters()).sample(records, 3, SAMPLING, seed_path, chunk_size)
     return [request.seed for chunk in generator.chunks for request in chunk]
 
 
@@ -125,7 +125,7 @@ def test_seeds_depend_on_the_path_and_the_place_alone():
 @pytest.mark.parametrize(("chunk_size", "sizes"), [(0, [3]), (1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (8, [3])])
 def test_prompts_go_out_in_chunks(chunk_size, sizes):
     generator = Script()
-    samples = Sampler(generator, Counter(), Letters()).draw(RECORDS, 3, SAMPLING, (0,), chunk_size)
+    samples = Sampler(generator, Counter(), Letters()).sample(RECORDS, 3, SAMPLING, (0,), chunk_size)
     assert [len(chunk) for chunk in generator.chunks] == sizes
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1, 2]
     assert [request.prompt_ids for chunk in generator.chunks for request in chunk] == [(3, 4), (5,), (6, 0, 7)]
@@ -138,19 +138,19 @@ def test_a_generator_that_loses_a_sample_is_noticed():
             return iter(list(super().generate(requests, sampling))[1:])
 
     with pytest.raises(AssertionError, match="9 samples were asked for, 8 generated"):
-        Sampler(Lossy(), Counter(), Letters()).draw(RECORDS, 3, SAMPLING, (0,))
+        Sampler(Lossy(), Counter(), Letters()).sample(RECORDS, 3, SAMPLING, (0,))
 
 
-def test_a_matrix_of_rewards_has_a_row_for_each_prompt(drawn):
-    samples, _, _ = drawn
+def test_a_matrix_of_rewards_has_a_row_for_each_prompt(sampled):
+    samples, _, _ = sampled
     total, correct = reward_matrix(samples, 3), reward_matrix(samples, 3, "correct")
     assert total.dtype == np.float64
     np.testing.assert_array_equal(total, [[1, 2, 13], [11, 12, 13], [1, 2, 3]])
     np.testing.assert_array_equal(correct, [[0, 0, 1], [1, 1, 1], [0, 0, 0]])
 
 
-def test_what_a_samples_file_keeps(drawn):
-    samples, _, _ = drawn
+def test_what_a_samples_file_keeps(sampled):
+    samples, _, _ = sampled
     assert sample_record(samples[2], 17) == SampleRecord(
         17, "cd", "aaa", "aaa", 13.0, {"length": 3.0, "correct": 1.0}, "length"
     )
@@ -160,7 +160,7 @@ def test_a_prompt_takes_its_choice_of_verifiers_along():
     choices = ["", "length", "length,correct"]
     records = [dataclasses.replace(record, verifier=choice) for record, choice in zip(RECORDS, choices)]
     pool = Counter()
-    Sampler(Script(), pool, Letters()).draw(records, 1, SAMPLING, (0,))
+    Sampler(Script(), pool, Letters()).sample(records, 1, SAMPLING, (0,))
     assert {sample.index: sample.verifiers for sample in pool.inputs} == {
         0: (),
         1: ("length",),
@@ -183,10 +183,10 @@ class Lengths:
 
 
 def test_a_reward_model_scores_beside_verifiers_or_alone():
-    beside = Sampler(Script(), Counter(), Letters(), Lengths()).draw(RECORDS, 3, SAMPLING, (0,))
+    beside = Sampler(Script(), Counter(), Letters(), Lengths()).sample(RECORDS, 3, SAMPLING, (0,))
     assert [sample.reward for sample in beside[:3]] == [201, 302, 313]
     assert beside[2].rewards == {"length": 3.0, "correct": 1.0, "reward_model": 3.0}
-    alone = Sampler(Script(), None, Letters(), Lengths()).draw(RECORDS, 3, SAMPLING, (0,), chunk_size=1)
+    alone = Sampler(Script(), None, Letters(), Lengths()).sample(RECORDS, 3, SAMPLING, (0,), chunk_size=1)
     assert [sample.reward for sample in alone] == [200, 300, 300] * 3
     assert alone[2].rewards == {"reward_model": 3.0} and not alone[2].failures
     assert [sample.completion for sample in alone[:3]] == ["a", "aa", "aaa"]
@@ -195,7 +195,7 @@ def test_a_reward_model_scores_beside_verifiers_or_alone():
 def test_later_rounds_number_their_groups_and_seeds_on():
     generator = Script()
     whole = seeds((5, 1))
-    samples = Sampler(generator, Counter(), Letters()).draw(RECORDS[1:], 3, SAMPLING, (5, 1), first_group=1)
+    samples = Sampler(generator, Counter(), Letters()).sample(RECORDS[1:], 3, SAMPLING, (5, 1), first_group=1)
     assert [sample.group for sample in samples] == [1] * 3 + [2] * 3
     assert [request.seed for chunk in generator.chunks for request in chunk] == whole[1:]
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1]

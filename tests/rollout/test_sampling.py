@@ -66,7 +66,7 @@ def test_the_token_is_where_the_cumulative_sum_passes_the_draw(vocab_size, seed,
 
 
 @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
-def test_impossible_tokens_at_the_ends_are_never_drawn(draw):
+def test_impossible_tokens_at_the_ends_are_never_sampled(draw):
     probs = np.zeros((1, 600), np.float32)
     probs[0, 300:310] = 0.1
     token_ids, _ = sample_rows(probs, np.array([draw]))

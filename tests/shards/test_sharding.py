@@ -32,7 +32,7 @@ DIMS = SPEC.dims(CONFIG)
 
 @pytest.fixture(autouse=True)
 def no_threshold(monkeypatch):
-    """Small slices are cut by the parallel optimiser too."""
+    """Small shards are split by the parallel optimiser too."""
     monkeypatch.setattr(layout_module, "OPTIMIZER_THRESHOLD_BYTES", 0)
 
 
@@ -209,7 +209,7 @@ def make_ordinary(directory, dtype):
     return directory
 
 
-def test_mindspore_loads_the_slices_into_a_network(tmp_path):
+def test_mindspore_loads_the_shards_into_a_network(tmp_path):
     hf_dir = make_ordinary(tmp_path / "hf", "float32")
     shard_directory(hf_dir, tmp_path / "out", parallel="dp=2,mp=2", file_format="ckpt")
     import_directory(hf_dir, tmp_path / "mindformers")
@@ -294,8 +294,8 @@ def test_conversion_of_dtype(tmp_path, model):
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([((0, 2),), ((2, 3),)], r"element \[3\] of p lies in no slice"),
-        ([((0, 3),), ((2, 4),)], r"element \[2\] of p lies in several slices"),
+        ([((0, 2),), ((2, 3),)], r"element \[3\] of p lies in no shard"),
+        ([((0, 3),), ((2, 4),)], r"element \[2\] of p lies in several shards"),
         ([((0, 2),), ((0, 2),), ((2, 4),)], r"stored \[1, 2\] times"),
         ([((0, 2),), ((2, 5),)], "beyond its shape"),
     ],

@@ -1,4 +1,4 @@
-"""What goes wrong while cutting, and damage found afterwards: one line with the fix, and nothing half-written."""
+"""What goes wrong while sharding, and damage found afterwards: one line with the fix, and nothing half-written."""
 
 import json
 import re
@@ -115,7 +115,7 @@ def test_a_disk_that_is_too_small_is_noticed_first(tmp_path, model, sharded, mon
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(sharding.shutil, "disk_usage", lambda path: usage)
     message = refused(shard_directory, model, tmp_path / "out", parallel=LAYOUT)
-    assert "the slices need" in message and "make room" in message
+    assert "the shards need" in message and "make room" in message
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     assert "make room" in refused(merge_directory, sharded, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -148,7 +148,7 @@ def test_a_source_that_changes_meanwhile(tmp_path, model, monkeypatch):
 
     monkeypatch.setattr(sharding.HuggingFaceSource, "read", changing)
     message = refused(shard_directory, model, tmp_path / "out", parallel=LAYOUT)
-    assert "changed in" in message and "while it was cut" in message
+    assert "changed in" in message and "meanwhile" in message
 
 
 def damage_file(path, position=-1):
@@ -275,11 +275,11 @@ def test_the_command_end_to_end(tmp_path, model, capsys):
     assert main(["weights", "shard", str(model), "--parallel", "dp=2,mp=2", "--out", out, "--workers", "1"]) == 0
     assert main(["weights", "verify", out, "--against", str(model)]) == 0
     printed = capsys.readouterr().out
-    assert "each element of each array lies in exactly one slice" in printed and "to the bit" in printed
+    assert "each element of each array lies in exactly one shard" in printed and "to the bit" in printed
     assert main(["weights", "reshard", out, "--strategy", f"{out}/strategy", "--out", str(tmp_path / "again")]) == 0
     assert main(["weights", "merge", out, "--out", back]) == 0
     assert main(["weights", "inspect", out]) == 0
-    assert "slices of Hugging Face tensors" in capsys.readouterr().out
+    assert "shards of Hugging Face tensors" in capsys.readouterr().out
     shutil.rmtree(f"{out}/rank_1")
     assert main(["weights", "verify", out]) == 2
     error = capsys.readouterr().err

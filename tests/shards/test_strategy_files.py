@@ -56,7 +56,7 @@ def test_an_axis_split_twice_is_read_back(tmp_path):
 def test_mindspore_reads_the_same_ranks_out_of_them(tmp_path):
     _, layouts = write(tmp_path)
     merged = str(tmp_path / "merged.ckpt")
-    # A rank of the whole model needs, from shards, every rank that writes a slice.
+    # A rank of the whole model needs, from shards, every rank that writes a shard.
     writers = {rank for layout in layouts for rank in layout.writers()}
     assert set(mindspore.rank_list_for_transform(0, merged, None)) == writers == set(range(8))
     mindspore.merge_pipeline_strategys(str(tmp_path / "stages"), str(tmp_path / "again.ckpt"))

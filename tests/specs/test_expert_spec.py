@@ -1,4 +1,4 @@
-"""Specs of models with experts: counts by hand, which layer has what, layouts, slices of expert parallelism."""
+"""Specs of models with experts: counts by hand, which layer has what, layouts, shards of expert parallelism."""
 
 import json
 from dataclasses import replace
@@ -159,7 +159,7 @@ def test_experts_are_read_one_at_a_time():
 
 
 @pytest.mark.parametrize("config", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
-def test_expert_parallel_slices_are_whole_experts(config):
+def test_expert_parallel_shards_are_whole_experts(config):
     """Rank r of four that share the experts holds expert r, fused alone."""
     spec = find_spec(config)
     dims = spec.dims(config)
@@ -178,7 +178,7 @@ def test_expert_parallel_slices_are_whole_experts(config):
             expert = rank % 4
             one = replace(rule, num_experts=1, hf_names=rule.hf_names[:per_expert])
             alone = fuse(one, dims, parts[expert * per_expert : (expert + 1) * per_expert])
-            np.testing.assert_array_equal(whole[layout.slice_of(rank)], alone)
+            np.testing.assert_array_equal(whole[layout.shard_of(rank)], alone)
 
 
 def test_transformers_5_calls_the_number_of_experts_otherwise():

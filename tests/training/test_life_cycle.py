@@ -40,7 +40,7 @@ class Fake(life_cycle.Training, life_cycle.Steps):
     def connect(self, worker, connections, requests, stack):
         self.note("connect")
         self.requests = requests
-        self.team = SimpleNamespace(lead=self, call=lambda method, directory: self.note(method))
+        self.team = SimpleNamespace(rank_0=self, call=lambda method, directory: self.note(method))
 
     def open(self, progress, checkpoints, first_step, stack):
         self.note(f"open {first_step}")

@@ -66,7 +66,7 @@ def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_si
         (
             2,
             {"model_parallel": 2, "micro_batch_num": 3},
-            ["'training.batch_size' is 4", "3 equal pieces", "set it to 6"],
+            ["'training.batch_size' is 4", "3 equal pipeline micro-batches", "set it to 6"],
         ),
         (2, {"expert_parallel": 2}, ["expert_parallel is 2", "no experts"]),
     ],
@@ -95,7 +95,7 @@ def test_only_the_actor_and_its_reference_are_cut(npu_config, model_dir):
     assert check_grpo_inputs(changed(split, "algorithm", beta=0.1), 2)
 
 
-def test_slices_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_config, model_dir, tmp_path):
+def test_shards_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_config, model_dir, tmp_path):
     shard_directory(model_dir, tmp_path / "mp2", parallel="dp=1,mp=2,vocab_emb_dp=1")
     config = changed(npu_config, "model", path=str(tmp_path / "mp2"))
     config = changed(config, "parallel_config", model_parallel=2)

@@ -15,7 +15,7 @@ class Ranks:
     def __init__(self, world_size, answer):
         self.world_size = world_size
         self.answer = answer
-        self.lead = object()
+        self.rank_0 = object()
         self.calls = []
         self.is_closed = False
 
@@ -35,7 +35,7 @@ LAYOUT = Layout(data_parallel=2, model_parallel=2, pipeline_stage=2)
 def test_all_ranks_of_a_replica_get_its_rows_and_its_last_rank_answers():
     ranks = Ranks(8, lambda rank: UpdateResult(np.ones(2), float(rank), ProcessStatistics(rank % 3, 10.0 - rank)))
     team = ReplicaTeam(ranks, LAYOUT)
-    assert (team.world_size, team.num_devices, team.lead) == (2, 8, ranks.lead)
+    assert (team.world_size, team.num_devices, team.rank_0) == (2, 8, ranks.rank_0)
     results = team.call("update", per_rank=[{"rows": "first"}, {"rows": "second"}], lr=0.5)
     rows = [arguments["rows"] for arguments in ranks.calls[0][1]]
     assert rows == ["first", "first", "second", "second"] * 2

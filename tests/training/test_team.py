@@ -1,4 +1,4 @@
-"""The lead's calls over socket pairs, with the other ranks as threads."""
+"""Rank 0's calls over socket pairs, with the other ranks as threads."""
 
 import contextlib
 import dataclasses
@@ -133,29 +133,29 @@ def test_the_failure_of_a_rank_is_raised_in_one_line_that_names_it(kind, error):
         with pytest.raises(error, match=r"^rank 2: .*rank 2.*fails.*$") as caught:
             team.call("fail", rank=2, kind=kind)
         assert "\n" not in str(caught.value)
-    # The rank that failed ends by its own exception, for its log; the other one was told goodbye.
+    # The rank that failed ends by its own exception, for its log; the other one was told that the run is over.
     assert type(endings[2]) is {"user": UserError, "run": RunFailure, "other": KeyError}[kind]
     assert endings[1] is None
 
 
-def test_the_failure_of_the_lead_is_its_own():
+def test_the_failure_of_rank_0_is_its_own():
     with team_of(2) as (team, _, endings):
         with pytest.raises(KeyError):
             team.call("fail", rank=0, kind="other")
-    # The other rank either read the goodbye or found nobody to answer.
+    # The other rank either read that or found nobody to answer.
     assert endings[1] is None or isinstance(endings[1], RunFailure)
 
 
-def test_a_lead_that_vanishes_ends_the_others_with_a_run_failure():
+def test_a_rank_0_that_vanishes_ends_the_others_with_a_run_failure():
     ours, theirs = socket.socketpair()
     ours.close()
-    with pytest.raises(RunFailure, match=r"the lead rank died .*worker_0\.log"):
+    with pytest.raises(RunFailure, match=r"rank 0 died .*worker_0\.log"):
         serve(Worker(1), theirs)
     theirs.close()
 
 
 @pytest.mark.parametrize("outcome", ["result", "error"])
-def test_a_lead_that_vanishes_during_a_call_does_not_hide_what_happened(outcome):
+def test_a_rank_0_that_vanishes_during_a_call_does_not_hide_what_happened(outcome):
     ours, theirs = socket.socketpair()
 
     class Orphan:
@@ -166,7 +166,7 @@ def test_a_lead_that_vanishes_during_a_call_does_not_hide_what_happened(outcome)
             return Greeting(8)
 
     send_message(ours, {"method": "work", "values": {}})
-    expected = {"result": (RunFailure, r"the lead rank died"), "error": (UserError, "the actual mistake")}[outcome]
+    expected = {"result": (RunFailure, r"rank 0 died"), "error": (UserError, "the actual mistake")}[outcome]
     with pytest.raises(expected[0], match=expected[1]):
         serve(Orphan(), theirs)
     theirs.close()

@@ -87,7 +87,7 @@ with WeightBoard.attach(path, writable=True) as board:
 """
 
 
-def test_processes_write_their_own_slices(board):
+def test_processes_write_their_own_shards(board):
     board.begin(5)
     writers = [
         subprocess.run([sys.executable, "-c", WRITER, board.path, rank], capture_output=True, timeout=60, check=True)
@@ -103,7 +103,7 @@ def test_processes_write_their_own_slices(board):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_partition_into_slices_is_accepted_and_any_missing_or_doubled_part_is_not(data):
+def test_any_partition_into_shards_is_accepted_and_any_missing_or_doubled_part_is_not(data):
     rows = sorted(data.draw(st.sets(st.integers(1, 11), max_size=3)) | {0, 12})
     columns = sorted(data.draw(st.sets(st.integers(1, 8), max_size=3)) | {0, 9})
     regions = [

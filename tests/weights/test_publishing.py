@@ -1,4 +1,4 @@
-"""Slices of fused parameters and their places in logical tensors: every element once, whatever the layout."""
+"""Shards of fused parameters and their places in logical tensors: every element once, whatever the layout."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def logical_tensors(spec, dims):
 
 
 def written_by_all(spec, dims, layouts, tensors):
-    """What the ranks write from their slices of the fused parameters, and how often each element was written."""
+    """What the ranks write from their shards of the fused parameters, and how often each element was written."""
     rules = {rule.mf_name: rule for rule in spec.rules(dims)}
     fused = {name: fuse(rule, dims, [tensors[hf] for hf in rule.hf_names]) for name, rule in rules.items()}
     written = {name: np.full(tensor.shape, -1.0) for name, tensor in tensors.items()}
@@ -41,7 +41,7 @@ def written_by_all(spec, dims, layouts, tensors):
     places = {layout.name: layout for layout in layouts}
     for rank in sorted({rank for layout in layouts for rank in layout.ranks}):
         for name, parts in plan_publication(layouts, rules, dims, rank).items():
-            held = fused[name][places[name].slice_of(rank)]
+            held = fused[name][places[name].shard_of(rank)]
             for part in parts:
                 written[part.hf_name][part.region] = held[part.rows]
                 counts[part.hf_name][part.region] += 1
@@ -72,7 +72,7 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
 
 @pytest.mark.parametrize("data", [2, 4])
 def test_replicas_share_the_writing(data):
-    """Four layers' parameters over 2 or 4 equal copies: no copy writes much more than its part."""
+    """Four layers' parameters over 2 or 4 equal replicas: none writes much more than its share."""
     dims = QWEN2.dims(CONFIG)
     layouts = parameter_layouts(QWEN2, dims, Layout(data_parallel=data))
     loads = [0] * data
@@ -83,8 +83,8 @@ def test_replicas_share_the_writing(data):
     assert max(loads) - min(loads) <= largest
 
 
-def test_a_slice_of_alternating_rows_copies_nothing():
-    """Gate and up rows alternate in MindFormers: taking every second row of a slice is a view."""
+def test_a_shard_of_alternating_rows_copies_nothing():
+    """Gate and up rows alternate in MindFormers: taking every second row of a shard is a view."""
     dims = QWEN2.dims(CONFIG)
     layouts = parameter_layouts(QWEN2, dims, Layout(model_parallel=2))
     rules = {rule.mf_name: rule for rule in QWEN2.rules(dims)}

@@ -18,7 +18,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.training.main import guarded
-from mindrlhf.training.runtime import is_lead_process, num_ranks_from_environment
+from mindrlhf.training.runtime import is_rank_0_process, num_ranks_from_environment
 from mindrlhf.weights.hf import read_hf_config
 
 PROGRAM = "main.py"
@@ -102,7 +102,7 @@ def _override(key: str, value: str) -> str:
 
 
 def _say_once(message: str) -> None:
-    if is_lead_process():
+    if is_rank_0_process():
         print(f"{PROGRAM}: {message}", flush=True)
 
 

@@ -37,7 +37,7 @@ def group_advantages(rewards: np.ndarray, pass_k: int) -> np.ndarray:
     advantages = np.zeros(size)
     subsets = comb(size - 1, pass_k - 1)
     for rank, index in enumerate(order):
-        # Subsets that hold this sample: it is the best of those drawn from below, else the best lies above.
+        # Subsets that hold this sample: it is the best where the others come from below, else the best lies above.
         best = comb(rank, pass_k - 1) * ranked[rank]
         if pass_k > 1:
             best += sum(comb(above - 1, pass_k - 2) * ranked[above] for above in range(rank + 1, size))

@@ -2,7 +2,7 @@
 
     A_t = r - sum_{s >= t} penalty_s - r_greedy
 
-Li et al. 2023 (arXiv:2310.10505), algorithm 1. The loop draws the greedy response (temperature 0), one for each
+Li et al. 2023 (arXiv:2310.10505), algorithm 1. The loop samples the greedy response (temperature 0), one for each
 prompt.
 """
 

@@ -6,8 +6,8 @@ writes small shared libraries that export them (once per wheel, in the user's ca
 this process before MindSpore. CUDA ships such stub libraries for the same purpose. An installed CANN is used instead.
 
 Real, in simulation (``MS_SIMULATION_LEVEL``): MindSpore's parsing, automatic differentiation, semi-auto-parallel
-slicing, pipeline cutting, the communication operators with their groups, strategy files, `mindspore.export` of the
-sliced graph and, at level 1, memory planning of the whole graph.
+sharding, pipeline splitting, the communication operators with their groups, strategy files, `mindspore.export` of the
+sharded graph and, at level 1, memory planning of the whole graph.
 
 Not real: every function of CANN returns 0 or an empty object. Nothing is computed and nothing communicated; results of
 a run are zeros or garbage. Kernels are not compiled, so an operator that CANN would refuse goes unnoticed, and their

@@ -204,9 +204,9 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
 
 def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:
     """This stage's parameters from MindSpore's record, of which the first entries are layout and shapes."""
-    for name, (device_matrix, tensor_map, slice_shape, _, _, _, global_shape, *_) in step.parameter_layout_dict.items():
+    for name, (device_matrix, tensor_map, shard_shape, _, _, _, global_shape, *_) in step.parameter_layout_dict.items():
         if name in shards:
-            layout = (tuple(entry) for entry in (global_shape, slice_shape, device_matrix, tensor_map))
+            layout = (tuple(entry) for entry in (global_shape, shard_shape, device_matrix, tensor_map))
             yield CompiledParameter(name, *layout, *shards[name])
 
 

@@ -21,7 +21,7 @@ def read_collectives(model: "ModelProto", world_size: int) -> tuple[Collective, 
     A function that is called several times, as a layer or a micro-batch may be, counts as often as it is called.
 
     Args:
-        model: a graph sliced for one rank.
+        model: a graph sharded for one rank.
         world_size: number of ranks, which are the world group.
     """
     primitives = {primitive.name: primitive for primitive in model.primitives}

@@ -1,4 +1,4 @@
-"""Compile a cell, and read MindSpore's answers: the sliced graph and the planned memory (once it is set up)."""
+"""Compile a cell, and read MindSpore's answers: the sharded graph and the planned memory (once it is set up)."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
 
 def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> ModelProto | None:
-    """Compile up to the sliced graph with its collectives, and return it, without the parameters' data.
+    """Compile up to the sharded graph with its collectives, and return it, without the parameters' data.
 
     This is what `mindspore.export` does first; the rest of it would write every parameter. None when the graph's
     message passes protobuf's limit of 2 GB, as that of the largest models does: it is compiled all the same.

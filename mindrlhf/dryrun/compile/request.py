@@ -43,7 +43,7 @@ class CompileRequest:
         epsilon: AdamW's, a constant of the graph.
         cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
-        mindir_file: where to export the rank's sliced graph (`.mindir`), an absolute path; empty exports none. It takes
+        mindir_file: absolute path for the rank's sharded graph (`.mindir`); empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
             `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`), all
             [rows, length], then float32 [rows, 2] (kl_coefficient, num_tokens); rows =
@@ -74,14 +74,14 @@ class CompiledParameter:
     Attributes:
         name: MindFormers name; state and gradients have prefixes (`adam_m.`, `adam_v.`, `grad.`, `accu_grads.`).
         global_shape: shape of the whole tensor.
-        slice_shape: shape on this rank, before optimiser sharding.
+        shard_shape: shape on this rank, before optimiser sharding.
         device_matrix, tensor_map: MindSpore's layout; see :mod:`mindrlhf.layout.layout`.
         optimizer_shard_step, optimizer_shard_size: of the strategy file; 0 and 0 without optimiser sharding.
     """
 
     name: str
     global_shape: tuple[int, ...]
-    slice_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
     device_matrix: tuple[int, ...]
     tensor_map: tuple[int, ...]
     optimizer_shard_step: int = 0
@@ -144,12 +144,12 @@ _KILLED = "it was killed, as when the machine's memory is used up: free some, or
 
 
 def can_compile(num_ranks: int) -> bool:
-    """Whether MindSpore cuts graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
+    """Whether MindSpore shards graphs for this many ranks (`CheckDeviceConfig` of its device manager)."""
     return num_ranks in (1, 2, 4) or num_ranks % 8 == 0
 
 
 def check_num_ranks(num_ranks: int) -> None:
-    """Check that MindSpore cuts graphs for this many ranks.
+    """Check that MindSpore shards graphs for this many ranks.
 
     Raises:
         UserError: it does not.
@@ -157,7 +157,7 @@ def check_num_ranks(num_ranks: int) -> None:
     if not can_compile(num_ranks):
         choice = next((number for number in (2, 4) if num_ranks < number), -(-num_ranks // 8) * 8)
         raise UserError(
-            f"the run has {num_ranks} ranks, but MindSpore cuts models over 2, 4 or a multiple of 8 ranks: use {choice}"
+            f"the run has {num_ranks} ranks, but MindSpore shards models over 2, 4 or a multiple of 8: use {choice}"
         )
 
 

@@ -111,7 +111,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
     parallel = dataclasses.asdict(config.parallel_config) | {
         "data_parallel": layout.data_parallel,
         "pipeline_stage": num_stages,
-        "micro_batch_num": _num_compiled_pieces(config, num_stages, layers_per_stage),
+        "micro_batch_num": _num_compiled_micro_batches(config, num_stages, layers_per_stage),
     }
     return {
         # The last of the compiled stages is the last of all.
@@ -120,7 +120,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             parallel=parallel,
             rank=stage * layout.stage_size,
             seq_length=batch.row_length,
-            batch_size=batch.rows_per_piece // config.parallel_config.micro_batch_interleave_num,
+            batch_size=batch.rows_per_pipeline_micro_batch // config.parallel_config.micro_batch_interleave_num,
             num_layers=min(num_layers, dims.num_layers),
             param_dtype=config.model.param_dtype,
             compute_dtype=config.model.compute_dtype,
@@ -131,7 +131,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
     }
 
 
-def _num_compiled_pieces(config: GrpoConfig, num_stages: int, layers_per_stage: int) -> int:
+def _num_compiled_micro_batches(config: GrpoConfig, num_stages: int, layers_per_stage: int) -> int:
     """Micro-batches of the compiled pipeline: no more than fill it, unless everything is compiled.
 
     They are unrolled in the graph, and change nothing about the layouts.

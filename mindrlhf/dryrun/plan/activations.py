@@ -34,7 +34,7 @@ LOGIT_FLOAT32_COPIES = 4
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Channels per token in one decoder layer, before any cutting.
+    """Channels per token in one decoder layer, before any sharding.
 
     Attributes:
         hidden: of the residual stream.
@@ -105,7 +105,7 @@ def layer_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, element_by
         element_bytes: of the compute dtype.
     """
     tensor, sequence = layout.model_parallel, _sequence_split(layout)
-    # Two norms: their float32 inputs are cut by sequence parallelism, their outputs are gathered.
+    # Two norms: their float32 inputs are sharded by sequence parallelism, their outputs are gathered.
     per_token = 2 * widths.hidden * NORM_BYTES / sequence + 2 * widths.hidden * element_bytes
     # The results of attention and MLP, before they are added to the residual stream.
     per_token += 2 * widths.hidden * element_bytes / sequence
@@ -126,7 +126,7 @@ def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, eleme
 
 
 def logit_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int) -> int:
-    """Return the memory of the logits of one micro-batch, cut over the vocabulary, and of what is made of them."""
+    """Return the memory of the logits of one micro-batch, sharded over the vocabulary, and of what is made of them."""
     return num_tokens * dims.vocab_size // layout.model_parallel * logit_width(element_bytes)
 
 

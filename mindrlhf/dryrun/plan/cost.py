@@ -58,7 +58,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, node_size
 
     The work of a training token is 6 operations per active parameter, and 6 * layers * width * length for causal
     attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, halved for the mask); recomputation adds a forward
-    pass, a third. A pipeline of p stages that runs m pieces idles for (p - 1) / (m + p - 1) of the time
+    pass, a third. A pipeline of p stages that runs m micro-batches idles for (p - 1) / (m + p - 1) of the time
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     Args:
@@ -76,7 +76,7 @@ def estimate_cost(inputs: MemoryInputs, num_active: int, slack: float, node_size
     return Cost(
         compute=compute,
         imbalance=compute * (uneven - 1),
-        bubble=busy * (layout.pipeline_stage - 1) / batch.num_pieces,
+        bubble=busy * (layout.pipeline_stage - 1) / batch.num_pipeline_micro_batches,
         tensor=tensor,
         expert=expert,
         data=_gradient_exchange(inputs, node_size),
@@ -98,7 +98,7 @@ def _stage_operations(inputs: MemoryInputs, num_active: int) -> list[float]:
 def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tuple[float, float]:
     """Seconds that the layers of a stage communicate: tensor and context parallelism, and experts."""
     layout, batch, widths = inputs.layout, inputs.batch, inputs.widths[-1]
-    num_runs = batch.num_micro_batches_per_rank * batch.num_pieces
+    num_runs = batch.num_micro_batches_per_rank * batch.num_pipeline_micro_batches
     # Attention and MLP gather and reduce once each in the forward pass, once in the backward, once when recomputed.
     passes = 3 if inputs.config.model.recompute else 2
     hidden_bytes = inputs.num_tokens * widths.hidden * inputs.element_bytes
@@ -117,11 +117,11 @@ def _layer_exchange(inputs: MemoryInputs, num_layers: int, node_size: int) -> tu
 def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
     """Seconds of summing gradients and of gathering sharded weights, both once a micro-batch.
 
-    Where nothing but the data is cut, the sum comes once an update, outside of the graph of a micro-batch.
+    Where nothing but the data is split, the sum comes once an update, outside of the graph of a micro-batch.
     """
     layout, num_calls = inputs.layout, inputs.batch.num_micro_batches_per_rank
-    copies = layout.data_parallel * layout.context_parallel
-    if copies == 1:
+    replicas = layout.data_parallel * layout.context_parallel
+    if replicas == 1:
         return 0.0
     elements = max(state.num_gathered_elements for state in inputs.states)
     if layout.optimizer_shard != 1:
@@ -130,7 +130,7 @@ def _gradient_exchange(inputs: MemoryInputs, node_size: int) -> float:
     else:
         moved = (num_calls if is_split(inputs.config.parallel_config) else 1) * elements * 2 * GRADIENT_BYTES
     rate = _rate(range(0, layout.stage_size, layout.model_parallel), node_size)
-    return moved * (copies - 1) / copies / rate
+    return moved * (replicas - 1) / replicas / rate
 
 
 def _rate(ranks: range, node_size: int) -> float:

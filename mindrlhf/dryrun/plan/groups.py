@@ -74,7 +74,7 @@ def _optimizer_shards(layouts: Sequence[ParameterLayout]) -> dict[tuple[int, int
 
 
 def optimizer_groups(layout: Layout, parameter: ParameterLayout) -> list[tuple[int, ...]]:
-    """Return the ranks that share one repeated slice of ``parameter`` and its optimiser state, in all stages."""
+    """Return the ranks that share one repeated shard of ``parameter`` and its optimiser state, in all stages."""
     whole = ParameterLayout(
         parameter.name,
         parameter.shape,
@@ -87,7 +87,7 @@ def optimizer_groups(layout: Layout, parameter: ParameterLayout) -> list[tuple[i
     for stage in whole.stages:
         repeats: dict[tuple, list[int]] = {}
         for rank in range(stage * whole.stage_size, (stage + 1) * whole.stage_size):
-            box = tuple((part.start, part.stop) for part in whole.slice_of(rank))
+            box = tuple((part.start, part.stop) for part in whole.shard_of(rank))
             repeats.setdefault(box, []).append(rank)
         groups += [
             tuple(ranks[start : start + size]) for ranks in repeats.values() for start in range(0, len(ranks), size)

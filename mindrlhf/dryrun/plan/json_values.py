@@ -10,6 +10,12 @@ from mindrlhf.dryrun.plan.search import Candidate, SearchResult
 from mindrlhf.dryrun.plan.verdict import Change, Verdict
 
 FORMAT_VERSION = 1
+# Keys of the format whose numbers have other names here.
+_KEYS = {
+    "num_pipeline_micro_batches": "num_pieces",
+    "rows_per_pipeline_micro_batch": "rows_per_piece",
+    "shard_shape": "slice_shape",
+}
 
 
 def plan_json(
@@ -21,11 +27,11 @@ def plan_json(
         "model": {"name": plan.model.name, "num_parameters": plan.num_parameters},
         "machine": dataclasses.asdict(plan.machine),
         "layout": plan.layout.to_dict(),
-        "batch": dataclasses.asdict(plan.batch),
+        "batch": _json_fields(plan.batch),
         "groups": [dataclasses.asdict(kind) for kind in plan.groups],
         "layer_stages": list(plan.layer_stages),
         "states": [dataclasses.asdict(state) for state in plan.states],
-        "parameters": [dataclasses.asdict(row) for row in plan.rows],
+        "parameters": [_json_fields(row) for row in plan.rows],
         "memory": [dataclasses.asdict(phase) | {"total": phase.total} for phase in plan.memory],
         "rollout": dataclasses.asdict(plan.rollout),
         "transfer": dataclasses.asdict(plan.transfer),
@@ -46,6 +52,10 @@ def plan_json(
     if planned:
         values["planned_memory"] = [dataclasses.asdict(one) for one in planned]
     return values
+
+
+def _json_fields(record: Any) -> dict[str, Any]:
+    return {_KEYS.get(name, name): value for name, value in dataclasses.asdict(record).items()}
 
 
 def _change(change: Change) -> dict[str, Any]:

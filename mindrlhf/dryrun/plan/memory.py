@@ -90,8 +90,8 @@ class MemoryInputs:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that a rank computes at a time: one piece of the pipeline, or one micro-batch."""
-        return self.batch.rows_per_piece * self.batch.row_length // self.layout.context_parallel
+        """Positions that a rank computes at a time: one micro-batch, of the pipeline if there is one."""
+        return self.batch.rows_per_pipeline_micro_batch * self.batch.row_length // self.layout.context_parallel
 
     def stage_widths(self, stage: int) -> list[activations.LayerWidths]:
         """Widths of the layers of a pipeline stage."""
@@ -101,7 +101,7 @@ class MemoryInputs:
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     """Return the memory of every phase that the run has, for every pipeline stage."""
     config, memory = inputs.config, []
-    # One compiled graph makes an update of a model that is cut, so the log-probabilities have a pass of their own.
+    # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, state)
@@ -131,7 +131,7 @@ def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
             "gradient accumulators",
             state.accumulators,
             True,
-            f"{state.accumulators // width:,} x {width} B: not cut by the parallel optimizer",
+            f"{state.accumulators // width:,} x {width} B: not sharded by the parallel optimizer",
         ),
     ]
     if inputs.config.algorithm.beta > 0:
@@ -210,16 +210,16 @@ def _step_item(inputs: MemoryInputs, state: StageState) -> MemoryItem:
 def _activations(inputs: MemoryInputs, stage: int) -> MemoryItem:
     """What a stage keeps for the backward pass.
 
-    Under 1F1B a stage has at most as many pieces in flight as there are stages from it to the last
+    Under 1F1B a stage has at most as many micro-batches in flight as there are stages from it to the last
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
     """
-    in_flight = min(inputs.batch.num_pieces, inputs.layout.pipeline_stage - stage)
+    in_flight = min(inputs.batch.num_pipeline_micro_batches, inputs.layout.pipeline_stage - stage)
     layers = inputs.stage_widths(stage)
     recompute = inputs.config.model.recompute
     count = activations.checkpoint_bytes if recompute else activations.layer_bytes
     kept = sum(count(widths, inputs.layout, inputs.num_tokens, inputs.element_bytes) for widths in layers)
-    pieces = f"{in_flight} piece{'s' if in_flight > 1 else ''} in flight x {len(layers)} layers"
-    how = f"{pieces} x {_per_token(inputs, kept // len(layers))}"
+    micro_batches = f"{in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight x {len(layers)} layers"
+    how = f"{micro_batches} x {_per_token(inputs, kept // len(layers))}"
     return MemoryItem("activations" + (" (recomputed)" if recompute else ""), in_flight * kept, False, how)
 
 
@@ -228,7 +228,7 @@ def _per_token(inputs: MemoryInputs, size_bytes: int) -> str:
 
 
 def _copied_weights(inputs: MemoryInputs, stage: int, keeps_all: bool) -> MemoryItem:
-    """Weights as the matrix products read them: cast, and gathered if the optimiser shard has cut them."""
+    """Weights as the matrix products read them: cast, and gathered if the parallel optimizer has sharded them."""
     name = "weights in compute dtype"
     model, state = inputs.config.model, inputs.states[stage]
     if model.param_dtype == model.compute_dtype and inputs.layout.optimizer_shard == 1:
@@ -257,7 +257,8 @@ def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
 
 def _mask(inputs: MemoryInputs) -> MemoryItem:
     """The [rows, 1, length, length] mask of packed rows: one byte, and the comparison it is made from."""
-    rows, length, context = inputs.batch.rows_per_piece, inputs.batch.row_length, inputs.layout.context_parallel
+    rows, length = inputs.batch.rows_per_pipeline_micro_batch, inputs.batch.row_length
+    context = inputs.layout.context_parallel
     how = f"{rows} row{'s' if rows > 1 else ''} x {length:,} x {length:,} x 2 B"
     if context > 1:
         how += f" / context_parallel {context}"

@@ -21,15 +21,15 @@ class StageState:
     """What each rank of one pipeline stage keeps between steps, in bytes unless named otherwise.
 
     Attributes:
-        num_elements: elements of its parameter slices, optimiser sharding included.
-        num_gathered_elements: elements of the same slices before optimiser sharding, as the layers use them.
+        num_elements: elements of its parameter shards, optimiser sharding included.
+        num_gathered_elements: elements of the same shards before optimiser sharding, as the layers use them.
         largest_gathered_elements: those of the largest parameter.
-        largest_elements: elements of the largest slice that is trained, after optimiser sharding.
-        parameters: slices in the parameters' dtype.
-        moments: AdamW's two moments of those slices, float32.
-        gradient_sums: gradients of those slices, float32, added up over the micro-batches of an update.
-        accumulators: gradients added up over the pieces of one micro-batch, where it is cut into such. They are of the
-            parameters' dtype, and of the slices before optimiser sharding: MindSpore clones the parameters for it.
+        largest_elements: elements of the largest shard that is trained, after optimiser sharding.
+        parameters: shards in the parameters' dtype.
+        moments: AdamW's two moments of those shards, float32.
+        gradient_sums: gradients of those shards, float32, added up over the micro-batches of an update.
+        accumulators: gradients added up over pipeline micro-batches, where there are several. They are of the
+            parameters' dtype, and of the shards before optimiser sharding: MindSpore clones the parameters for it.
     """
 
     num_elements: int
@@ -55,16 +55,16 @@ class ParameterRow:
         name: MindFormers name, `*` for the layer.
         num_tensors: how many there are in the model.
         shape: of the whole parameter.
-        slice_shape: of one rank's slice.
+        shard_shape: of one rank's shard.
         stages: pipeline stages that hold them, first and last.
-        split: in words, what cuts it.
-        state_bytes: parameter and moments of one slice.
+        split: in words, how it is sharded.
+        state_bytes: parameter and moments of one shard.
     """
 
     name: str
     num_tensors: int
     shape: tuple[int, ...]
-    slice_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
     stages: tuple[int, int]
     split: str
     state_bytes: int
@@ -108,25 +108,25 @@ def stage_states(
     untrained: frozenset[str] = frozenset(),
     accumulates: bool = False,
 ) -> list[StageState]:
-    """Return the state of a rank, by pipeline stage; all ranks of a stage hold slices of the same shapes.
+    """Return the state of a rank, by pipeline stage; all ranks of a stage hold shards of the same shapes.
 
     Args:
         untrained: names of the parameters without moments and gradients, which are float32.
-        accumulates: micro-batches are cut into pieces.
+        accumulates: micro-batches are split into pipeline micro-batches.
     """
     states = []
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
         trained = [layout for layout in held if layout.name not in untrained]
-        fixed_elements = sum(math.prod(layout.slice_shape) for layout in held if layout.name in untrained)
-        elements = sum(math.prod(layout.slice_shape) for layout in trained)
+        fixed_elements = sum(math.prod(layout.shard_shape) for layout in held if layout.name in untrained)
+        elements = sum(math.prod(layout.shard_shape) for layout in trained)
         gathered = [gathered_elements(layout) for layout in trained]
         states.append(
             StageState(
                 num_elements=elements + fixed_elements,
                 num_gathered_elements=sum(gathered) + fixed_elements,
                 largest_gathered_elements=max(gathered),
-                largest_elements=max(math.prod(layout.slice_shape) for layout in trained),
+                largest_elements=max(math.prod(layout.shard_shape) for layout in trained),
                 parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
                 moments=elements * NUM_MOMENTS * MOMENT_BYTES,
                 gradient_sums=elements * GRADIENT_SUM_BYTES,
@@ -137,8 +137,8 @@ def stage_states(
 
 
 def gathered_elements(layout: ParameterLayout) -> int:
-    """Return the elements of a rank's slice before optimiser sharding."""
-    return math.prod(layout.slice_shape) * layout.optimizer_shard_size
+    """Return the elements of a rank's shard before optimiser sharding."""
+    return math.prod(layout.shard_shape) * layout.optimizer_shard_size
 
 
 def parameter_rows(
@@ -148,9 +148,9 @@ def parameter_rows(
     alike: dict[tuple, list[ParameterLayout]] = {}
     for layout in layouts:
         name = re.sub(r"\.layers\.\d+\.", ".layers.*.", layout.name)
-        alike.setdefault((name, layout.shape, layout.slice_shape), []).append(layout)
+        alike.setdefault((name, layout.shape, layout.shard_shape), []).append(layout)
     rows = []
-    for (name, shape, slice_shape), members in alike.items():
+    for (name, shape, shard_shape), members in alike.items():
         is_trained = members[0].name not in untrained
         element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES if is_trained else UNTRAINED_BYTES
         stages = [stage for one in members for stage in one.stages]
@@ -159,17 +159,17 @@ def parameter_rows(
                 name=name,
                 num_tensors=len(members),
                 shape=shape,
-                slice_shape=slice_shape,
+                shard_shape=shard_shape,
                 stages=(min(stages), max(stages)),
                 split=split_words(members[0]),
-                state_bytes=math.prod(slice_shape) * element_bytes,
+                state_bytes=math.prod(shard_shape) * element_bytes,
             )
         )
     return rows
 
 
 def split_words(layout: ParameterLayout) -> str:
-    """Return how a parameter is cut: "axis 0 / 4", "whole", with "/ 2 opt" for the optimiser shard."""
+    """Return how a parameter is sharded: "axis 0 / 4", "whole", with "/ 2 opt" for the optimiser shard."""
     cuts = [f"axis {axis} / {parts}" for axis, parts in enumerate(layout.splits) if parts > 1]
     words = ", ".join(cuts) or "whole"
     if layout.optimizer_shard_size > 1:

@@ -16,8 +16,8 @@ MAX_RANKS_NUMBERED = 64
 _LEGEND_COLUMNS = 4
 _FONT = "font-family='system-ui, -apple-system, Segoe UI, sans-serif'"
 _INK, _FAINT, _GRID = "#1f2933", "#616e7c", "#d9dee4"
-# Hues of the tensor-parallel slices; copies of the same slice are the same colour.
-_SLICES = ("#2a6fb0", "#e08a2e", "#3f9b6c", "#c2534f", "#7d68b0", "#8a6a50", "#c96ba6", "#77848f")
+# Hues of the tensor-parallel shards; replicas of a shard are the same colour.
+_SHARD_HUES = ("#2a6fb0", "#e08a2e", "#3f9b6c", "#c2534f", "#7d68b0", "#8a6a50", "#c96ba6", "#77848f")
 _PARTS = {
     "parameters": "#2a6fb0",
     "AdamW moments": "#7d68b0",
@@ -82,7 +82,7 @@ def _title(plan: Plan) -> list[str]:
     return [
         _text(LEFT, 34, _headline(plan), size=19, weight=600),
         _text(LEFT, 56, f"{plan.num_parameters / 1e9:.2f}B parameters; {words}", colour=_FAINT, size=13),
-        _text(LEFT, TOP - 12, "Layers that each rank holds; a colour is a tensor-parallel slice", size=13, weight=600),
+        _text(LEFT, TOP - 12, "Layers that each rank holds; a colour is a tensor-parallel shard", size=13, weight=600),
     ]
 
 
@@ -118,7 +118,7 @@ def _blocks(plan: Plan, row: float) -> list[str]:
         place = layout.coordinates(rank)
         first, count = _rows_of_stage(plan, place.stage)
         x, y = _x(plan, rank), TOP + row * first
-        colour = _SLICES[place.model % len(_SLICES)]
+        colour = _SHARD_HUES[place.model % len(_SHARD_HUES)]
         parts.append(
             f'<rect x="{x + gap / 2:.2f}" y="{y:.1f}" width="{width - gap:.2f}" height="{row * count - 1:.1f}" '
             f'fill="{colour}"><title>rank {rank}: data {place.data}, context {place.context}, model {place.model}'

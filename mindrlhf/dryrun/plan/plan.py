@@ -125,7 +125,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     """Lay a run out: what its memory follows from. Checks the model against the layout on the way.
 
     Raises:
-        UserError: the model cannot be cut this way, or the numbers do not fit together; names the fix.
+        UserError: the model cannot be sharded this way, or the numbers do not fit together; names the fix.
     """
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
@@ -150,7 +150,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
 
 
 def accumulates(parallel: ParallelSection) -> bool:
-    """Whether the compiler adds up the gradients of the pieces of a micro-batch, which takes memory of its own."""
+    """Whether the compiler adds up the gradients of pipeline micro-batches, which takes memory of its own."""
     return is_split(parallel) and (parallel.pipeline_stage > 1 or parallel.micro_batch_num > 1)
 
 

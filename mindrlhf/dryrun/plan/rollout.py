@@ -20,7 +20,7 @@ class RolloutPlan:
 
     Attributes:
         share: what the server may take: gpu_memory_utilization of the device.
-        weights: its slices of the weights.
+        weights: its shards of the weights.
         workspace: logits, graphs, activations.
         kv_cache: the rest of the share; below 0 when nothing is left.
         kv_token: keys and values of one token in all layers.
@@ -65,12 +65,12 @@ def plan_rollout(
 def rollout_weight_elements(tensor_parallel: int, spec: KnownRules, dims: ModelDims) -> int:
     """Return the elements of one device's weights; cached, since the search asks for every layout."""
     return sum(
-        -(-math.prod(rule.mf_shape(dims)) // (tensor_parallel if is_cut(rule) else 1)) for rule in spec.rules(dims)
+        -(-math.prod(rule.mf_shape(dims)) // (tensor_parallel if is_sharded(rule) else 1)) for rule in spec.rules(dims)
     )
 
 
-def is_cut(rule: ParameterRule) -> bool:
-    """Whether tensor parallelism cuts a parameter in the server: vLLM cuts inside every expert, the shared ones too."""
+def is_sharded(rule: ParameterRule) -> bool:
+    """Whether tensor parallelism shards a parameter in the server: vLLM shards every expert, the shared ones too."""
     return rule.shard_axis is not None or rule.expert_axis is not None or ".shared_experts." in rule.mf_name
 
 

@@ -14,10 +14,10 @@ from mindrlhf.dryrun.plan.verdict import with_keys
 from mindrlhf.errors import UserError
 
 NUM_RESULTS = 5
-# From this row length on, sequences are worth cutting over ranks.
+# From this row length on, sequences are worth splitting over ranks.
 LONG_ROW = 16_384
-# Pieces per stage that a pipeline is tried with: more idle less, but take larger micro-batches.
-_PIECES_PER_STAGE = (1, 2, 4)
+# Pipeline micro-batches per stage that a pipeline is tried with: more idle less, but take a larger batch_size.
+_MICRO_BATCHES_PER_STAGE = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SearchResult:
 
 
 def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
-    """Try every cut of the model over the machine; keep what the model allows and the memory holds."""
+    """Try every layout of the model over the machine; keep what the model allows and the memory holds."""
     candidates: list[Candidate] = []
     num_tried = num_feasible = 0
     num_active = active_parameters(model.known, model.dims)
@@ -67,12 +67,12 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:
-    """The best few that differ in how they cut the model, not just in a switch."""
+    """The best few that differ in how they shard the model, not just in a switch."""
     axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
     best: dict[tuple, Candidate] = {}
     for candidate in candidates:
-        cut = tuple(candidate.keys.get(f"parallel_config.{axis}", 1) for axis in axes)
-        best.setdefault(cut, candidate)
+        layout_keys = tuple(candidate.keys.get(f"parallel_config.{axis}", 1) for axis in axes)
+        best.setdefault(layout_keys, candidate)
         if len(best) == NUM_RESULTS:
             break
     return list(best.values())
@@ -89,11 +89,12 @@ def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dic
         for stages in divisors(machine.world_size // tensor):
             if stages > dims.num_layers:
                 continue
-            copies = machine.world_size // tensor // stages
-            for context in divisors(copies) if long_rows else (1,):
-                experts = [size for size in divisors(copies * tensor) if num_experts and num_experts % size == 0] or [1]
-                cut = {
-                    "parallel_config.data_parallel": copies // context,
+            replicas = machine.world_size // tensor // stages
+            for context in divisors(replicas) if long_rows else (1,):
+                sizes = divisors(replicas * tensor) if num_experts else ()
+                experts = [size for size in sizes if num_experts % size == 0] or [1]
+                layout_keys = {
+                    "parallel_config.data_parallel": replicas // context,
                     "parallel_config.model_parallel": tensor,
                     "parallel_config.pipeline_stage": stages,
                     "parallel_config.context_parallel": context,
@@ -101,19 +102,19 @@ def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dic
                     "parallel_config.vocab_emb_dp": tensor == 1,
                 }
                 for expert in experts:
-                    yield from _switches(config, cut | {"parallel_config.expert_parallel": expert})
+                    yield from _switches(config, layout_keys | {"parallel_config.expert_parallel": expert})
 
 
-def _switches(config: GrpoConfig, cut: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    stages = cut["parallel_config.pipeline_stage"]
-    copies = cut["parallel_config.data_parallel"] * cut["parallel_config.context_parallel"]
-    rows_per_piece = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
-    shards = (False, True) if copies > 1 else (False,)
-    pieces = [stages * factor for factor in _PIECES_PER_STAGE] if stages > 1 else [1]
-    for shard, recompute, num_pieces in itertools.product(shards, (False, True), pieces):
-        yield cut | {
+def _switches(config: GrpoConfig, layout_keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    stages = layout_keys["parallel_config.pipeline_stage"]
+    replicas = layout_keys["parallel_config.data_parallel"] * layout_keys["parallel_config.context_parallel"]
+    rows_per_pipeline_micro_batch = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
+    shards = (False, True) if replicas > 1 else (False,)
+    counts = [stages * factor for factor in _MICRO_BATCHES_PER_STAGE] if stages > 1 else [1]
+    for shard, recompute, num_micro_batches in itertools.product(shards, (False, True), counts):
+        yield layout_keys | {
             "parallel_config.enable_parallel_optimizer": shard,
-            "parallel_config.micro_batch_num": num_pieces,
-            "training.batch_size": num_pieces * rows_per_piece,
+            "parallel_config.micro_batch_num": num_micro_batches,
+            "training.batch_size": num_micro_batches * rows_per_pipeline_micro_batch,
             "model.recompute": recompute,
         }

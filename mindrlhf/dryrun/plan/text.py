@@ -202,14 +202,14 @@ def _stage_totals(memory: Sequence[PhaseMemory]) -> list[tuple[str, ...]]:
 
 
 def _parameter_lines(plan: Plan) -> list[str]:
-    rows = [("name", "n", "global shape", "slice", "cut", "with moments")]
+    rows = [("name", "n", "global shape", "shard", "split", "with moments")]
     for row in plan.rows:
         rows.append(
             (
                 _short_name(row.name),
                 str(row.num_tensors),
                 "x".join(map(str, row.shape)),
-                "x".join(map(str, row.slice_shape)),
+                "x".join(map(str, row.shard_shape)),
                 row.split,
                 format_size(row.state_bytes),
             )

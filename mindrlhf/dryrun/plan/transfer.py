@@ -51,8 +51,8 @@ def plan_transfer(
 ) -> TransferPlan:
     """Count the bytes of a weight transfer.
 
-    The trainer's ranks write their slices to the board of their node in the parameters' dtype; what no rank of a node
-    holds comes from other nodes; each generator process casts its slices and copies them to its device.
+    The trainer's ranks write their shards to the board of their node in the parameters' dtype; what no rank of a node
+    holds comes from other nodes; each generator process casts its shards and copies them to its device.
 
     Args:
         rollout_rank_bytes: weights of one generator device, in the rollout's dtype.
@@ -62,7 +62,7 @@ def plan_transfer(
     param_bytes, rollout_bytes = ELEMENT_BYTES[config.model.param_dtype], ELEMENT_BYTES[config.rollout.dtype]
     local = [_elements_on_node(layouts, layout, node, node_size) for node in range(num_nodes)]
     missing = sum(num_elements - held for held in local)
-    # A generator that spans nodes needs only the slices of its local devices on each of them.
+    # A generator that spans nodes needs only the shards of its local devices on each of them.
     needed_on_node = min(num_elements * rollout_bytes, rollout_rank_bytes * min(node_size, layout.world_size))
     missing_bound = sum(max(0, needed_on_node - held * rollout_bytes) for held in local)
     to_devices = rollout_rank_bytes * layout.world_size
@@ -75,7 +75,7 @@ def plan_transfer(
 
 
 def _elements_on_node(layouts: Sequence[ParameterLayout], layout: Layout, node: int, node_size: int) -> int:
-    """Elements of the whole model of which some rank of the node holds a copy."""
+    """Elements of the whole model of which some rank of the node holds a shard."""
     ranks = range(node * node_size, min((node + 1) * node_size, layout.world_size))
     # Layers are alike: what a node holds of a parameter depends on these only, not on its name.
     seen: dict[tuple, int] = {}
@@ -84,7 +84,7 @@ def _elements_on_node(layouts: Sequence[ParameterLayout], layout: Layout, node: 
         key = (one.shape, one.stages, one.device_matrix, one.tensor_map, one.optimizer_shard_size)
         if key not in seen:
             holders = [rank for rank in ranks if rank // one.stage_size in one.stages]
-            boxes = {tuple((part.start, part.stop) for part in one.slice_of(rank)) for rank in holders}
-            seen[key] = len(boxes) * math.prod(one.slice_shape)
+            boxes = {tuple((part.start, part.stop) for part in one.shard_of(rank)) for rank in holders}
+            seen[key] = len(boxes) * math.prod(one.shard_shape)
         total += seen[key]
     return total

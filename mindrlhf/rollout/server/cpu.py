@@ -7,10 +7,10 @@ vLLM as it comes. Two changes are for every dtype: ``without_listeners`` for a s
 1. Linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM repacks
    them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
 2. RMSNorm uses vLLM's own C kernel, which it leaves to GPUs, in place of eight small torch calls.
-3. Tokens are drawn by ``mindrlhf.rollout.sampling``.
+3. Tokens are sampled by ``mindrlhf.rollout.sampling``.
 4. Attention layers are called as functions, not as registered torch operators.
 5. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
-   where tokens are drawn.
+   where tokens are sampled.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ def weights_are_plain(model: torch.nn.Module) -> bool:
 
 @dataclass
 class Stream:
-    """A sample in the making: the key of its random stream, and what was drawn so far."""
+    """A sample in the making: the key of its random stream, and what was sampled so far."""
 
     key: int
     token_ids: np.ndarray  # int32 [max_tokens]
@@ -176,7 +176,7 @@ class StreamSampler(torch.nn.Module):
     """Takes the place of vLLM's sampler in the model runner (change 3).
 
     ``streams`` maps vLLM's request ids to their ``Stream``. Tokens and log-probabilities are stored by position, so
-    a draw that vLLM discards (the last row of an unfinished prompt chunk) is overwritten by the one that counts.
+    a token that vLLM discards (the last row of an unfinished prompt chunk) is overwritten by the one that counts.
     """
 
     def __init__(self, model_runner):

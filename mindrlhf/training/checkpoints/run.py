@@ -236,7 +236,7 @@ class RunCheckpoints:
         )
 
     def _write(self, state: RunState, leftover: list[LeftoverSample], best_step: int | None) -> None:
-        size_bytes = self._team.lead.state_size_bytes()
+        size_bytes = self._team.rank_0.state_size_bytes()
         size_bytes += sum(array.nbytes for sample in leftover for array in sample.arrays.values())
         self._store.check_space(size_bytes)
         best_step = best_step if self._section.keep_best else None
@@ -260,10 +260,10 @@ class RunCheckpoints:
             if not self._section.asynchronous:
                 self.wait()
         elif self._section.asynchronous:
-            write_copy = self._team.lead.capture()
+            write_copy = self._team.rank_0.capture()
             self._writer.start(lambda: write(write_copy))
         else:
-            write(self._team.lead.save)
+            write(self._team.rank_0.save)
 
     def _end_on_request(self, step: int) -> None:
         self.wait()

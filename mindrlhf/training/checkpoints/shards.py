@@ -1,7 +1,7 @@
 """Checkpoints that all ranks write, each the shards it holds, while the next steps go on.
 
-The lead opens the checkpoint's temporary directory and asks every rank to begin; each copies its shards and writes the
-copy in a thread. At the following steps the lead asks who is done; when all are, it adds what is small, and a thread
+Rank 0 opens the checkpoint's temporary directory and asks every rank to begin; each copies its shards and writes the
+copy in a thread. At the following steps rank 0 asks who is done; when all are, it adds what is small, and a thread
 of its own puts the directory in place. Nothing but these calls passes between the ranks.
 """
 
@@ -21,7 +21,7 @@ class SavesState:
     """The part of a rank; its public methods are called through the team. A mixin that needs ``state_writer``.
 
     Where every rank holds a shard, all of them save, by ``begin_saving`` and what follows it. A whole model is one
-    shard, which the lead writes by ``save`` or ``capture``.
+    shard, which rank 0 writes by ``save`` or ``capture``.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class _Pending:
 
 
 class ShardCheckpoints:
-    """The part of the lead: at most one checkpoint is being written.
+    """The part of rank 0: at most one checkpoint is being written.
 
     Args:
         team: all ranks; their workers have :class:`SavesState`.
-        writer: runs what the lead need not wait for.
+        writer: runs what rank 0 need not wait for.
     """
 
     def __init__(self, team: ReplicaTeam, writer: BackgroundWriter):
@@ -120,7 +120,7 @@ class ShardCheckpoints:
         Args:
             writing: of :meth:`CheckpointStore.writing`, not entered, with these ``checksums``.
             checksums: gets those of the shards.
-            write_rest: writes what the lead adds.
+            write_rest: writes what rank 0 adds.
             copies: see :meth:`SavesState.begin_saving`.
 
         Raises:

@@ -116,16 +116,16 @@ class SampleLedger:
         Raises:
             AssertionError: the sums of the step or of the run do not add up.
         """
-        generated, used, dropped, carried = map(len, (step.generated, step.used, step.dropped, step.leftover))
+        generated, used, dropped, leftover = map(len, (step.generated, step.used, step.dropped, step.leftover))
         before = self._totals.carried
-        assert before == step.num_stale, f"{before} samples were carried over, {step.num_stale} are used"
-        assert before + generated == used + carried + dropped, (
-            f"{before} samples carried over and {generated} generated are not {used} used, {carried} carried over and "
-            f"{dropped} dropped"
+        assert before == step.num_stale, f"{before} samples were left over, {step.num_stale} are used"
+        assert before + generated == used + leftover + dropped, (
+            f"{before} samples left over before and {generated} generated are not {used} used, {leftover} left over "
+            f"and {dropped} dropped"
         )
         last = self._totals
         self._totals = totals = SampleTotals(
-            last.generated + generated, last.used + used, last.dropped + dropped, carried
+            last.generated + generated, last.used + used, last.dropped + dropped, leftover
         )
         assert totals.generated == totals.used + totals.carried + totals.dropped, (
             f"the samples of the run do not add up: {totals}"
@@ -136,7 +136,7 @@ class SampleLedger:
             "samples/used_stale": float(step.num_stale),
             "samples/used_without_signal": float(step.num_without_signal),
             "samples/used_cut": float(np.sum(~complete([sample.finish_reason for sample in step.used]))),
-            "samples/carried": float(carried),
+            "samples/carried": float(leftover),
             "samples/dropped_without_signal": float(dropped),
             "samples/total_generated": float(totals.generated),
             "samples/total_used": float(totals.used),
@@ -166,7 +166,7 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
         values: dict[str, Any] = {**item.record, **item.arrays}
         if values.keys() != fields:
             wrong = min(values.keys() ^ fields)
-            raise DamagedDirectory(f"the checkpoint is damaged: {wrong!r} of carried sample {index} is missing or new")
+            raise DamagedDirectory(f"the checkpoint is damaged: {wrong!r} of leftover sample {index} is missing or new")
         samples.append(Sample(**values))
     return samples
 

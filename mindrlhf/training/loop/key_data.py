@@ -1,4 +1,4 @@
-"""The key data of chosen steps, as the lead rank has them: samples, log-probabilities, advantages, loss."""
+"""The key data of chosen steps, as rank 0 has them: samples, log-probabilities, advantages, loss."""
 
 from collections.abc import Sequence
 from pathlib import Path

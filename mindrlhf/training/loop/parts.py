@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from mindrlhf.evaluation.heldout import HeldOut
+from mindrlhf.observe.fingerprint import FingerprintWriter
 from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.observe.trajectory import TrajectoryWriter
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import Generator
 from mindrlhf.training.batch import RowOptions
@@ -43,7 +43,7 @@ class Observers:
 
     guards: Guards
     samples: SampleWriter
-    trajectory: TrajectoryWriter
+    fingerprint: FingerprintWriter
     key_data: KeyData | None = None
 
 

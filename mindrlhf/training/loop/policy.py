@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.observe.trajectory import digest_weights
+from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.training.batch import Batch, RowOptions, in_order
 from mindrlhf.training.records import PolicyUpdateResult, Share
 from mindrlhf.training.team import Team

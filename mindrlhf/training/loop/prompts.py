@@ -93,7 +93,7 @@ class PromptSampling:
         self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
         with self._timer.stage("rollout"), self._interruptible():
-            return self._sampler.draw(
+            return self._sampler.sample(
                 records,
                 num_samples,
                 sampling,

@@ -133,7 +133,7 @@ def _inputs(rows: PackedRows, kl_coefficient: float) -> list[np.ndarray]:
 
 
 def _weights_digest(learner) -> str:
-    from mindrlhf.observe.trajectory import digest_weights
+    from mindrlhf.observe.fingerprint import digest_weights
 
     with learner.model.create_board() as board:
         board.begin(1)

@@ -1,4 +1,4 @@
-"""A reward model as a part of the reward: the lead rank's view of the scorers that the ranks hold."""
+"""A reward model as a part of the reward: rank 0's view of the scorers that the ranks hold."""
 
 import contextlib
 import dataclasses

@@ -63,7 +63,7 @@ class Trainer(Steps):
         """Give the generator the weights that the first step samples from."""
         self.publish()
         if self.progress.step == 0:
-            self._write_trajectory({})
+            self._write_fingerprint({})
         self.timer.finish_step()
 
     def step(self) -> dict[str, float]:
@@ -167,9 +167,9 @@ class Trainer(Steps):
         return old, reference
 
     def _old_logprobs(self, step_samples: StepSamples, old: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probabilities under the policy that drew each sample, as the loss takes them.
+        """Return the log-probabilities under the policy that generated each sample, as the loss takes them.
 
-        Those of stale samples are the generator's, since the weights that drew them are gone; the ranks are told.
+        Those of stale samples are the generator's, since the weights that generated them are gone; the ranks are told.
         """
         rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.used]
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
@@ -242,7 +242,7 @@ class Trainer(Steps):
         metrics |= observers.guards.review(record, metrics["rollout_diff/mean_abs"])
         state.guards = observers.guards.state()
         course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
-        self._write_trajectory(sample_parts(record.samples) | course)
+        self._write_fingerprint(sample_parts(record.samples) | course)
         if "kl" in metrics and np.isfinite(metrics["kl"]):
             self.objective.kl.update(metrics["kl"])
             state.kl = KlState(**self.objective.kl.state())
@@ -257,7 +257,7 @@ class Trainer(Steps):
         self.progress.algorithm.samples = self.ledger.state()
         return metrics
 
-    def _write_trajectory(self, parts: dict[str, str | float]) -> None:
+    def _write_fingerprint(self, parts: dict[str, str | float]) -> None:
         state = self.progress.algorithm
         parts = {**parts, "weights": self._weights}
-        state.trajectory = self.parts.observers.trajectory.write(self.progress.step, state.trajectory or "", parts)
+        state.trajectory = self.parts.observers.fingerprint.write(self.progress.step, state.trajectory or "", parts)

@@ -1,4 +1,4 @@
-"""The lead rank's part of a critic: values before the advantages, its updates after them, and its metrics."""
+"""Rank 0's part of a critic: values before the advantages, its updates after them, and its metrics."""
 
 import dataclasses
 import math

@@ -21,7 +21,7 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
 from mindrlhf.models.load import load_model, load_scorer
-from mindrlhf.observe.trajectory import digest_arrays
+from mindrlhf.observe.fingerprint import digest_arrays
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective

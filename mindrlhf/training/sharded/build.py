@@ -22,7 +22,7 @@ from mindrlhf.weights.hf import read_hf_config
 def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> Actor:
     """Build this rank's shards and graphs of the policy, and of the reference model if the run has one.
 
-    From here on MindSpore slices every graph that this process compiles.
+    From here on MindSpore shards every graph that this process compiles.
 
     Args:
         config: of the run, checked.

@@ -1,6 +1,6 @@
 """The update of a model as one semi-auto-parallel graph: loss, gradients, clip, AdamW; and its outputs without them.
 
-MindSpore slices what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
+MindSpore shards what is written here for whole tensors: operators carry `.shard()` strategies, and it adds the
 collectives. Pipeline micro-batches are made inside the graph, as its scheduler demands.
 """
 
@@ -70,7 +70,7 @@ class ParallelUpdate(nn.Cell):
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = ms.Tensor([1.0] * loss.num_statistics, ms.float32)
         self.hyper_map = ops.HyperMap()
-        # The optimiser's part of the graph is not sliced by the compiler: gradients are the shards of this rank there.
+        # The optimiser's part of the graph is not sharded by the compiler: gradients are the shards of this rank there.
         self.shares = tuple(1.0 / num_replicas[weight.name] for weight in self.weights)
         self.all_reduce = ops.AllReduce() if world_size > 1 else None
 
@@ -97,7 +97,7 @@ class ParallelUpdate(nn.Cell):
             statistics = ops.depend(statistics, self._multiply(self.accumulators, self.is_last * 0.0, statistics))
         return statistics, norm
 
-    # What follows is outside of the network, where the graph is not sliced and the front end believes that gradients
+    # What follows is outside of the network, where the graph is not sharded and the front end believes that gradients
     # are whole: no shape may be written down, nor a constant in the shape of a gradient. Such as zeros_like gives would
     # also be as large in the graph and on the device as the gradients: the compiler turns it into data.
     #
@@ -148,33 +148,33 @@ class ParallelLogProbs(nn.Cell):
 
     Args:
         policy: log-probabilities, or a critic; its operators sharded.
-        num_pieces: pipeline micro-batches of every rank's rows, which the stages work on in turn.
+        num_micro_batches: pipeline micro-batches of every rank's rows, which the stages work on in turn.
     """
 
-    def __init__(self, policy: PolicyLogProbs | TokenScores, num_pieces: int):
+    def __init__(self, policy: PolicyLogProbs | TokenScores, num_micro_batches: int):
         super().__init__(auto_prefix=False)
-        self.network = _VirtualDatasetCell(_PieceByPiece(_FirstOutput(policy), num_pieces))
+        self.network = _VirtualDatasetCell(_MicroBatchByMicroBatch(_FirstOutput(policy), num_micro_batches))
         self.set_train(False)
 
     def construct(self, input_ids, segment_ids, labels, mask):
-        """Return float32 [rows / pieces, length] by pipeline micro-batch, rank after rank; whole in the last stage."""
+        """Return for each pipeline micro-batch float32 [its rows, length], rank after rank; whole in the last stage."""
         return self.network(input_ids, segment_ids, labels, mask)
 
 
-class _PieceByPiece(nn.Cell):
-    def __init__(self, network: nn.Cell, num_pieces: int):
+class _MicroBatchByMicroBatch(nn.Cell):
+    def __init__(self, network: nn.Cell, num_micro_batches: int):
         super().__init__(auto_prefix=False)
         self.network = network
-        self.pieces = nn.CellList([_MicroBatch(num_pieces) for _ in range(num_pieces)])
-        self.num_pieces = num_pieces
+        self.micro_batches = nn.CellList([_MicroBatch(num_micro_batches) for _ in range(num_micro_batches)])
+        self.num_micro_batches = num_micro_batches
 
     def construct(self, input_ids, segment_ids, labels, mask):
-        if self.num_pieces == 1:
+        if self.num_micro_batches == 1:
             return (self.network(input_ids, segment_ids, labels, mask),)
         outputs = ()
-        for index in range(self.num_pieces):
-            piece = self.pieces[index](index, input_ids, segment_ids, labels, mask)
-            outputs = (*outputs, self.network(*piece))
+        for index in range(self.num_micro_batches):
+            micro_batch = self.micro_batches[index](index, input_ids, segment_ids, labels, mask)
+            outputs = (*outputs, self.network(*micro_batch))
         return outputs
 
 
@@ -190,7 +190,7 @@ class _FirstOutput(nn.Cell):
 
 
 def split_into_micro_batches(network: nn.Cell, parallel: ParallelSection) -> nn.Cell:
-    """Wrap ``network``, whose outputs are added up, so that its inputs are cut along their rows."""
+    """Wrap ``network``, whose outputs are added up, so that its inputs are split along their rows."""
     if parallel.micro_batch_interleave_num > 1:
         network = MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
     if parallel.pipeline_stage > 1:

@@ -13,7 +13,7 @@ from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.layout.rows import num_logprob_pieces
+from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.sharded.losses import ShardedLoss, ShardedPolicyLoss, ShardedValueLoss
@@ -80,7 +80,7 @@ def _place_in_last_stage(model: nn.Cell, output: nn.Cell, parallel: ParallelSect
 
 def build_logprobs(policy: PolicyLogProbs | TokenScores, parallel: ParallelSection) -> ParallelLogProbs:
     """Return the cell that computes the log-probabilities of ``policy``, or a critic's values, without gradients."""
-    return ParallelLogProbs(policy, num_logprob_pieces(parallel))
+    return ParallelLogProbs(policy, num_logprob_micro_batches(parallel))
 
 
 def _forget_side_effects(model: nn.Cell) -> None:

@@ -116,7 +116,7 @@ class ShardedLearner(CountsCompiles):
         for one in self._state_layouts():
             if one.name not in source.dtypes:
                 raise UserError(f"{source.directory} lacks {one.name} of the optimiser: it is no checkpoint of a run")
-            set_shard(self.graph.state[one.name], source.read_slice(one, self.model.rank), one)
+            set_shard(self.graph.state[one.name], source.read_shard(one, self.model.rank), one)
             source.release(one.name)
 
     def _state_layouts(self) -> list[ParameterLayout]:
@@ -137,5 +137,6 @@ class ShardedLearner(CountsCompiles):
         values = [rows.tokens.get(name, unread) for name in self.graph.token_inputs]
         num_rows = len(rows.mask) * self.model.layout.data_parallel
         scalars = np.tile(np.array([[kl_coefficient, num_tokens]], np.float32), (num_rows, 1))
-        num_pieces = self.model.num_update_pieces
-        return [*self.model.row_inputs(rows, num_pieces), *self.model.inputs(values, num_pieces), ms.Tensor(scalars)]
+        num_micro_batches = self.model.num_update_micro_batches
+        inputs = (*self.model.row_inputs(rows, num_micro_batches), *self.model.inputs(values, num_micro_batches))
+        return [*inputs, ms.Tensor(scalars)]

@@ -12,14 +12,14 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.layout.rows import num_logprob_pieces, num_update_pieces, own_rows, place_rows
+from mindrlhf.layout.rows import num_logprob_micro_batches, num_update_micro_batches, own_rows, place_rows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.shards.save import finish_saving, held_slices, plan_saving, write_rank
+from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_rank
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import plan_publication, write_slices
+from mindrlhf.weights.publishing import plan_publication, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
@@ -52,10 +52,10 @@ class ShardedModel(RankModel):
         self.layout = layout_of(parallel)
         self.rank = rank
         self.layouts: list[ParameterLayout] = network_layouts(network, self.layout)
-        self.held = held_slices(self.layouts, rank)
+        self.held = held_shards(self.layouts, rank)
         self._parameters = parameters or {parameter.name: parameter for parameter in network.get_parameters()}
-        self.num_update_pieces = num_update_pieces(parallel)
-        self._num_logprob_pieces = num_logprob_pieces(parallel)
+        self.num_update_micro_batches = num_update_micro_batches(parallel)
+        self._num_logprob_micro_batches = num_logprob_micro_batches(parallel)
         rules = {rule.mf_name: rule for rule in network.spec.rules(network.dims)}
         self._publication = plan_publication(self.layouts, rules, network.dims, rank)
 
@@ -66,22 +66,22 @@ class ShardedModel(RankModel):
 
     def compile(self, rows: PackedRows) -> None:
         """Compile the graph of the log-probabilities for the shape of ``rows``; its cell must be MindSpore's."""
-        self.cell.compile(*self.row_inputs(rows, self._num_logprob_pieces))
+        self.cell.compile(*self.row_inputs(rows, self._num_logprob_micro_batches))
 
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """Return the log-probabilities of this rank's rows, float32 [rows, length]; zeros before the last stage."""
-        outputs = self.cell(*self.row_inputs(rows, self._num_logprob_pieces))
+        outputs = self.cell(*self.row_inputs(rows, self._num_logprob_micro_batches))
         if not self.is_in_last_stage:
             return np.zeros_like(rows.mask)
         return own_rows([output.asnumpy() for output in outputs], self.layout, self.rank)
 
-    def row_inputs(self, rows: PackedRows, num_pieces: int) -> list[ms.Tensor]:
+    def row_inputs(self, rows: PackedRows, num_micro_batches: int) -> list[ms.Tensor]:
         """Return the four arrays that every cell takes first."""
-        return self.inputs((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), num_pieces)
+        return self.inputs((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), num_micro_batches)
 
-    def inputs(self, arrays: Iterable[np.ndarray], num_pieces: int) -> list[ms.Tensor]:
+    def inputs(self, arrays: Iterable[np.ndarray], num_micro_batches: int) -> list[ms.Tensor]:
         """Return the inputs of a graph from this rank's rows [rows, ..] of each; see :mod:`mindrlhf.layout.rows`."""
-        return [ms.Tensor(place_rows(array, self.layout, self.rank, num_pieces)) for array in arrays]
+        return [ms.Tensor(place_rows(array, self.layout, self.rank, num_micro_batches)) for array in arrays]
 
     def load(self, source: ArraySource) -> None:
         """Take this rank's shard of every parameter, one after the other, converted to the parameters' dtypes.
@@ -93,7 +93,7 @@ class ShardedModel(RankModel):
         """
         for one in self.held:
             parameter = self._parameters[one.name]
-            array = convert_dtype(source.read_slice(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
+            array = convert_dtype(source.read_shard(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
             set_shard(parameter, array, one)
             source.release(one.name)
 
@@ -116,7 +116,7 @@ class ShardedModel(RankModel):
         """Write what this rank holds, and no other rank writes."""
         for name, array in self.shards():
             if name in self._publication:
-                write_slices(board, {name: self._publication[name]}, {name: array})
+                write_shards(board, {name: self._publication[name]}, {name: array})
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the published tensors: no rank has all of them."""
@@ -162,8 +162,8 @@ class ShardedModel(RankModel):
 
 def set_shard(parameter: ms.Parameter, array: np.ndarray, layout: ParameterLayout) -> None:
     """Give a parameter its shard, in its dtype (bfloat16 as uint16 bit patterns)."""
-    assert tuple(parameter.shape) == layout.slice_shape == array.shape, (
-        f"{layout.name} is {tuple(parameter.shape)} in the graph, its layout gives {layout.slice_shape}, and the shard "
+    assert tuple(parameter.shape) == layout.shard_shape == array.shape, (
+        f"{layout.name} is {tuple(parameter.shape)} in the graph, its layout gives {layout.shard_shape}, and the shard "
         f"is {array.shape}"
     )
     # The copy keeps the parameter from sharing a read-only file mapping.

@@ -111,12 +111,12 @@ class Actor(ReceivedBatches, SavesState):
         self._cell_dump.end()
 
     def create_board(self) -> WeightBoard:
-        """Make the weight board of this node; the lead rank's part."""
+        """Make the weight board of this node; called on rank 0."""
         self._board = self.model.create_board()
         return self._board
 
     def attach_board(self, path: str) -> None:
-        """Map the board that the lead created."""
+        """Map the board that rank 0 created."""
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
@@ -127,7 +127,7 @@ class Actor(ReceivedBatches, SavesState):
         return Published(self._board.contribution())
 
     def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
-        """Write the published weights as a Hugging Face directory; the lead's part, which has the board of its node."""
+        """Write the published weights as a Hugging Face directory; on rank 0, which has the board of its node."""
         self.model.export(directory, tokenizer_dir, self._board)
 
     def state_size_bytes(self) -> int:

@@ -54,11 +54,11 @@ def config(tmp_path):
         (["data_parallel=2"], 4, r"makes 2 ranks, but 4 were started: set data_parallel to 4"),
         (["context_parallel=24"], 24, r"'training.row_lengths' has 64, which does not divide over 24 ranks"),
         (["expert_parallel=2"], 2, r"expert_parallel is 2, but the model has no experts: set it to 1"),
-        (["micro_batch_num=3"], 1, r"'training.batch_size' is 4, .* 3 equal pieces: set it to 6"),
+        (["micro_batch_num=3"], 1, r"'training.batch_size' is 4, .* 3 equal pipeline micro-batches: set it to 6"),
         (
             ["micro_batch_interleave_num=2", "micro_batch_num=4"],
             1,
-            r"micro_batch_interleave_num' is 2, but a piece has 1 rows .* multiple of 8",
+            r"micro_batch_interleave_num' is 2, but a pipeline micro-batch has 1 rows .* multiple of 8",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_extension_gives_the_layouts_of_the_whole_model(tmp_path, num_layers):
     assert found_layout == layout
     for one, other in zip(expected, found, strict=True):
         assert (one.name, one.stages) == (other.name, other.stages)
-        assert [one.slice_of(rank) for rank in one.ranks] == [other.slice_of(rank) for rank in other.ranks]
+        assert [one.shard_of(rank) for rank in one.ranks] == [other.shard_of(rank) for rank in other.ranks]
 
 
 def test_a_kind_of_layer_that_was_not_compiled_is_an_error(tmp_path):

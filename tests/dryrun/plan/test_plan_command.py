@@ -29,6 +29,8 @@ def test_examples_fit_their_machines(name, world_size, capsys, tmp_path):
     assert "\nFITS: " in text
     assert max(map(len, text.splitlines())) <= 100
     values = json.loads(out.read_text())
+    assert values["batch"].keys() >= {"num_pieces", "rows_per_piece"}, "the keys of the file stay as they are"
+    assert all(row.keys() >= {"shape", "slice_shape"} for row in values["parameters"])
     assert values["verdict"]["fits"]
     assert values["machine"]["world_size"] == world_size
     assert f"{values['model']['num_parameters']:,} parameters" in text
@@ -90,7 +92,7 @@ BAD = {
         "28 layers: set it to 28 or less",
     ),
     "no experts": (["--world-size", 8, "parallel_config.expert_parallel=2"], "no experts: set it to 1"),
-    "pieces": (["--world-size", 8, "parallel_config.micro_batch_num=4"], "'training.batch_size' is 2"),
+    "micro-batches": (["--world-size", 8, "parallel_config.micro_batch_num=4"], "'training.batch_size' is 2"),
     "rollout devices": (["--world-size", 8, "rollout.num_replicas=3"], "uses 6 devices of 8: set num_replicas to 4"),
     "rollout heads": (
         ["--world-size", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],

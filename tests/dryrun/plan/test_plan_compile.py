@@ -55,7 +55,7 @@ def test_the_estimate_beside_it_leaves_out_what_is_not_compiled(compiled):
     update, step = (next(one for one in plan.memory if one.phase == name) for name in ("update", "optimizer step"))
     runtime = next(item.size_bytes for item in update.items if item.name == "runtime and HCCL")
     assert planned.estimated_bytes == update.total - runtime > step.total - runtime
-    # Of 8 ranks: a slice of the embedding, and an eighth of the others.
+    # Of 8 ranks: a shard of the embedding, and an eighth of the others.
     largest = 152_064 * 3584 // 8
     work = 5 * 4 * (largest + (952_146_944 - largest) // 8)
     assert step.total - runtime == 952_146_944 * 4 * 4 + work

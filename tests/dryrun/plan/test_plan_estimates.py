@@ -20,8 +20,9 @@ def test_batch_arithmetic_by_hand():
     batch = plan_of("qwen2_5_32b_16npu", "training.num_minibatches=2", "training.num_iterations=3").batch
     assert (batch.num_prompts, batch.num_samples, batch.num_samples_per_replica) == (128, 1024, 512)
     assert (batch.num_samples_per_update, batch.num_updates) == (512, 6)
-    # 512 rows in micro-batches of 8, each in 8 pieces of 1 row, on the only copy of the model.
-    assert (batch.num_micro_batches_per_rank, batch.num_pieces, batch.rows_per_piece) == (64, 8, 1)
+    # 512 rows in micro-batches of 8, each in 8 pipeline micro-batches of 1 row, on the only replica.
+    assert batch.num_micro_batches_per_rank == 64
+    assert (batch.num_pipeline_micro_batches, batch.rows_per_pipeline_micro_batch) == (8, 1)
     assert batch.num_tokens_per_update == 512 * TOKENS
     assert (batch.max_prompt_length, batch.max_response_tokens) == (1024, 1024 * 3072)
 
@@ -51,7 +52,7 @@ def test_activations_of_a_dense_layer_term_by_term():
         + 4 * 2 * mlp / t  # gate, up, activated gate, product
     )
     assert layer_bytes(widths, layout, TOKENS, 2) == by_hand * TOKENS
-    # With sequence parallelism all but the gathered outputs of the norms are cut.
+    # With sequence parallelism all but the gathered outputs of the norms are sharded.
     parallel = plan_of("qwen2_5_7b_8npu").layout
     saved = (2 * 4 * h + 2 * 2 * h) * (1 - 1 / t)
     assert layer_bytes(widths, parallel, TOKENS, 2) == (by_hand - saved) * TOKENS
@@ -72,7 +73,7 @@ def test_activations_of_experts_and_latents():
     assert layer_bytes(routed, layout, TOKENS, 2) == pytest.approx(without + TOKENS * experts / 8, rel=1e-6)
 
 
-def test_pipeline_stages_keep_as_many_pieces_as_follow():
+def test_pipeline_stages_keep_as_many_micro_batches_as_follow():
     plan = plan_of("deepseek_v3_512npu")
     kept = {phase.stage: item.size_bytes for phase in plan.memory for item in phase.items if "recomputed" in item.name}
     layers = [plan.layer_stages.count(stage) for stage in range(16)]
@@ -113,15 +114,15 @@ def test_beta_adds_the_reference_model_and_its_forward_pass():
 
 
 # Planned by MindSpore 2.9.0 in simulation (level 1), with recomputation, sequence parallelism and bfloat16: bytes of a
-# rank of the stage. Two layers of Qwen2.5-7B with rows of 2,048 tokens, two a piece; four of 32B with rows of 4,096.
+# rank of the stage. Two layers of Qwen2.5-7B with rows of 2,048 tokens, two at once; four of 32B with rows of 4,096.
 SHORT = ("training.row_lengths=[2048]", "rollout.max_response_length=1024")
-PIECES = ("parallel_config.micro_batch_num=2", "training.batch_size=2")
+MICRO_BATCHES = ("parallel_config.micro_batch_num=2", "training.batch_size=2")
 WHOLE = ("parallel_config.data_parallel=1", "parallel_config.enable_parallel_optimizer=false")
 PLANNED = [
     ("qwen2_5_7b", 2, 4, 0, (*SHORT, *WHOLE, "rollout.num_replicas=2"), 9_610_000_000),
-    ("qwen2_5_7b", 2, 8, 0, (*SHORT, PIECES[0], "training.batch_size=4"), 8_290_000_000),
-    ("qwen2_5_32b", 4, 16, 0, PIECES, 6_380_000_000),
-    ("qwen2_5_32b", 4, 16, 1, PIECES, 6_360_000_000),
+    ("qwen2_5_7b", 2, 8, 0, (*SHORT, MICRO_BATCHES[0], "training.batch_size=4"), 8_290_000_000),
+    ("qwen2_5_32b", 4, 16, 0, MICRO_BATCHES, 6_380_000_000),
+    ("qwen2_5_32b", 4, 16, 1, MICRO_BATCHES, 6_360_000_000),
 ]
 
 
@@ -146,7 +147,7 @@ def test_transfer_volume_by_brute_force(name):
             boxes = set()
             for rank in range(8 * node, 8 * node + 8):
                 if rank in one.ranks:
-                    boxes.add(tuple((part.start, part.stop) for part in one.slice_of(rank)))
+                    boxes.add(tuple((part.start, part.stop) for part in one.shard_of(rank)))
             held += sum(math.prod(stop - start for start, stop in box) for box in boxes)
     to_boards, between, to_devices = plan.transfer.steps
     assert to_boards.moved == 4 * held

@@ -26,13 +26,13 @@ def _matrix(layout: Layout, shard: int) -> ParameterLayout:
 @given(layouts(), st.sampled_from([1, 2, 8]))
 @settings(max_examples=60, deadline=None)
 def test_every_kind_partitions_the_ranks(layout, node_size):
-    copies = layout.data_parallel * layout.context_parallel
-    kinds = plan_groups(layout, [_matrix(layout, copies)], node_size)
+    replicas = layout.data_parallel * layout.context_parallel
+    kinds = plan_groups(layout, [_matrix(layout, replicas)], node_size)
     for kind in kinds:
         assert sorted(rank for group in kind.groups for rank in group) == list(range(layout.world_size)), kind.name
         assert len({len(group) for group in kind.groups}) == 1
         assert kind.max_nodes == max(len({rank // node_size for rank in group}) for group in kind.groups)
-    assert num_communicators(layout, [_matrix(layout, copies)]) == 1 + len(kinds)
+    assert num_communicators(layout, [_matrix(layout, replicas)]) == 1 + len(kinds)
 
 
 @given(layouts())
@@ -52,15 +52,15 @@ def test_ranks_of_an_axis_differ_in_that_axis_only(layout):
 
 @given(layouts(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_an_optimiser_group_holds_one_slice_between_its_ranks(layout, data):
-    copies = layout.data_parallel * layout.context_parallel
-    shard = data.draw(st.sampled_from([size for size in (1, 2, 4, 8) if copies % size == 0]))
+def test_an_optimiser_group_holds_one_shard_between_its_ranks(layout, data):
+    replicas = layout.data_parallel * layout.context_parallel
+    shard = data.draw(st.sampled_from([size for size in (1, 2, 4, 8) if replicas % size == 0]))
     parameter = _matrix(layout, shard)
     groups = [group for group in optimizer_groups(layout, parameter) if group[0] < layout.stage_size]
     rows = 1024 // layout.model_parallel
     for group in groups:
-        starts = sorted(parameter.slice_of(rank)[0].start for rank in group)
-        # The shards lie one after the other and make up one tensor-parallel slice.
+        starts = sorted(parameter.shard_of(rank)[0].start for rank in group)
+        # The shards lie one after the other and make up one tensor-parallel shard.
         assert starts == [starts[0] + index * rows // shard for index in range(shard)]
         assert starts[0] % rows == 0
 

@@ -94,24 +94,24 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS, ids=[f"{name} {layout}" for name, layout in LAYOUTS])
-def test_state_is_the_sum_over_the_slices_of_every_rank(name, layout):
-    """Every rank's bytes from the start and stop of its slices; no slice shape is used."""
+def test_state_is_the_sum_over_the_shards_of_every_rank(name, layout):
+    """Every rank's bytes from the start and stop of its shards; no shard shape is used."""
     model = read_model(str(MODELS[name]))
     layouts = parameter_layouts(model.spec, model.dims, layout, 2)
     states = stage_states(layouts, layout.pipeline_stage, "bfloat16")
     for rank in range(layout.world_size):
         elements = sum(
-            math.prod(part.stop - part.start for part in one.slice_of(rank)) for one in layouts if rank in one.ranks
+            math.prod(part.stop - part.start for part in one.shard_of(rank)) for one in layouts if rank in one.ranks
         )
         state = states[layout.stage_of(rank)]
         assert (state.num_elements, state.parameters, state.moments) == (elements, 2 * elements, 8 * elements)
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS, ids=[f"{name} {layout}" for name, layout in LAYOUTS])
-def test_the_first_holders_of_every_slice_hold_the_model_once(name, layout):
+def test_the_first_holders_of_every_shard_hold_the_model_once(name, layout):
     model = read_model(str(MODELS[name]))
     for one in parameter_layouts(model.spec, model.dims, layout):
-        boxes = {tuple((part.start, part.stop) for part in one.slice_of(rank)) for rank in one.ranks}
+        boxes = {tuple((part.start, part.stop) for part in one.shard_of(rank)) for rank in one.ranks}
         assert sum(math.prod(stop - start for start, stop in box) for box in boxes) == math.prod(one.shape)
 
 
@@ -122,6 +122,6 @@ def test_rows_of_the_table_add_up_to_the_stage():
     assert sum(row.num_tensors * row.state_bytes for row in rows) == state.parameters + state.moments
     assert sum(row.num_tensors * math.prod(row.shape) for row in rows) == 7_615_616_512
     queries = next(row for row in rows if row.name.endswith("linear_qkv.weight"))
-    # 28 heads and 2 * 4 key-value heads of 128 channels, over 4 tensor-parallel ranks, over 2 copies.
-    assert (queries.shape, queries.slice_shape) == ((36 * 128, 3584), (36 * 128 // 4 // 2, 3584))
+    # 28 heads and 2 * 4 key-value heads of 128 channels, over 4 tensor-parallel ranks, over 2 replicas.
+    assert (queries.shape, queries.shard_shape) == ((36 * 128, 3584), (36 * 128 // 4 // 2, 3584))
     assert queries.split == "axis 0 / 4; opt / 2"

@@ -85,16 +85,16 @@ def test_search_results_fit_and_are_ranked(name):
     assert len({tuple(sorted(one.keys.items())) for one in result.best}) == len(result.best)
 
 
-def test_search_tries_every_cut_of_a_dense_model():
+def test_search_tries_every_layout_of_a_dense_model():
     plan = plan_of("qwen2_5_7b_8npu")
     result = search(plan.config, plan.model, plan.machine)
     # model 1, 2, 4 (28 heads, so not 8) x stages that divide the rest; x recompute 2; optimiser shard only with
-    # copies; pipelines with 1, 2 or 4 pieces per stage.
+    # replicas; pipelines with 1, 2 or 4 micro-batches per stage.
     expected = 0
     for model in (1, 2, 4):
         for stages in (size for size in (1, 2, 4, 8) if (8 // model) % size == 0):
-            copies = 8 // model // stages
-            expected += 2 * (2 if copies > 1 else 1) * (3 if stages > 1 else 1)
+            replicas = 8 // model // stages
+            expected += 2 * (2 if replicas > 1 else 1) * (3 if stages > 1 else 1)
     assert result.num_tried == expected
 
 
@@ -119,7 +119,7 @@ def test_costs_move_as_they_should():
     few = _cost(*keys, "parallel_config.micro_batch_num=2", "training.batch_size=2")
     many = _cost(*keys, "parallel_config.micro_batch_num=8", "training.batch_size=8")
     busy = few.compute + few.imbalance + few.tensor
-    # Of a pipeline's time, (p - 1) / (m + p - 1) is idle: 1/3 with 2 pieces, 1/9 with 8.
+    # Of a pipeline's time, (p - 1) / (m + p - 1) is idle: 1/3 with 2 micro-batches, 1/9 with 8.
     assert few.bubble / (busy + few.bubble) == pytest.approx(1 / 3)
     assert many.bubble / (many.compute + many.imbalance + many.tensor + many.bubble) == pytest.approx(1 / 9)
     # The head is work of the last stage: h * V against 14 layers.

@@ -1,7 +1,7 @@
 """Collectives of an Ascend graph, in terms of those the CPU has kernels for in graph mode.
 
 Those are AllReduce (sum; any group) and AllGather (all ranks only). Everything else becomes one of them and
-slices: more traffic than on a cluster, the same numbers. Adding zeros changes no value, so gathering by a sum
+shards: more traffic than on a cluster, the same numbers. Adding zeros changes no value, so gathering by a sum
 is exact.
 """
 

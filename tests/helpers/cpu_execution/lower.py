@@ -1,9 +1,9 @@
 """Rewrite the graph that was compiled for one rank of an Ascend cluster so that a CPU rank can execute it.
 
-MindSpore's semi-auto parallel compiler slices the training step for Ascend only, but what it writes is a plain graph:
-operators on slices, and collectives between named groups of ranks. Three things keep the CPU from running it, and each
+MindSpore's semi-auto parallel compiler shards the training step for Ascend only, but what it writes is a plain graph:
+operators on shards, and collectives between named groups of ranks. Three things keep the CPU from running it, and each
 is rewritten: collectives without a CPU kernel (:mod:`cpu_execution.collectives`), fused Ascend
-kernels (:mod:`cpu_execution.kernels`), and half precision, which becomes float32. The slicing, the
+kernels (:mod:`cpu_execution.kernels`), and half precision, which becomes float32. The sharding, the
 schedule of the pipeline and the order of the collectives are the compiler's and stay as they are: running them
 is the point.
 """

@@ -2,8 +2,8 @@
 
     python -m cpu_execution.rank DIRECTORY
 
-The directory is one that :func:`cpu_execution.run.execute` has prepared. Rank 0 leads as it does in a run: through the
-product's team and policy, it has the product's workers compute log-probabilities, update, publish, save and restore.
+The directory is one that :func:`cpu_execution.run.execute` has prepared. Rank 0 drives the step as in a run: through
+the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
 """
 
 import json
@@ -56,9 +56,9 @@ def main(directory: Path) -> None:
         own_directory = directory / job["name"]
         lowered = LoweredRank(job, spec["hf_config"], rank.index, own_directory, groups)
         connections = connect(rank)
-        if rank.is_lead:
+        if rank.is_rank_0:
             team = ReplicaTeam(Team(lowered.actor, connections), layout_of(lowered.parallel))
-            _Lead(spec, job, lowered.actor, team, own_directory, load_file(directory / BATCHES_NAME)).run()
+            _Rank0(spec, job, lowered.actor, team, own_directory, load_file(directory / BATCHES_NAME)).run()
             team.close()
         else:
             serve(lowered.actor, connections[0])
@@ -76,7 +76,7 @@ def _written_bytes(actor) -> int:
     return sum(4 * math.prod(stop - start for start, stop in box) for box in regions)
 
 
-class _Lead:
+class _Rank0:
     """Rank 0: one step of training, and all that a run does around it."""
 
     def __init__(self, spec: dict, job: dict, actor, team: ReplicaTeam, directory: Path, arrays: dict[str, np.ndarray]):

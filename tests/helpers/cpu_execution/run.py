@@ -196,7 +196,7 @@ def _assemble(job: ExecutionJob, hf_config: dict, directory: Path) -> tuple[dict
         whole = np.full(layout.shape, np.nan, np.float32)
         for ranks in layout.replicas().values():
             first = shards[ranks[0]][layout.name]
-            whole[layout.slice_of(ranks[0])] = first
+            whole[layout.shard_of(ranks[0])] = first
             for rank in ranks[1:]:
                 difference = max(difference, float(np.abs(shards[rank][layout.name] - first).max()))
         weights[layout.name] = whole

@@ -63,7 +63,7 @@ class Run:
             checkpoint=sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
         self.lead = Lead()
-        team = SimpleNamespace(lead=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
+        team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
         self.stream = PromptStream(10, seed=seed)
         self.requests = SaveRequests()
         self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data)
@@ -222,7 +222,7 @@ def test_signals_ask_for_checkpoints(tmp_path, capsys):
             signal.signal(number, handler)
 
 
-def test_a_rollout_that_is_broken_off_is_drawn_again(tmp_path):
+def test_a_rollout_that_is_broken_off_is_sampled_again(tmp_path):
     run = Run(tmp_path)
     run.step()
     following = PromptStream(10, seed=0)

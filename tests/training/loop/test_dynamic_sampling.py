@@ -1,4 +1,4 @@
-"""Dynamic sampling over scripted draws: which groups a step gets, and that every sample is accounted for."""
+"""Dynamic sampling over scripted rounds of sampling: which groups a step gets; every sample is accounted for."""
 
 import dataclasses
 
@@ -36,21 +36,21 @@ def sample(group, reward, name="", finish_reason="stop"):
     return Sample(group, ids[:2], ids, logprobs, finish_reason, name, "c", "a", {"length": reward}, reward, {})
 
 
-class Draws:
+class Rounds:
     """Prompts with and without signal in a given order, by name; remembers what was asked."""
 
     def __init__(self, signals):
         self.signals = list(signals)
         self.asked = []
-        self.num_drawn = 0
+        self.num_sampled = 0
 
     def __call__(self, num_prompts, first_group):
         self.asked.append((num_prompts, first_group))
         samples = []
         for group in range(first_group, first_group + num_prompts):
-            name = str(self.num_drawn)
-            teaches = self.signals[self.num_drawn]
-            self.num_drawn += 1
+            name = str(self.num_sampled)
+            teaches = self.signals[self.num_sampled]
+            self.num_sampled += 1
             samples += [sample(group, float(place == 0 and teaches), name) for place in range(SIZE)]
         return samples
 
@@ -65,9 +65,9 @@ def names(samples):
 
 def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
     #               round 1: 0 1 2 3, round 2: 4 5 (misses 1), round 3: 6 7
-    draws = Draws([1, 0, 1, 1] + [0, 0] + [1, 1])
-    step = GroupSampling(make_config()).collect(draws, [])
-    assert draws.asked == [(4, 0), (2, 4), (2, 6)]
+    rounds = Rounds([1, 0, 1, 1] + [0, 0] + [1, 1])
+    step = GroupSampling(make_config()).collect(rounds, [])
+    assert rounds.asked == [(4, 0), (2, 4), (2, 6)]
     assert names(step.used) == [0, 2, 3, 6] and names(step.leftover) == [7]
     assert names(step.dropped) == [1, 4, 5] and names(step.generated) == list(range(8))
     assert [item.group for item in step.used[::SIZE]] == [0, 1, 2, 3]
@@ -75,36 +75,36 @@ def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
 
 
 def test_what_was_left_over_comes_first_and_is_told_apart():
-    sampling, draws = GroupSampling(make_config()), Draws([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
-    first = sampling.collect(draws, [])
-    second = sampling.collect(draws, from_leftover(to_leftover(first.leftover)))
-    assert draws.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
+    sampling, rounds = GroupSampling(make_config()), Rounds([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
+    first = sampling.collect(rounds, [])
+    second = sampling.collect(rounds, from_leftover(to_leftover(first.leftover)))
+    assert rounds.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
     assert names(second.used) == [7, 8, 9, 11]
     assert second.num_stale == SIZE and names(second.fresh) == [8, 9, 11]
     assert [item.group for item in second.used[::SIZE]] == [0, 1, 2, 3]
 
 
 def test_at_the_bound_groups_without_signal_fill_the_step():
-    draws = Draws([0, 1, 0, 0] + [0, 0, 0, 0])
-    step = GroupSampling(make_config(max_oversampling=2)).collect(draws, [])
-    assert draws.asked == [(4, 0), (4, 4)]
+    rounds = Rounds([0, 1, 0, 0] + [0, 0, 0, 0])
+    step = GroupSampling(make_config(max_oversampling=2)).collect(rounds, [])
+    assert rounds.asked == [(4, 0), (4, 4)]
     assert names(step.used) == [1, 0, 2, 3] and names(step.dropped) == [4, 5, 6, 7]
     assert step.num_without_signal == 3 * SIZE and not step.leftover
 
 
-def test_without_dynamic_sampling_all_that_one_round_draws_is_used():
-    draws = Draws([0, 1, 0, 0])
-    step = GroupSampling(make_config(dynamic_sampling=False)).collect(draws, [])
+def test_without_dynamic_sampling_all_that_one_round_samples_is_used():
+    rounds = Rounds([0, 1, 0, 0])
+    step = GroupSampling(make_config(dynamic_sampling=False)).collect(rounds, [])
     assert step.used is step.generated and names(step.used) == [0, 1, 2, 3]
     assert step.num_without_signal == 3 * SIZE and not step.leftover and not step.dropped
 
 
 def test_the_metrics_of_a_step_by_hand():
-    draws = Draws([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
+    rounds = Rounds([1, 0, 1, 1, 0, 0, 1, 1] + [1, 1, 0, 1])
     sampling, ledger = GroupSampling(make_config()), SampleLedger()
-    first = sampling.collect(draws, [])
+    first = sampling.collect(rounds, [])
     ledger.add(first)
-    second = sampling.collect(draws, first.leftover)
+    second = sampling.collect(rounds, first.leftover)
     cut = dataclasses.replace(second.used[4], finish_reason="length")
     second.used[4] = cut
     assert ledger.add(second) == {
@@ -134,7 +134,7 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
     seed, share, chunk_size, num_rollouts, max_oversampling, resume_at
 ):
     num_steps, num_groups = 6, chunk_size * num_rollouts
-    draws = Draws(np.random.default_rng(seed).random(num_steps * num_groups * max_oversampling) < share)
+    rounds = Rounds(np.random.default_rng(seed).random(num_steps * num_groups * max_oversampling) < share)
     config = make_config(chunk_size, num_rollouts, max_oversampling)
     sampling, ledger, leftover = GroupSampling(config), SampleLedger(), []
     used, dropped, generated = [], [], 0
@@ -142,7 +142,7 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
         if index == resume_at:
             sampling, ledger = GroupSampling(config), SampleLedger(ledger.state())
             leftover = to_leftover(from_leftover(leftover))
-        step = sampling.collect(draws, from_leftover(leftover))
+        step = sampling.collect(rounds, from_leftover(leftover))
         metrics = ledger.add(step)
         leftover = to_leftover(step.leftover)
         used += names(step.used)
@@ -150,12 +150,12 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
         generated += metrics["samples/generated"]
         assert len(step.used) == num_groups * SIZE
         left = names(step.leftover)
-        assert len(left) < chunk_size and all(draws.signals[name] for name in left)
-        assert not any(draws.signals[name] for name in names(step.dropped))
-        assert metrics["samples/total_generated"] == generated == draws.num_drawn * SIZE
-        assert sorted(used + dropped + left) == list(range(draws.num_drawn)), "each prompt is in one place"
+        assert len(left) < chunk_size and all(rounds.signals[name] for name in left)
+        assert not any(rounds.signals[name] for name in names(step.dropped))
+        assert metrics["samples/total_generated"] == generated == rounds.num_sampled * SIZE
+        assert sorted(used + dropped + left) == list(range(rounds.num_sampled)), "each prompt is in one place"
     assert ledger.state() == SampleTotals(
-        generated=draws.num_drawn * SIZE,
+        generated=rounds.num_sampled * SIZE,
         used=len(used) * SIZE,
         dropped=len(dropped) * SIZE,
         carried=len(leftover),
@@ -163,12 +163,12 @@ def test_every_prompt_of_a_run_is_used_once_or_dropped_also_over_a_restart(
 
 
 def test_a_lost_sample_is_noticed():
-    step = GroupSampling(make_config()).collect(Draws([1, 0, 1, 1, 0, 0, 1, 1]), [])
-    with pytest.raises(AssertionError, match="24 generated are not 12 used, 3 carried over and 8 dropped"):
+    step = GroupSampling(make_config()).collect(Rounds([1, 0, 1, 1, 0, 0, 1, 1]), [])
+    with pytest.raises(AssertionError, match="24 generated are not 12 used, 3 left over and 8 dropped"):
         SampleLedger().add(dataclasses.replace(step, dropped=step.dropped[1:]))
     ledger = SampleLedger()
     ledger.add(step)
-    with pytest.raises(AssertionError, match="3 samples were carried over, 0 are used"):
+    with pytest.raises(AssertionError, match="3 samples were left over, 0 are used"):
         ledger.add(step)
 
 
@@ -182,6 +182,6 @@ def test_leftover_samples_come_back_exactly():
             np.testing.assert_array_equal(before, after, strict=True)
         else:
             assert before == after
-    with pytest.raises(UserError, match="'answer' of carried sample 0"):
+    with pytest.raises(UserError, match="'answer' of leftover sample 0"):
         record = {name: value for name, value in leftover.record.items() if name != "answer"}
         from_leftover([LeftoverSample(record, leftover.arrays)])

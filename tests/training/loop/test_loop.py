@@ -151,7 +151,7 @@ class LocalTeam:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.lead = ranks[0]
+        self.rank_0 = ranks[0]
         self.world_size = self.num_devices = len(ranks)
 
     def call(self, method, per_rank=None, **common):
@@ -221,7 +221,7 @@ class Memory:
 
 
 class Course:
-    """Trajectory whose hash is the number of lines."""
+    """Fingerprint whose hash is the number of lines."""
 
     def __init__(self, memory):
         self.lines = memory.course
@@ -351,12 +351,12 @@ def test_performance_is_left_out_when_not_wanted():
     assert not [name for name in metrics if name.startswith("timing/") or name.endswith("_tps")]
 
 
-def test_epochs_and_the_shorter_last_draw_are_all_used():
+def test_epochs_and_the_shorter_last_round_are_all_used():
     run = Run(num_prompts=5, training={"epochs": 2, "chunk_size": 3, "num_rollouts": 1})
     metrics = run()
     assert list(metrics) == [1, 2, 3, 4]
-    drawn = [request.prompt_ids[0] for requests, _ in run.generator.requests for request in requests]
-    assert drawn == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
+    sampled = [request.prompt_ids[0] for requests, _ in run.generator.requests for request in requests]
+    assert sampled == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
     assert [len(requests) for requests, _ in run.generator.requests] == [3, 3, 3, 1]
     # The last step has one prompt: 1 + 2 + 3 tokens.
     assert run.ranks[0].updates[-1][1] == 6
@@ -385,7 +385,7 @@ def test_minibatches_and_iterations(world_size):
     assert work == one_step * 2
     # Six samples of 1, 2, 3, 1, 2, 3 tokens, two to a mini-batch.
     assert [update[1] for update in run.ranks[0].updates[:6]] == [3, 4, 5] * 2
-    # The first pass starts from the weights that drew the samples: -1.25 is of compute_logprobs.
+    # The first pass starts from the weights that generated the samples: -1.25 is of compute_logprobs.
     assert metrics[1]["rollout_diff/max_abs"] == 0.25
     assert metrics[1]["timing/old_log_p"] > 0
     assert metrics[1]["grad_norm"] == np.mean([2, 3, 4, 5, 6, 7])
@@ -501,7 +501,7 @@ def test_the_time_a_checkpoint_takes_is_reported_with_the_next_step():
     assert ["timing/checkpoint" in metrics[step] for step in (1, 2, 3)] == [False, True, True]
 
 
-def test_guards_and_trajectory_see_every_step():
+def test_guards_and_fingerprint_see_every_step():
     run = Run(num_prompts=3)
     run()
     (record, difference), (last, _) = run.memory.reviewed

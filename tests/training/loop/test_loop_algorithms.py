@@ -28,12 +28,12 @@ def test_kl_in_the_reward_asks_for_old_logprobs_and_lowers_early_tokens_most(wor
     np.testing.assert_allclose(sorted(advantages_of(run)), sorted(expected), rtol=1e-5)
 
 
-def test_remax_draws_one_greedy_response_for_each_prompt():
+def test_remax_samples_one_greedy_response_for_each_prompt():
     run = Run(num_prompts=2, algorithm={"advantage": "remax"})
     metrics = run()[1]
-    (drawn, sampling), (greedy, greedy_sampling) = run.generator.requests
+    (sampled, sampling), (greedy, greedy_sampling) = run.generator.requests
     assert sampling.temperature == 1.0 and greedy_sampling.temperature == 0.0
-    assert [request.prompt_ids for request in greedy] == [request.prompt_ids for request in drawn]
+    assert [request.prompt_ids for request in greedy] == [request.prompt_ids for request in sampled]
     assert [request.num_samples for request in greedy] == [1, 1]
     # Responses of one token: both prompts earn 2.5.
     assert metrics["reward/greedy"] == 2.5

@@ -31,28 +31,28 @@ def used_prompts(run):
     return steps
 
 
-def test_rounds_go_on_until_all_groups_teach_and_the_rest_is_carried():
+def test_rounds_go_on_until_all_groups_teach_and_the_rest_is_left_over():
     run = Run(steps=3, **OPTIONS)
     metrics = run()
     # The order of prompts is 0 1 | 2 0 and 1 2; step 1 misses one group after 0 1, which 2 0 has.
-    # Step 2 draws 1 2. Step 3 draws 0 1, then 2 0.
-    drawn = [[request.prompt_ids[0] - 1 for request in requests] for requests, _ in run.generator.requests]
-    assert drawn == [[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]]
+    # Step 2 samples 1 2. Step 3 samples 0 1, then 2 0.
+    sampled = [[request.prompt_ids[0] - 1 for request in requests] for requests, _ in run.generator.requests]
+    assert sampled == [[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]]
     assert used_prompts(run) == [[1] * 3 + [2] * 3] * 3
     assert [metrics[step]["samples/generated"] for step in (1, 2, 3)] == [12, 6, 12]
     assert [metrics[step]["samples/dropped_without_signal"] for step in (1, 2, 3)] == [6, 0, 6]
     assert metrics[3]["samples/total_generated"] == 30 and metrics[3]["samples/total_used"] == 18
-    # All drawn samples count as the step's rewards.
+    # All generated samples count as the step's rewards.
     assert metrics[1]["reward/groups_without_signal"] == 0.5
     assert metrics[1]["reward/mean"] == pytest.approx((6 * 2.5 + 2 * (2.5 + 4.5 + 6.5)) / 12)
     assert metrics[1]["vllm_tps"] * metrics[1]["timing/rollout"] == pytest.approx(4 * 3 * (1 + 2))
     assert metrics[1]["update_tps"] * metrics[1]["timing/update"] == pytest.approx(2 * 3 * (1 + 2))
     seeds = [request.seed for requests, _ in run.generator.requests for request in requests]
-    assert len(set(seeds)) == len(seeds), "no two draws of a run share a random stream"
+    assert len(set(seeds)) == len(seeds), "no two requests of a run share a random stream"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_stale_samples_keep_the_logprobs_they_were_drawn_with(world_size, monkeypatch):
+def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, monkeypatch):
     compute = Rank.compute_logprobs
 
     def compute_and_keep(self, name, batch):
@@ -67,7 +67,7 @@ def test_stale_samples_keep_the_logprobs_they_were_drawn_with(world_size, monkey
     run.trainer.warm_up()
     metrics = run()
     assert "warm_up [8, 16] 4 ['old_logprobs']" in run.journal
-    # 0 1 2 | 3 0 1: prompts 1, 2, 3 are used and 1 is carried. Step 2 draws 2 3 0, has 1 2 3 and nothing left.
+    # 0 1 2 | 3 0 1: prompts 1, 2, 3 are used and 1 is left over. Step 2 samples 2 3 0, has 1 2 3 and nothing left.
     assert metrics[1]["samples/carried"] == metrics[2]["samples/used_stale"] == 3
     for rank in run.ranks:
         assert len(rank.updates) == 2
@@ -87,11 +87,11 @@ def test_stale_samples_keep_the_logprobs_they_were_drawn_with(world_size, monkey
     assert metrics[2]["rollout_diff/max_abs"] == 0.25, "only samples of the step's own weights are compared"
 
 
-def test_a_resumed_run_uses_what_was_carried_and_the_sums_go_on():
+def test_a_resumed_run_uses_what_was_left_over_and_the_sums_go_on():
     options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "batch_size": 4, "epochs": 50}}
     whole = Run(steps=5, **options)
     expected = whole()
-    assert {expected[step]["samples/carried"] for step in expected} > {0.0}, "something is carried at some step"
+    assert {expected[step]["samples/carried"] for step in expected} > {0.0}, "something is left over at some step"
     for stop in (1, 2, 3, 4):
         first = Run(steps=stop, **options)
         first()

@@ -12,7 +12,7 @@ from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import UserError
-from mindrlhf.observe.trajectory import digest_weights
+from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards.all import Guards

@@ -1,4 +1,4 @@
-"""A reward model's part of the reward: on the lead rank by hand, and through a real scorer's cells."""
+"""A reward model's part of the reward: on rank 0 by hand, and through a real scorer's cells."""
 
 import contextlib
 

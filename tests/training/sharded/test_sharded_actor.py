@@ -79,7 +79,7 @@ def make_ranks(model_dir):
     def shard(cell, rank, prefix=""):
         layouts = {one.name: one for one in ShardedModel(network, cell, PARALLEL, rank).held}
         parameters = {
-            name: ms.Parameter(ms.ops.zeros(one.slice_shape, ms.float32), name=prefix + name)
+            name: ms.Parameter(ms.ops.zeros(one.shard_shape, ms.float32), name=prefix + name)
             for name, one in layouts.items()
         }
         model = ShardedModel(network, cell, PARALLEL, rank, parameters)
@@ -174,7 +174,7 @@ def test_a_warm_up_makes_no_update(make_ranks):
     assert not any(inputs[3].any() for _, _, inputs in cells.updates), "its rows weigh nothing"
 
 
-def test_all_ranks_publish_the_model_and_the_lead_exports_it(make_ranks, model_dir, tmp_path):
+def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path):
     from mindrlhf.weights.open import open_tensors
 
     ranks = make_ranks()
@@ -217,7 +217,7 @@ def test_what_all_ranks_save_comes_back_with_the_synced_reference(make_ranks, tm
             ):
                 assert mine == theirs
                 np.testing.assert_array_equal(array, restored, err_msg=mine)
-        sharded = [one.name for one in actor.model.held if one.slice_shape != one.shape]
+        sharded = [one.name for one in actor.model.held if one.shard_shape != one.shape]
         for name in (*(f"{kind}.{name}" for name in sharded for kind in ("exp_avg", "exp_avg_sq")), "global_step"):
             saved, restored = (one.learner.graph.state[name].asnumpy() for one in (actor, other))
             np.testing.assert_array_equal(saved, restored, err_msg=name)

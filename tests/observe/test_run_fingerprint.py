@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mindrlhf.cli import main
 from mindrlhf.debugging.run_diff import compare_runs
 from mindrlhf.errors import UserError
-from mindrlhf.observe.trajectory import (
+from mindrlhf.observe.fingerprint import (
+    FINGERPRINT_NAME,
     PARTS,
-    TRAJECTORY_NAME,
-    TrajectoryWriter,
+    FingerprintWriter,
     digest_arrays,
     digest_weights,
 )
@@ -80,7 +80,7 @@ def test_each_part_tells_what_changed(name, changed):
 def write_run(run_dir: Path, num_steps: int = 4, changes: dict | None = None, seed: int = 0) -> list[str]:
     """Write a run whose parts can be replaced by (step, name); return its hashes."""
     changes = changes or {}
-    writer = TrajectoryWriter(run_dir / TRAJECTORY_NAME, first_step=0)
+    writer = FingerprintWriter(run_dir / FINGERPRINT_NAME, first_step=0)
     hashes = [writer.write(0, "", {"weights": "w0"})]
     for step in range(1, num_steps + 1):
         parts = {name: f"{name} {step}" for name in PARTS} | {"loss": 0.1 * step, "grad_norm": 1.0 / step}
@@ -148,11 +148,11 @@ def test_the_first_tensor_is_found_in_the_first_common_checkpoint(tmp_path, caps
     assert "checkpoints/step_00000004/model, second: differ by up to 0.5" in out
 
 
-def test_a_directory_without_a_trajectory_and_runs_without_a_common_step_are_refused(tmp_path):
+def test_a_directory_without_a_fingerprint_and_runs_without_a_common_step_are_refused(tmp_path):
     write_run(tmp_path / "a")
     (tmp_path / "b").mkdir()
     with pytest.raises(UserError, match="no .*trajectory.jsonl"):
         compare_runs(tmp_path / "a", tmp_path / "b")
-    (tmp_path / "b" / TRAJECTORY_NAME).write_text('{"step": 9, "hash": ""}\n')
+    (tmp_path / "b" / FINGERPRINT_NAME).write_text('{"step": 9, "hash": ""}\n')
     with pytest.raises(UserError, match="no step in common"):
         compare_runs(tmp_path / "a", tmp_path / "b")

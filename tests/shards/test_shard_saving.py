@@ -1,4 +1,4 @@
-"""Sharded directories written by the ranks that hold the slices, and slices read from them under other layouts."""
+"""Sharded directories written by the ranks that hold the shards, and shards read from them under other layouts."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import xxhash
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.shards.save import finish_saving, held_slices, plan_saving, write_rank
+from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_rank
 from mindrlhf.shards.shard import reshard_directory
 from mindrlhf.shards.sources import RandomSource, ShardedSource, open_source, saved_state
 from mindrlhf.specs import find_spec
@@ -52,10 +52,10 @@ def save(directory, text, arrays, *, with_state=True):
     layout, layouts = layouts_of(text)
     manifest = plan_saving(MODEL, layouts, layout, "float32", with_state=with_state)
     for rank in range(layout.world_size):
-        slices = (
-            (name, arrays[name][manifest.arrays[name].layout.slice_of(rank)]) for name in manifest.infos_of_rank(rank)
+        shards = (
+            (name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in manifest.infos_of_rank(rank)
         )
-        checksums = write_rank(directory, manifest, rank, slices)
+        checksums = write_rank(directory, manifest, rank, shards)
         (path,) = (directory / f"rank_{rank}").glob("*.safetensors")
         assert checksums == {str(path.relative_to(directory)): xxhash.xxh3_64_hexdigest(path.read_bytes())}
     finish_saving(directory, manifest, MODEL, layouts, layout)
@@ -74,7 +74,7 @@ def test_what_ranks_write_is_the_model_and_its_state(tmp_path, arrays, text):
 
 
 @pytest.mark.parametrize(("first", "second"), [(LAYOUTS[0], LAYOUTS[3]), (LAYOUTS[2], LAYOUTS[1])])
-def test_slices_under_another_layout(tmp_path, arrays, first, second):
+def test_shards_under_another_layout(tmp_path, arrays, first, second):
     """As a run that resumes reads them, and as `mindrlhf weights reshard` writes them."""
     save(tmp_path / "saved", first, arrays)
     reshard_directory(tmp_path / "saved", tmp_path / "resharded", parallel=second)
@@ -82,24 +82,24 @@ def test_slices_under_another_layout(tmp_path, arrays, first, second):
     resharded = ShardedDirectory(tmp_path / "resharded")
     layout, layouts = layouts_of(second)
     for rank in range(layout.world_size):
-        for one in held_slices(layouts, rank):
-            expected = arrays[one.name][one.slice_of(rank)]
-            np.testing.assert_array_equal(source.read_slice(one, rank), expected)
-            np.testing.assert_array_equal(resharded.read_slice(rank, one.name), expected)
+        for one in held_shards(layouts, rank):
+            expected = arrays[one.name][one.shard_of(rank)]
+            np.testing.assert_array_equal(source.read_shard(one, rank), expected)
+            np.testing.assert_array_equal(resharded.read_shard(rank, one.name), expected)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_slices_of_a_hugging_face_directory_and_of_random_weights(tmp_path, arrays, text):
+def test_shards_of_a_hugging_face_directory_and_of_random_weights(tmp_path, arrays, text):
     export_hf(random_hf_weights(MODEL, 3), MODEL, tmp_path / "model")
     layout, layouts = layouts_of(text)
     for source in (open_source(tmp_path / "model"), RandomSource(tmp_path / "model", 3)):
         for rank in range(layout.world_size):
-            for one in held_slices(layouts, rank):
-                expected = arrays[one.name][one.slice_of(rank)]
-                np.testing.assert_array_equal(source.read_slice(one, rank), expected)
+            for one in held_shards(layouts, rank):
+                expected = arrays[one.name][one.shard_of(rank)]
+                np.testing.assert_array_equal(source.read_shard(one, rank), expected)
 
 
-def test_a_slice_that_is_damaged_is_named(tmp_path, arrays):
+def test_a_shard_that_is_damaged_is_named(tmp_path, arrays):
     save(tmp_path / "saved", LAYOUTS[0], arrays, with_state=False)
     path = tmp_path / "saved" / "rank_1" / "checkpoint_1.safetensors"
     content = bytearray(path.read_bytes())
@@ -109,7 +109,7 @@ def test_a_slice_that_is_damaged_is_named(tmp_path, arrays):
     _, layouts = layouts_of(LAYOUTS[0])
     with pytest.raises(UserError, match=r"checkpoint_1\.safetensors is damaged at"):
         for one in layouts:
-            source.read_slice(one, 1)
+            source.read_shard(one, 1)
 
 
 def test_a_rank_that_gives_too_little_leaves_no_file(tmp_path, arrays):

@@ -1,4 +1,4 @@
-"""A rank that holds the whole model resumes from the slices that the ranks of a cut model saved."""
+"""A rank that holds the whole model resumes from the shards that the ranks of a sharded model saved."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def actor(inputs_dir, tmp_path):
     return Actor(PolicyLearner(network, loss, OptimizerSection(), Rank(0, 1), "cpu"), None, saves_reference=False)
 
 
-def test_weights_and_moments_come_from_slices(actor, inputs_dir, tmp_path):
+def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path):
     from mindrlhf.checkpoint.optimizer import optimizer_arrays
 
     hf_config = read_hf_config(inputs_dir / "model")
@@ -46,8 +46,8 @@ def test_weights_and_moments_come_from_slices(actor, inputs_dir, tmp_path):
     arrays["global_step"] = np.array([9], np.int32)
     for rank in range(layout.world_size):
         names = manifest.infos_of_rank(rank)
-        slices = ((name, arrays[name][manifest.arrays[name].layout.slice_of(rank)]) for name in names)
-        write_rank(tmp_path / "step" / "model", manifest, rank, slices)
+        shards = ((name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in names)
+        write_rank(tmp_path / "step" / "model", manifest, rank, shards)
     finish_saving(tmp_path / "step" / "model", manifest, hf_config, layouts, layout)
     actor.restore(str(tmp_path / "step"))
     for parameter in actor.learner.network.get_parameters():

@@ -22,7 +22,7 @@ NUM_RANKS = 4
 
 
 class RankWorker(SavesState):
-    """Its slice is one number."""
+    """Its shard is one number."""
 
     def __init__(self, rank):
         super().__init__()
@@ -60,7 +60,7 @@ class LocalTeam:
 
     def __init__(self):
         self.workers = [RankWorker(rank) for rank in range(NUM_RANKS)]
-        self.lead = self.workers[0]
+        self.rank_0 = self.workers[0]
 
     def call(self, method, per_rank=None, **common):
         assert per_rank is None

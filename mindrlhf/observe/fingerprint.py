@@ -1,4 +1,4 @@
-"""The course of a run in a line a step, so that two runs can be compared at a glance: ``trajectory.jsonl``."""
+"""The fingerprint of a run, a line a step, so that two runs can be compared at a glance: ``trajectory.jsonl``."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ import numpy as np
 
 from mindrlhf.observe.records import JsonlWriter
 
-TRAJECTORY_NAME = "trajectory.jsonl"
+FINGERPRINT_NAME = "trajectory.jsonl"
 # In the order in which a step makes them: the first that differs between two runs is where they parted.
 PARTS = ("prompts", "samples", "rollout_logprobs", "rewards", "loss", "grad_norm", "weights")
 _DIGEST_BYTES = 8
@@ -48,7 +48,7 @@ def digest_weights(contributions: Iterable[Mapping[str, Mapping[str, Any]]]) -> 
     return digest_json(checksums)
 
 
-class TrajectoryWriter:
+class FingerprintWriter:
     """Append a line a step: a digest of each of ``PARTS``, and "hash", which covers this step and all before it.
 
     The losses and gradient norms stand there as they are, None when they are not finite.
