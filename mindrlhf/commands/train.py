@@ -61,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
             hang_timeout_s=config.run.hang_timeout_s,
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
-            lead_signals=(signal.SIGTERM, signal.SIGUSR1),
+            rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             advice=lambda: _advice(newest_checkpoint(config), again),
         )
 

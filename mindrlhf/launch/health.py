@@ -88,7 +88,7 @@ class HealthMonitor:
             return "rank 0", f"has made no progress for {elapsed_s:.0f} s ({limit})"
         if self._computes_on_cpu and self._is_still(beat, list_pids(), now_s):
             idle_s = self._idle.idle_s(now_s)
-            return "rank 0", f"waits in vain: no process of the run has done anything for {idle_s:.0f} s"
+            return "rank 0", f"waits: no process of the run has done anything for {idle_s:.0f} s"
         return None
 
     def expect_notice(self) -> None:

@@ -54,7 +54,7 @@ def launch(
     hang_timeout_s: float = 0.0,
     start_timeout_s: float = 0.0,
     computes_on_cpu: bool = False,
-    lead_signals: Collection[int] = (),
+    rank_0_signals: Collection[int] = (),
     advice: Callable[[], str] = lambda: "",
 ) -> int:
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
@@ -74,7 +74,7 @@ def launch(
         start_timeout_s: longest time until all ranks have found each other; 0 means no limit. When nothing but the
             scheduler is in the way, they are started once more, on another port.
         computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
-        lead_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
+        rank_0_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
             instead of ending the run. SIGTERM has it end the run in its own time: the next signal is not passed on.
         advice: the last line of a failure's report.
 
@@ -97,7 +97,7 @@ def launch(
             health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
             joining = JoiningWatch(num_workers, start_timeout_s)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders)
-            run = _Watch(ranks, follower, health, joining, port, received, lead_signals, log_dir, advice)
+            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             may_repeat, master_port = False, None
@@ -235,7 +235,7 @@ class _Watch:
         joining: JoiningWatch,
         port: int,
         received_signals: list[int],
-        lead_signals: Collection[int],
+        rank_0_signals: Collection[int],
         log_dir: Path,
         advice: Callable[[], str],
     ) -> None:
@@ -245,7 +245,7 @@ class _Watch:
         self._joining = joining
         self._port = port
         self._received_signals = received_signals
-        self._lead_signals = lead_signals
+        self._rank_0_signals = rank_0_signals
         self._log_dir = log_dir
         self._advice = advice
         self._num_handled_signals = 0
@@ -328,7 +328,7 @@ class _Watch:
     def _handle(self, number: int) -> bool:
         """Return whether the run goes on after a signal."""
         pid = self._health.listening_pid("rank 0", self._run.rank_pids())
-        if number in self._lead_signals and pid is not None and not self._is_ending:
+        if number in self._rank_0_signals and pid is not None and not self._is_ending:
             self._is_ending = number == signal.SIGTERM
             self._health.expect_notice()
             processes.signal_all([pid], number)

@@ -59,7 +59,7 @@ class RunProcesses:
     def end(self, grace_s: float, wait: Callable[[], bool]) -> None:
         """End every process of the run: the ranks by SIGHUP first, then whatever is left, by SIGKILL at the last.
 
-        Not by SIGTERM, which asks the lead for a checkpoint, nor by SIGINT, which MindSpore turns into SIGTERM.
+        Not by SIGTERM, which asks rank 0 for a checkpoint, nor by SIGINT, which MindSpore turns into SIGTERM.
 
         Args:
             wait: called while processes may end by themselves; False means that the user is out of patience.

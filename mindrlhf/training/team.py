@@ -120,16 +120,16 @@ def _with_rank_0(function: Any, *arguments: Any) -> Any:
 
 
 def connect(rank: Rank) -> list[socket.socket]:
-    """Open the star: on the lead, a connection to each other rank in order; elsewhere, the one to the lead.
+    """Open the star: on rank 0, a connection to each other rank in order; elsewhere, the one to rank 0.
 
-    The lead's address and a random token travel by a device broadcast, so only the ranks of this run can join.
+    The address of rank 0 and a random token travel by a device broadcast, so only the ranks of this run can join.
     """
     if rank.world_size == 1:
         return []
     if rank.is_rank_0:
         return _admit(rank)
     port, *token = _broadcast(np.zeros(1 + _TOKEN_WORDS, np.int32))
-    connection = socket.create_connection((_lead_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
+    connection = socket.create_connection((_rank_0_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     send_message(connection, {"rank": rank.index, "token": [int(word) for word in token]})
@@ -138,7 +138,7 @@ def connect(rank: Rank) -> list[socket.socket]:
 
 def _admit(rank: Rank) -> list[socket.socket]:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
-    with socket.create_server((_lead_host(), 0), backlog=rank.world_size) as listener:
+    with socket.create_server((_rank_0_host(), 0), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
         end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: strangers may come without end
         connections: dict[int, socket.socket] = {}
@@ -172,7 +172,7 @@ def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
     return connection
 
 
-def _lead_host() -> str:
+def _rank_0_host() -> str:
     return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
 
 

@@ -171,7 +171,7 @@ def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
         "import os, time\nif os.environ.get('RANK_ID') == '1':\n    time.sleep(600)\nimport mindspore as ms\n",
         1,
     )
-    job = start(missing_rank, lead_signals=SIGNALS)
+    job = start(missing_rank, rank_0_signals=SIGNALS)
     wait_for_activity(job, 0, JOINING)
     time.sleep(3)
     job.launcher.send_signal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def test_sigterm_ends_a_start_in_which_mindspore_waits_for_a_rank(start):
 
 @pytest.mark.parametrize("activity", [JOINING, "step 7: update"])
 def test_sigterm_ends_a_run_that_hears_no_signal_before_its_first_step_is_done(start, activity):
-    job = start(DEAF_WORKER.format(activity=activity), lead_signals=SIGNALS)
+    job = start(DEAF_WORKER.format(activity=activity), rank_0_signals=SIGNALS)
     wait_for_activity(job, 0, activity)
     wait_for_activity(job, 1, activity)
     time.sleep(1.5)  # the launcher looks once a second

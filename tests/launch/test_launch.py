@@ -140,7 +140,7 @@ LISTENING_WORKER = """
     while True:
         time.sleep(0.05)
 """
-PASS_ON = "lead_signals=(signal.SIGTERM, signal.SIGUSR1)"
+PASS_ON = "rank_0_signals=(signal.SIGTERM, signal.SIGUSR1)"
 
 
 def test_signals_for_the_lead_are_passed_on_and_the_run_ends_its_own_way(tmp_path):
