@@ -1,6 +1,7 @@
 """The reinforcement learning loop, as rank 0 runs it: sample, score, batch, log-probs, advantages, update, publish."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
 from mindrlhf.training.batch import Batch, make_batch
@@ -41,6 +43,7 @@ class Trainer(Steps):
         needs_values = self.objective.needs_values
         self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if needs_values else None
         self.ledger = SampleLedger(progress.algorithm.samples)
+        self._reward_watch = RewardWatch()
 
     @property
     def updates_per_step(self) -> int:
@@ -109,6 +112,8 @@ class Trainer(Steps):
         with self.timer.stage("evaluation"):
             evaluation = rollout.held_out.run(rollout.sampler, self.progress.step)
         self.progress.evaluations.append(evaluation)
+        if parted := self._reward_watch.review(evaluation):
+            print(f"warning: {parted}", file=sys.stderr, flush=True)
         return {**evaluation.metrics(), "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
 
     def check(self) -> None:
@@ -238,6 +243,7 @@ class Trainer(Steps):
         timings = self.timer.finish_step()
         performance = performance_metrics(config, timings, samples, self.parts.team.num_devices)
         metrics = combine_metrics(measured, performance) | metrics | self._keep_leftover(samples)
+        self._reward_watch.note(metrics["reward/mean"])
         observers.guards.review_rewards(record.step, samples.generated)
         metrics |= observers.guards.review(record, metrics["rollout_diff/mean_abs"])
         state.guards = observers.guards.state()
