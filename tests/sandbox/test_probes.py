@@ -38,7 +38,7 @@ def results(user: str, without: tuple[str, ...] = ()) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         # Where an ordinary user can read it.
         os.chmod(directory, 0o755)
-        for name in ("__init__.py", "sandbox", "system"):
+        for name in ("__init__.py", "errors.py", "sandbox", "system"):
             source, target = ROOT / "mindrlhf" / name, Path(directory, "mindrlhf", name)
             target.parent.mkdir(exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
