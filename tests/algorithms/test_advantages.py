@@ -268,3 +268,9 @@ def test_parts_that_do_not_fit_are_an_error():
         RewardBatch(np.zeros(2), np.zeros(3, int), np.ones(2, int))
     with pytest.raises(ValueError, match="values of sample 1 must be 3 finite numbers"):
         RewardBatch(np.zeros(2), np.zeros(2, int), np.array([2, 3]), values=[np.zeros(2), np.zeros(2)])
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_response_without_tokens_is_refused_before_any_estimator_sees_it(length):
+    with pytest.raises(ValueError, match=f"sample 1 has {length} response tokens"):
+        RewardBatch(np.ones(2), np.zeros(2, int), np.array([3, length]))

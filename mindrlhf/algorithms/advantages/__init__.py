@@ -41,6 +41,9 @@ class RewardBatch:
             part = getattr(self, name)
             if part is not None and len(part) != count:
                 raise ValueError(f"{name} has {len(part)} entries for {count} rewards")
+        for sample, length in enumerate(self.lengths):
+            if length < 1:
+                raise ValueError(f"sample {sample} has {length} response tokens: a reward needs one to stand at")
         for name in ("rewards", "baselines"):
             part = getattr(self, name)
             if part is not None and not np.isfinite(part).all():
