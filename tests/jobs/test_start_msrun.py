@@ -143,11 +143,11 @@ def test_strangers_at_the_scheduler_do_not_keep_the_ranks_from_each_other(start)
 
 
 def test_a_start_that_takes_too_long_says_who_waits_for_whom(start):
-    job = start(LATE_WORKER.format(joining=["0"]), start_timeout_s=10)
+    job = start(LATE_WORKER.format(joining=["0"]), start_timeout_s=45)
     assert job.wait(TIMEOUT_S) == 1
     first, *rest = job.errors().splitlines()
     assert first.startswith(
-        "mindrlhf: rank 1 has not begun to join: rank 0 waits for rank 1 (run.start_timeout_s is 10) at "
+        "mindrlhf: rank 1 has not begun to join: rank 0 waits for rank 1 (run.start_timeout_s is 45) at "
     )
     assert str(job.dir / "logs" / "worker_1.log") in first
     assert f"  rank 0 was in: {JOINING}" in rest and "  rank 1 was in: starting" in rest
@@ -156,7 +156,7 @@ def test_a_start_that_takes_too_long_says_who_waits_for_whom(start):
 
 
 def test_ranks_that_wait_for_nothing_but_the_scheduler_are_started_once_more(start):
-    job = start(LATE_WORKER.format(joining=["0", "1"]), start_timeout_s=10)
+    job = start(LATE_WORKER.format(joining=["0", "1"]), start_timeout_s=45)
     assert job.wait(TIMEOUT_S) == 0, job.errors()
     assert (
         "the scheduler has not brought the ranks together: rank 0 and rank 1 wait for it at 127.0.0.1:" in job.errors()
