@@ -43,6 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.launch.launch import launch
     from mindrlhf.launch.restarts import run_with_restarts
     from mindrlhf.training.checkpoints.run import check_output, holding_directories, newest_checkpoint
+    from mindrlhf.training.preflight import FINAL_NAME
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
@@ -68,7 +69,13 @@ def _run(arguments: argparse.Namespace) -> int:
     with holding_directories(config, f"mindrlhf {command}"):
         check_output(config, resume=is_resumed)
         return run_with_restarts(
-            start, lambda: newest_checkpoint(config) is not None, arguments.max_restarts, log_dir, resume=is_resumed
+            start,
+            lambda: newest_checkpoint(config) is not None,
+            arguments.max_restarts,
+            log_dir,
+            resume=is_resumed,
+            # Exported last, whole or not at all; an earlier run's would have been refused.
+            is_complete=lambda: (Path(config.run.output_dir) / FINAL_NAME).exists(),
         )
 
 

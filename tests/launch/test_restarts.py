@@ -74,3 +74,12 @@ def test_the_report_says_who_when_how_where_and_what_to_do(tmp_path):
     assert "line" not in failure_report("rank 1", what, 1, {}, log, "", shows_log=False)
     assert "the log ends" not in failure_report("rank 1", what, 1, {}, tmp_path / "none", "", shows_log=True)
     assert [log_name(name) for name in ("rank 3", "the scheduler")] == ["worker_3.log", "scheduler.log"]
+
+
+def test_a_run_that_dies_when_it_is_complete_is_not_started_again(tmp_path, capsys):
+    runs = Runs([137, 0], tmp_path / "logs")
+    code = run_with_restarts(
+        runs.start, lambda: True, 5, tmp_path / "logs", resume=False, is_complete=lambda: len(runs.resumed) == 1
+    )
+    assert code == 0 and runs.resumed == [False]
+    assert "was complete when it failed" in capsys.readouterr().err
