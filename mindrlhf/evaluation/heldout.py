@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import REWARD_MODEL_NAME
+from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.evaluation.statistics import bootstrap_interval
 from mindrlhf.observe.fingerprint import digest_json
@@ -91,7 +91,12 @@ class Evaluation:
 
 def accuracy_verifier(config: GrpoConfig) -> str:
     """Return the verifier, or the reward model, whose mean a config calls accuracy."""
-    return config.evaluation.verifier or (*config.reward.verifier_function, REWARD_MODEL_NAME)[0]
+    return accuracy_of(config.evaluation.verifier, config.reward)
+
+
+def accuracy_of(verifier: str, reward: RewardSection) -> str:
+    """Return the same from the key ``evaluation.verifier`` and the rewards."""
+    return verifier or (*reward.verifier_function, REWARD_MODEL_NAME)[0]
 
 
 def applicable(rewards: np.ndarray) -> np.ndarray:

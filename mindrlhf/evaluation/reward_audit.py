@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindrlhf.config.parse import build, read_yaml
-from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
+from mindrlhf.config.sections import RewardSection
 from mindrlhf.errors import UserError
+from mindrlhf.evaluation.heldout import accuracy_of
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
@@ -239,7 +240,7 @@ def audit_run(run_dir: Path, *, max_rescored: int = 200) -> Audit:
     content = read_yaml(run_dir / "config.yaml")
     reward = build(RewardSection, content.get("reward") or {}, "reward.")
     evaluation = content.get("evaluation") or {}
-    accuracy = evaluation.get("verifier") or (*reward.verifier_function, REWARD_MODEL_NAME)[0]
+    accuracy = accuracy_of(evaluation.get("verifier", ""), reward)
     path = run_dir / "samples.jsonl"
     if not path.is_file():
         raise UserError(f"{path} does not exist: give the directory of a run that saved samples")
