@@ -1,7 +1,7 @@
 """Processes of a run are killed at random moments, over and over; each run ends like one that nobody disturbed.
 
-``MINDRLHF_RANDOM_KILLS`` says how many kills, ``MINDRLHF_RANDOM_KILLS_SEED`` which. What was hit is printed by stage, after each run that
-ended like the undisturbed one (``pytest -s`` shows it).
+``MINDRLHF_RANDOM_KILLS`` says how many kills, ``MINDRLHF_RANDOM_KILLS_SEED`` which. After each run that ended like
+the undisturbed one, what was hit so far is printed by stage (``pytest -s`` shows it).
 """
 
 import collections
