@@ -14,9 +14,9 @@ import time
 
 import pytest
 from fault_jobs import NUM_STEPS, FaultJob, assert_same_run
-from slow_tests import SLOW
+from slow_tests import RUNS_SLOW_TESTS
 
-NUM_KILLS = int(os.environ.get("MINDRLHF_RANDOM_KILLS", 200))
+NUM_KILLS = int(os.environ.get("MINDRLHF_RANDOM_KILLS", 2000 if RUNS_SLOW_TESTS else 40))
 SEED = int(os.environ.get("MINDRLHF_RANDOM_KILLS_SEED", 0))
 WORLD_SIZE = 1
 TIMEOUT_S = 400
@@ -28,7 +28,7 @@ KINDS = {
     "launcher": "-m mindrlhf.cli ",
 }
 
-pytestmark = [SLOW, pytest.mark.timeout(60 * NUM_KILLS + 900)]
+pytestmark = pytest.mark.timeout(60 * NUM_KILLS + 900)
 
 
 def pids_of(job: FaultJob) -> dict[str, list[int]]:
