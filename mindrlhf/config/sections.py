@@ -173,6 +173,9 @@ class AlgorithmSection:
     gamma: float = key(1.0, "discount of the estimator gae, per token", minimum=0, maximum=1)
     gae_lambda: float = key(0.95, "lambda of the estimator gae", minimum=0, maximum=1)
     whiten_advantages: bool = key(True, "give the advantages of the estimator gae mean 0 and standard deviation 1")
+    distill_reward_weight: float = key(
+        0.0, "weight of rewards beside the teacher's verdict in the estimator distill; 0 leaves them out", minimum=0
+    )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
