@@ -5,7 +5,7 @@ import importlib
 import sys
 
 import mindrlhf
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure, UserError, messages_of
 
 COMMANDS = (
     "doctor",
@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments) or 0
     except (UserError, RunFailure) as failure:
-        print(f"mindrlhf {arguments.command}: error: {failure}", file=sys.stderr)
+        lines = messages_of(failure) if isinstance(failure, UserError) else [str(failure)]
+        for line in lines:
+            print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)

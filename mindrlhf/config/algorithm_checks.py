@@ -9,20 +9,23 @@ from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.presets import PRESETS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import AlgorithmSection
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
 
 
 def check_algorithm(config: GrpoConfig, given: frozenset[str]) -> None:
     """Check the sections `algorithm` and `correction`; ``given`` are the keys the user set."""
-    _check_estimator(config.algorithm)
-    _check_teacher(config)
-    _check_kl(config.algorithm)
-    _check_reference(config.algorithm, given)
-    _check_levels(config.algorithm)
-    _check_overlong(config)
-    _check_dynamic_sampling(config.algorithm)
-    _check_correction(config)
-    _check_unread(config, given)
+    mistakes = Mistakes()
+    check = mistakes.check
+    check(_check_estimator, config.algorithm)
+    check(_check_teacher, config)
+    check(_check_kl, config.algorithm)
+    check(_check_reference, config.algorithm, given)
+    check(_check_levels, config.algorithm)
+    check(_check_overlong, config)
+    check(_check_dynamic_sampling, config.algorithm)
+    check(_check_correction, config)
+    check(_check_unread, config, given)
+    mistakes.raise_if_any()
 
 
 def _check_estimator(algorithm: AlgorithmSection) -> None:
@@ -183,13 +186,15 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
     if correction.mask == "none":
         why = "correction.mask token, sequence or geometric, not none"
         unread |= {"correction.mask_low": why, "correction.mask_high": why}
+    mistakes = Mistakes()
     for name in sorted(unread.keys() & given):
         section, _, key = name.partition(".")
         part = getattr(config, section)
         default = next(field.default for field in dataclasses.fields(part) if field.name == key)
         # What a run wrote to its config.yaml holds every key, and must load again.
         if getattr(part, key) not in (default, PRESETS[algorithm.name].get(key, default)):
-            raise UserError(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+            mistakes.add(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+    mistakes.raise_if_any()
 
 
 def _listed(names: Iterable[str]) -> str:

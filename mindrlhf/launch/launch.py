@@ -21,6 +21,7 @@ from mindrlhf.launch.failure_report import describe_end, exit_code, failure_repo
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
 from mindrlhf.launch.logs import LogFollower
+from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
 from mindrlhf.system import heartbeat, processes
 
@@ -163,10 +164,8 @@ def find_free_port() -> int:
 
 
 def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int) -> list[str]:
+    check_launcher(num_workers)
     bin_dir = Path(sys.executable).parent
-    for name in ("msrun", "python"):
-        if not (bin_dir / name).exists():
-            raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
     return [
         sys.executable,
         str(bin_dir / "msrun"),

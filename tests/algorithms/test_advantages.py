@@ -15,7 +15,6 @@ from mindrlhf.algorithms.advantages.gae import discounted_sums
 from mindrlhf.algorithms.advantages.pass_at_k import group_advantages
 
 
-
 def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bool = False) -> RewardBatch:
     """Return ragged groups, their samples mixed, with everything that any estimator takes."""
     stream = np.random.default_rng(seed)

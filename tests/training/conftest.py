@@ -48,18 +48,21 @@ def inputs_dir(tmp_path_factory) -> Path:
     write_prompts(directory / "long.mindrecord", fingerprint, [LONGEST, 40])
     write_prompts(directory / "foreign.mindrecord", "0" * 64, [LONGEST])
     write_prompts(directory / "sft.mindrecord", fingerprint, [LONGEST] * 3, response_lengths=[8, 9, 3])
+    write_prompts(
+        directory / "preference.mindrecord", fingerprint, [LONGEST] * 2, response_lengths=[8, 9], task="preference"
+    )
     write_prompts(directory / "sft_long.mindrecord", fingerprint, [LONGEST], response_lengths=[50])
     return directory
 
 
-def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None) -> None:
+def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None, task="sft") -> None:
     responses = response_lengths or [0] * len(prompt_lengths)
     records = [
         PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"s:{i}")
         for i, (prompt, response) in enumerate(zip(prompt_lengths, responses))
     ]
     header = PromptFileHeader(
-        task="sft" if response_lengths else "prompts",
+        task=task if response_lengths else "prompts",
         tokenizer_fingerprint=fingerprint,
         template="plain",
         template_sha256="",
