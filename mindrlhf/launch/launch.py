@@ -24,6 +24,7 @@ from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
 from mindrlhf.system import heartbeat, processes
+from mindrlhf.system.processor import openblas_environment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
@@ -142,6 +143,7 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
         # Threads that spin while they wait take the cores that the other ranks and the rollout server need.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
+        **openblas_environment(),
         **_CLUSTER_DEFAULTS,
     }
     environment = defaults | inherited | dict(env)
