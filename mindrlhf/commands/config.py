@@ -33,7 +33,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     taken = actions.add_parser("import", help="write another stack's config as one of ours")
     taken.add_argument("--from", dest="stack", required=True, choices=("mindspeed-rl", "mindrlhf", "verl", "trl"))
     taken.add_argument("file", type=Path, help="its YAML file, or a shell script with section.key=value words")
-    taken.add_argument("--output", default="-", metavar="FILE", help="where to write ours (default: -, standard output)")
+    taken.add_argument("--output", default="-", metavar="FILE", help="where to write it (default: -, standard output)")
     add_workers(taken, "ranks it ran on; TRL counts batches by them (default: 1)")
     taken.set_defaults(run=_import)
 
