@@ -16,6 +16,7 @@ COMMANDS = (
     "rewards",
     "tools",
     "report",
+    "view",
     "diff",
     "replay",
     "config",
