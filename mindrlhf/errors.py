@@ -48,8 +48,8 @@ class Mistakes:
         self._blamed: set[str] = set()
 
     def check(self, check: Callable[..., Result], *arguments: Any, needs: Sequence[str] = ()) -> Result | None:
-        """Return ``check(*arguments)``; None when it finds a mistake, or a key that it ``needs`` is unreadable."""
-        if self._unreadable.intersection(needs):
+        """Return ``check(*arguments)``; None when it finds a mistake, or one was found in a key that it ``needs``."""
+        if (self._unreadable | self._blamed).intersection(needs):
             return None
         try:
             return check(*arguments)
@@ -78,9 +78,9 @@ class Mistakes:
             raise UserErrors(self.messages) if len(self.messages) > 1 else UserError(self.messages[0])
 
 
-def messages_of(error: UserError) -> tuple[str, ...]:
+def messages_of(failure: UserError | RunFailure) -> tuple[str, ...]:
     """Return each mistake of an error as one line."""
-    return error.messages if isinstance(error, UserErrors) else (str(error),)
+    return failure.messages if isinstance(failure, UserErrors) else (str(failure),)
 
 
 _FIRST_KEY = re.compile(r"'([a-z_]+\.[a-z_0-9]+)'")

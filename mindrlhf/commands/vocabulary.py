@@ -11,7 +11,7 @@ it wins over the file and may stand anywhere on the line. docs/config.md lists t
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Let a command take keys of its config, and say in its help how."""
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a key; see below")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="set a key; see below")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = OVERRIDES_HELP
 
@@ -19,9 +19,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: argparse.ArgumentParser, help_text: str, *aliases: str, required: bool = False) -> None:
     """Add ``--workers``, the number of trainer ranks; 1 when it may be left out."""
     default = None if required else 1
-    action = parser.add_argument(
-        "--workers", type=int, default=default, required=required, metavar="N", help=help_text
-    )
+    action = parser.add_argument("--workers", type=int, default=default, required=required, metavar="N", help=help_text)
     add_aliases(parser, action, *aliases)
 
 

@@ -9,6 +9,8 @@ from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, Sft
 from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.errors import Mistakes, UserError
 
+_SPLITTING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
+
 
 def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> None:
     """Check a `mindrlhf train` config; ``given`` are the keys the user changed, ``world_size`` counts ranks if known.
@@ -33,7 +35,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_tools, config.tools, config.rollout, given)
     check(_check_msprobe, config, given)
     if world_size is not None:
-        check(resolve_data_parallel, config.parallel_config, world_size)
+        check(resolve_data_parallel, config.parallel_config, world_size, needs=_SPLITTING)
     mistakes.raise_if_any()
 
 
@@ -43,7 +45,7 @@ def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None
     for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
         if name in given:
             mistakes.add(f"'{name}' is set, but supervised fine-tuning has no {what}: remove it")
-    mistakes.check(_check_supervised_rows, config, world_size)
+    mistakes.check(_check_supervised_rows, config, world_size, needs=_SPLITTING)
     mistakes.raise_if_any()
 
 
@@ -77,7 +79,7 @@ def _check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[st
         mistakes.add("'observe.samples_per_step' is set, but preference learning samples nothing: remove it")
     if config.preference.eval_every_steps and not config.data.eval_file:
         mistakes.add("'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it")
-    mistakes.check(resolve_data_parallel, config.parallel_config, world_size)
+    mistakes.check(resolve_data_parallel, config.parallel_config, world_size, needs=_SPLITTING)
     return mistakes
 
 

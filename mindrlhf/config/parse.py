@@ -148,7 +148,9 @@ def write_config(config: Any, output_dir: Path) -> None:
 def _apply_override(content: dict, override: str) -> None:
     dotted, separator, text = override.partition("=")
     if not separator or not dotted.strip():
-        raise UserError(f"override '{override}' is not of the form section.key=value")
+        near = nearest_key(dotted.strip().rpartition(".")[2])
+        hint = f"; did you mean {near}=VALUE?" if near else ""
+        raise UserError(f"override '{override}' is not of the form section.key=value{hint}")
     try:
         value = yaml.load(text, Loader=_StrictLoader)
     except UserError as error:

@@ -36,8 +36,7 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     try:
         run()
     except (UserError, RunFailure) as failure:
-        lines = messages_of(failure) if isinstance(failure, UserError) else [str(failure)]
-        for line in lines:
+        for line in messages_of(failure):
             print(f"{program}: error: {line}", file=sys.stderr, flush=True)
         return failure.exit_code
     return 0

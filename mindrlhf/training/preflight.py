@@ -69,7 +69,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
         check(_check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
     if selection is not None:
-        check(selection.check)
+        check(selection.check, needs=["reward.verifier_weight"])
     check(check_tools, config.tools.names)
     files = _Files.open(config.data, "prompts", mistakes)
     if selection is not None:
@@ -81,7 +81,9 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if files.training is not None:
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
-    row_lengths = check(_grpo_row_lengths, config, files.present) if files.present else None
+    row_lengths = None
+    if files.present:
+        row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
     if config.run.device != "cpu":
         check(_check_servers, config, world_size, needs=["model.path"])
     if row_lengths is not None:

@@ -18,27 +18,6 @@ RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_sft_inputs, "dpo": check
 
 
 @pytest.fixture
-def contents(inputs_dir, tmp_path) -> dict[str, dict]:
-    """A right config of each task, as YAML reads it."""
-    common = {"run": {"output_dir": str(tmp_path / "run")}, "model": {"path": str(inputs_dir / "model")}}
-
-    def data(name):
-        return {"train_file": str(inputs_dir / name), "tokenizer_dir": str(inputs_dir / "tokenizer")}
-
-    train = {
-        "reward": {"verifier_function": "accuracy_reward"},
-        "rollout": {"max_response_length": 20, "python": "sh"},
-        "training": {"chunk_size": 2, "epochs": 3},
-        "data": data("train.mindrecord"),
-    }
-    return {
-        "train": common | train,
-        "sft": common | {"data": data("sft.mindrecord"), "supervised": {"epochs": 1}},
-        "dpo": common | {"data": data("preference.mindrecord"), "dpo": {"beta": 0.1}},
-    }
-
-
-@pytest.fixture
 def run(tmp_path, capsys, monkeypatch):
     """Run a command with a config, without ranks, and return its exit code and what it found, line by line."""
     monkeypatch.setattr("mindrlhf.launch.launch.launch", lambda *_, **__: 0)
