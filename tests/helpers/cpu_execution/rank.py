@@ -128,7 +128,7 @@ class _Rank0:
 
     def _reference(self, policy: Policy) -> list[np.ndarray]:
         policy.logprobs(REFERENCE)
-        rows = [rows for position in range(len(self._batches)) for rows in policy.held_rows(position)]
+        rows = [rows for position, batch in enumerate(self._batches) for rows in policy.held_rows(position, batch)]
         return [one.tokens[REFERENCE].copy() for one in rows]
 
     def _publish(self, policy: Policy, board: WeightBoard, moment: str) -> None:

@@ -82,7 +82,7 @@ class Step:
                 )
                 for rank in range(NUM_RANKS)
             ]
-            results.append(PolicyUpdate.of(ranks))
+            results.append(PolicyUpdate.of(ranks, self.batches[number % 2]))
         return StepRecord(step, self.samples, self.batches, results, 0.75, f"weights {step}")
 
 
@@ -298,7 +298,7 @@ def test_rows_are_held_in_the_order_of_the_batch(num_ranks):
     batch = make_batch(sequences, RowOptions((8,), 1, num_ranks, False))
     team = SimpleNamespace(call=lambda method, batch: held[batch])
     held = [[batch.share(rank, num_ranks) for rank in range(num_ranks)]]
-    micro_batches = Policy(team, None).held_rows(0)
+    micro_batches = Policy(team, None).held_rows(0, batch)
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
 
