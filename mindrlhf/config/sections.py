@@ -278,7 +278,10 @@ class TrainingSection:
     epochs: int = key(1, "passes over the training prompts", minimum=1)
     batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest sample", minimum=8
+        (),
+        "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "
+        "first_fit two, the longer for twice as much",
+        minimum=8,
     )
     pack: bool = key(True, "put several samples into one row")
     packing: str = key(

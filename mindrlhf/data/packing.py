@@ -16,14 +16,22 @@ class Row:
     items: tuple[int, ...]  # indices into the list of sequences
 
 
-def choose_row_length(row_lengths: Sequence[int], longest: int, what: str) -> tuple[int, ...]:
+def choose_row_length(
+    row_lengths: Sequence[int], longest: int, what: str, *, is_fitted: bool = False
+) -> tuple[int, ...]:
     """Return the row lengths to use, ascending; an empty choice becomes one that fits ``longest`` tokens.
+
+    With ``is_fitted``, for rows that are filled by best fit, it becomes two lengths: one that fits twice as many, so
+    that the samples of a prompt meet in it, and one that is an eighth shorter, for what does not fill the other.
 
     Raises:
         UserError: no row is long enough for ``longest``; ``what`` says what is that long.
     """
     if not row_lengths:
-        return (-(-longest // 16) * 16,)  # a multiple of 16 suits vector units and Ascend's cube alike
+        # A multiple of 16 suits vector units and Ascend's cube alike.
+        whole = -(-(2 * longest if is_fitted else longest) // 16) * 16
+        shorter = whole - -(-whole // 128) * 16
+        return (shorter, whole) if is_fitted and shorter >= longest else (whole,)
     if max(row_lengths) < longest:
         raise UserError(
             f"row_lengths ends at {max(row_lengths)}, but {what} takes {longest} tokens: "

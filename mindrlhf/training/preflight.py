@@ -7,7 +7,7 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
+from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
@@ -75,7 +75,8 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
         f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
-    row_lengths = choose_row_length(config.training.row_lengths, longest, what)
+    is_fitted = config.training.packing != FIRST_FIT
+    row_lengths = choose_row_length(config.training.row_lengths, longest, what, is_fitted=is_fitted)
     _check_layout(config, row_lengths, world_size)
     _check_msprobe(config)
     _check_model(config.model, config.model.path, tokenizer)
