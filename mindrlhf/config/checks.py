@@ -25,6 +25,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(check_algorithm, config, given)
     check(check_critic, config, given)
     check(_check_minibatches, config)
+    check(_check_packing, config)
     check(_check_row_lengths, config)
     check(_check_reference, config)
     check(_check_schedule, config.optimizer, given)
@@ -155,6 +156,21 @@ def _check_minibatches(config: GrpoConfig) -> None:
             f"'training.num_minibatches' is {training.num_minibatches}, which does not divide the {num_samples} "
             "samples of a "
             "step (chunk_size * num_rollouts * num_generations)"
+        )
+
+
+def _check_packing(config: GrpoConfig) -> None:
+    training = config.training
+    if training.packing != sections.FIRST_FIT and not training.pack:
+        raise UserError(
+            f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: "
+            "set pack to true, or packing to first_fit"
+        )
+    if training.packing == sections.SHARED_PROMPTS and config.parallel_config.context_parallel > 1:
+        raise UserError(
+            f"'training.packing' is shared_prompts, but parallel_config.context_parallel = "
+            f"{config.parallel_config.context_parallel} splits rows over ranks: set packing to best_fit, or "
+            "context_parallel to 1"
         )
 
 

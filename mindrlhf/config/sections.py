@@ -8,6 +8,7 @@ from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.config.keys import REQUIRED, key
 from mindrlhf.config.presets import PRESETS
 
+FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("first_fit", "best_fit", "shared_prompts")
 REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
 
 
@@ -16,7 +17,8 @@ class RunSection:
     """What the run is called, where it writes and what it runs on."""
 
     output_dir: str = key(
-        "runs/default", "directory for metrics, checkpoints, samples, logs and the report",
+        "runs/default",
+        "directory for metrics, checkpoints, samples, logs and the report",
         is_path=True,
     )
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
@@ -39,7 +41,8 @@ class ModelSection:
 
     path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_path=True)
     reference_path: str = key(
-        "", "Hugging Face directory of the reference model; empty means `model.path`",
+        "",
+        "Hugging Face directory of the reference model; empty means `model.path`",
         is_path=True,
     )
     random_init: bool = key(
@@ -67,7 +70,8 @@ class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
     python: str = key(
-        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
+        "",
+        "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
         is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
@@ -134,7 +138,8 @@ class RewardSection:
     )
     verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
     model_path: str = key(
-        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
+        "",
+        "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
         is_path=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
@@ -276,9 +281,18 @@ class TrainingSection:
     epochs: int = key(1, "passes over the training prompts", minimum=1)
     batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest sample", minimum=8
+        (),
+        "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "
+        "first_fit two, the longer for twice as much",
+        minimum=8,
     )
     pack: bool = key(True, "put several samples into one row")
+    packing: str = key(
+        FIRST_FIT,
+        "how samples fill rows: first_fit by length alone; best_fit makes fuller rows and balances the ranks by work; "
+        "shared_prompts does so, and samples of one prompt in a row have it once; see docs/performance.md",
+        choices=PACKINGS,
+    )
     num_minibatches: int = key(1, "optimiser updates that one pass over a step's samples is split into", minimum=1)
     num_iterations: int = key(1, "passes over a step's samples", minimum=1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
+from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, ParallelSection
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
@@ -150,7 +150,8 @@ def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[
         f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
-    return choose_row_length(config.training.row_lengths, longest, what)
+    is_fitted = config.training.packing != FIRST_FIT
+    return choose_row_length(config.training.row_lengths, longest, what, is_fitted=is_fitted)
 
 
 def _record_row_lengths(row_lengths: tuple[int, ...], files: Sequence[PromptFile], what: str) -> tuple[int, ...]:

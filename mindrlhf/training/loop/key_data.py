@@ -72,7 +72,7 @@ class KeyData:
         """Return what the ranks were given for each generated token: name -> an array for each sample."""
         found: dict[str, list[np.ndarray]] = {}
         for position, batch in enumerate(record.batches):
-            held = self._policy.held_rows(position)
+            held = self._policy.held_rows(position, batch)
             for name in held[0].tokens:
                 found.setdefault(name, []).extend(batch.responses([rows.tokens[name] for rows in held]))
         return found

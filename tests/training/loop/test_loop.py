@@ -106,8 +106,9 @@ class Rank:
         self.updates = []
         self.kl_coefficients = []
 
-    def warm_up(self, row_lengths, rows_per_micro_batch, graphs):
-        self.journal.append(f"warm_up {row_lengths} {rows_per_micro_batch} {graphs}")
+    def warm_up(self, shapes, graphs):
+        lengths, sizes = [rows.mask.shape[1] for rows in shapes], {len(rows.mask) for rows in shapes}
+        self.journal.append(f"warm_up {lengths} {', '.join(map(str, sizes))} {graphs}")
 
     def receive_batch(self, share, is_first):
         if is_first:

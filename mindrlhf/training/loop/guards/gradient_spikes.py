@@ -59,7 +59,7 @@ class GradientSpikes(Guard):
         """Return the samples of an update with the largest advantages and those with the least likely tokens."""
         position = number % len(record.batches)
         batch, samples = record.batches[position], record.samples_of(position)
-        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position)]
+        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position, batch)]
         advantages = np.array([np.abs(values).max() for values in batch.responses(given)])
         logprobs = np.array([values.min() for values in batch.responses(record.updates[number].logprobs)])
         return [
