@@ -15,6 +15,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check_algorithm(config, given)
     check_critic(config, given)
     _check_batches(config)
+    _check_ahead(config)
     _check_schedule(config.optimizer, given)
     _check_rewards(config.reward, config.evaluation, config.data, given)
     if config.run.device == "cpu" and config.rollout.dtype != "float32":
@@ -126,6 +127,27 @@ def _check_batches(config: GrpoConfig) -> None:
         raise UserError(
             "'model.reference_path' is set, but algorithm.beta is 0, so no reference model is loaded: remove it or "
             "raise beta"
+        )
+
+
+def _check_ahead(config: GrpoConfig) -> None:
+    ahead, num_steps = config.rollout.ahead, config.run.max_steps
+    if not ahead:
+        return
+    if 0 < num_steps <= ahead:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "
+            f"samples would be of the starting weights: set it below {num_steps} (1 is usual)"
+        )
+    if config.reward.model_path:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, but the reward model of reward.model_path scores on the training ranks, "
+            "which are busy meanwhile: set it to 0, or score with verifiers"
+        )
+    if config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in config.rollout.env:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, so that the server generates while the ranks train, and needs devices of its "
+            "own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
         )
 
 

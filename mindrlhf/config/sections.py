@@ -6,7 +6,7 @@ from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.aggregation import MODES as AGGREGATIONS
 from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.config.keys import REQUIRED, key
-from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.presets import CORRECTIONS, PRESETS
 
 REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
 
@@ -72,6 +72,12 @@ class RolloutSection:
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
+    ahead: int = key(
+        0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
+        "0 samples within the step; see docs/async.md",
+        minimum=0,
+        maximum=64,
+    )
     max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
     temperature: float = key(
         1.0, "sampling temperature; training logits are divided by it too", minimum=0, exclusive_minimum=True
@@ -219,12 +225,17 @@ class AlgorithmSection:
 
 @dataclass(frozen=True)
 class CorrectionSection:
-    """Off-policy correction: the generator's kernels and types are not the trainer's; docs/algorithms.md."""
+    """Off-policy correction: the generator's kernels, types and with `rollout.ahead` weights are not the trainer's."""
 
+    preset: str = key(
+        "default",
+        "sets the keys below that are not given as other stacks do under this name; see docs/async.md",
+        choices=tuple(CORRECTIONS),
+    )
     weight: str = key(
         "auto",
-        "truncated importance weights; auto is none where both compute alike (CPU), else sequence for a loss with a "
-        "ratio of whole responses and token for others",
+        "truncated importance weights; auto is none where both compute alike (CPU, and no `rollout.ahead`), else "
+        "sequence for a loss with a ratio of whole responses and token for others",
         choices=("auto", "none", "token", "sequence"),
     )
     max_weight: float = key(2.0, "where the weights are truncated", minimum=0, exclusive_minimum=True)

@@ -104,6 +104,7 @@ class ReinforcementTraining(life_cycle.Training):
             timer=timer,
         )
         trainer = Trainer(self._config, parts, progress, self._inputs.num_steps)
+        stack.callback(trainer.close)
         trainer.warm_up()
         if self._reward_model is not None:
             self._reward_model.warm_up()
