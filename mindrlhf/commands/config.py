@@ -1,6 +1,10 @@
 """`mindrlhf config`: check a config file, or print the reference of all keys."""
 
 import argparse
+import sys
+from pathlib import Path
+
+from mindrlhf.system.files import write_file
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -14,6 +18,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     check.add_argument("--kind", choices=kinds, default="train", help="command the config is for")
     check.add_argument("--workers", type=int, default=1, help="number of ranks it is to run on")
     check.set_defaults(run=_check)
+    taken = actions.add_parser("import", help="write another stack's config as one of ours")
+    taken.add_argument("--from", dest="stack", required=True, choices=("mindspeed-rl", "mindrlhf", "verl", "trl"))
+    taken.add_argument("file", type=Path, help="its YAML file, or a shell script with section.key=value words")
+    taken.add_argument("--output", type=Path, help="where to write ours; standard output without it, and with -")
+    taken.add_argument("--workers", type=int, default=1, help="ranks it ran on; TRL counts batches by them")
+    taken.set_defaults(run=_import)
     docs = actions.add_parser("docs", help="print the reference page (docs/config.md)")
     docs.set_defaults(run=_docs)
 
@@ -23,6 +33,21 @@ def _check(arguments: argparse.Namespace) -> int:
 
     CONFIG_LOADERS[arguments.kind](arguments.config, arguments.overrides, world_size=arguments.workers)
     print(f"{arguments.config}: ok for {arguments.workers} rank{'s' if arguments.workers > 1 else ''}")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from mindrlhf.config.imports.convert import convert
+
+    text, result = convert(arguments.stack, arguments.file, arguments.workers)
+    if arguments.output in (None, Path("-")):
+        print(text, end="")
+    else:
+        write_file(arguments.output, text)
+    for name, advice in result.for_user.items():
+        print(f"mindrlhf config: {name}: {advice}", file=sys.stderr)
+    for name in result.unknown:
+        print(f"mindrlhf config: {name}: unknown, left out", file=sys.stderr)
     return 0
 
 
