@@ -3,7 +3,7 @@
     .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
         [--repeats 3] [--out figures.json]
 
-Both sides run `mindrlhf train` on the config without evaluations and checkpoints. They take turns, and each turn gives
+Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take turns, and each turn gives
 the median step after warm-up; the ratio of each pair of turns is one measurement, so what else the machine is doing
 falls on both sides. Where generation takes a share g of a synchronous step, the ratio is at best 1 / max(g, 1 - g).
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmark import run
 
+from mindrlhf.config.load import load_grpo_config
 from mindrlhf.observe.records import read_jsonl
 
 
@@ -38,10 +39,11 @@ def measure(config: str, overrides: list[str], ahead: int, num_warmup_steps: int
             "run.output_dir": directory,
             "run.max_steps": num_warmup_steps + num_steps,
             "rollout.ahead": ahead,
-            "data.eval_file": "",
             "checkpoint.every_steps": 0,
             "observe.tensorboard": "false",
         }
+        if load_grpo_config(config, overrides, world_size=None).data.eval_file:
+            settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false", "evaluation.max_prompts": 1}
         own = [f"{key}={value}" for key, value in settings.items()]
         run([sys.executable, "-m", "mindrlhf.cli", "train", config, *overrides, *own])
         steps = list(read_jsonl(Path(directory) / "metrics.jsonl"))[num_warmup_steps:]
