@@ -3,9 +3,10 @@
     .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
         [--repeats 3] [--out figures.json]
 
-Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take turns, and each turn gives
-the median step after warm-up; the ratio of each pair of turns is one measurement, so what else the machine is doing
-falls on both sides. Where generation takes a share g of a synchronous step, the ratio is at best 1 / max(g, 1 - g).
+Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take
+turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what
+else the machine is doing falls on both sides. Where generation takes a share g of a synchronous step, the ratio is at
+best 1 / max(g, 1 - g).
 """
 
 import argparse
@@ -43,7 +44,8 @@ def measure(config: str, overrides: list[str], ahead: int, num_warmup_steps: int
             "observe.tensorboard": "false",
         }
         if load_grpo_config(config, overrides, world_size=None).data.eval_file:
-            settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false", "evaluation.max_prompts": 1}
+            settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false"}
+            settings["evaluation.max_prompts"] = 1
         own = [f"{key}={value}" for key, value in settings.items()]
         run([sys.executable, "-m", "mindrlhf.cli", "train", config, *overrides, *own])
         steps = list(read_jsonl(Path(directory) / "metrics.jsonl"))[num_warmup_steps:]
