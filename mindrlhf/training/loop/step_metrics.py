@@ -13,7 +13,7 @@ from mindrlhf.rollout.samples import Sample, reward_matrix, verifier_names
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import PolicyUpdate
-from mindrlhf.training.loop.step_sampling import SampledStep
+from mindrlhf.training.loop.sampling.in_step import SampledStep
 
 
 def step_metrics(

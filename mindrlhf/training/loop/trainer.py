@@ -15,15 +15,15 @@ from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
 from mindrlhf.training.batch import Batch, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import Steps
-from mindrlhf.training.loop.ahead import SamplingAhead
 from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.parts import Parts
 from mindrlhf.training.loop.policy import PolicyUpdate
+from mindrlhf.training.loop.sampling.ahead import SamplingAhead
+from mindrlhf.training.loop.sampling.in_step import SampledStep, SamplingInStep
 from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
 from mindrlhf.training.loop.step_record import StepRecord
-from mindrlhf.training.loop.step_sampling import SampledStep, SamplingInStep
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
 from mindrlhf.training.schedule import learning_rate
 

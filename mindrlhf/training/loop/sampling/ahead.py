@@ -27,14 +27,14 @@ from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.dynamic_sampling import StepSamples, from_leftover, to_leftover
 from mindrlhf.training.loop.parts import Rollout
-from mindrlhf.training.loop.step_sampling import SampledStep
+from mindrlhf.training.loop.sampling.in_step import SampledStep
 
 # What a checkpoint says of each sample beside its values: the place of its step, and in which list of it it is.
 _PLACE, _LIST = "ahead_place", "ahead_list"
 
 
 class SamplingAhead:
-    """Takes the place of :class:`mindrlhf.training.loop.step_sampling.SamplingInStep`; see there for the methods.
+    """Takes the place of :class:`mindrlhf.training.loop.sampling.in_step.SamplingInStep`; see there for the methods.
 
     Args:
         rollout: makes the samples; its generator and prompts are the thread's, but while ``settle`` says otherwise.
