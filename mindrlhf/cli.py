@@ -21,7 +21,6 @@ COMMANDS = (
     "rewards",
     "tools",
     "report",
-    "view",
     "diff",
     "replay",
     "config",

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
-from mindrlhf.config.derived import correction_weight
-from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.derived import correction_weight, is_corrected
+from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import AlgorithmSection
 from mindrlhf.errors import Mistakes, UserError
@@ -146,6 +146,11 @@ def _check_correction(config: GrpoConfig) -> None:
             "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is "
             "nothing to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
         )
+    if config.rollout.ahead and not (correction.bypass or is_corrected(config)):
+        raise UserError(
+            "'correction.weight' is none, but with rollout.ahead nothing would then account for the updates since the "
+            "samples were generated: set it to auto, or 'correction.bypass' to true"
+        )
     if correction.mask != "none" and correction.mask_low >= correction.mask_high:
         raise UserError(
             f"'correction.mask_low' is {correction.mask_low:g}, not below mask_high = {correction.mask_high:g}: lower "
@@ -186,13 +191,14 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
     if correction.mask == "none":
         why = "correction.mask token, sequence or geometric, not none"
         unread |= {"correction.mask_low": why, "correction.mask_high": why}
+    presets = {"algorithm": PRESETS[algorithm.name], "correction": CORRECTIONS[correction.preset]}
     mistakes = Mistakes()
     for name in sorted(unread.keys() & given):
         section, _, key = name.partition(".")
         part = getattr(config, section)
         default = next(field.default for field in dataclasses.fields(part) if field.name == key)
         # What a run wrote to its config.yaml holds every key, and must load again.
-        if getattr(part, key) not in (default, PRESETS[algorithm.name].get(key, default)):
+        if getattr(part, key) not in (default, presets.get(section, {}).get(key, default)):
             mistakes.add(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
     mistakes.raise_if_any()
 

@@ -1,6 +1,6 @@
 """Rules between keys. Each message says which value to change, and to what."""
 
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.config.derived import resolve_data_parallel
@@ -27,6 +27,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_minibatches, config)
     check(_check_packing, config)
     check(_check_row_lengths, config)
+    check(_check_ahead, config)
     check(_check_reference, config)
     check(_check_schedule, config.optimizer, given)
     check(_check_rewards, config.reward, given)
@@ -191,6 +192,27 @@ def _check_reference(config: GrpoConfig) -> None:
         )
 
 
+def _check_ahead(config: GrpoConfig) -> None:
+    ahead, num_steps = config.rollout.ahead, config.run.max_steps
+    if not ahead:
+        return
+    if 0 < num_steps <= ahead:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "
+            f"samples would be of the starting weights: set it below {num_steps} (1 is usual)"
+        )
+    if config.reward.model_path:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, but the reward model of reward.model_path scores on the training ranks, "
+            "which are busy meanwhile: set it to 0, or score with verifiers"
+        )
+    if config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in config.rollout.env:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, so that the server generates while the ranks train, and needs devices of its "
+            "own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
+        )
+
+
 def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str]) -> None:
     decays = optimizer.lr_schedule != "constant"
     if decays and optimizer.end_lr is None:
@@ -249,7 +271,7 @@ def _check_evaluation(config: GrpoConfig, given: frozenset[str]) -> None:
     mistakes.raise_if_any()
 
 
-def _check_guard(guard: sections.GuardSection) -> None:
+def _check_guard(guard: watching_sections.GuardSection) -> None:
     mistakes = Mistakes()
     if 0 < guard.max_rollout_diff < guard.warn_rollout_diff:
         mistakes.add(

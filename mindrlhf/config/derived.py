@@ -14,20 +14,24 @@ def needs_critic(config: GrpoConfig) -> bool:
 def correction_weight(config: GrpoConfig) -> str:
     """Return `correction.weight` with `auto` worked out.
 
-    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected.
+    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected,
+    unless the generator's weights are older ones.
     """
     if config.correction.weight != "auto":
         return config.correction.weight
     same = config.run.device == "cpu" and config.rollout.dtype == config.model.compute_dtype
-    if same or config.correction.bypass:
+    if (same and not config.rollout.ahead) or config.correction.bypass:
         return "none"
     return "sequence" if policy_losses.traits(config.algorithm.loss).ratio == "sequence" else "token"
 
 
 def is_on_policy(config: GrpoConfig) -> bool:
-    """Return whether the only update of a step is made with the weights that sampled all of its responses."""
+    """Return whether the old log-probabilities of all samples are those that a step's only update computes itself.
+
+    With `rollout.ahead` they are, however old the samples: the correction accounts for the generator's weights.
+    """
     is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
-    return is_single_update and not config.algorithm.dynamic_sampling
+    return is_single_update and (config.rollout.ahead > 0 or not config.algorithm.dynamic_sampling)
 
 
 def is_corrected(config: GrpoConfig) -> bool:

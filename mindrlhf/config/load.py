@@ -8,7 +8,7 @@ from typing import Any
 
 from mindrlhf.config import checks
 from mindrlhf.config.parse import Reading, read, read_yaml
-from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
 
@@ -78,7 +78,10 @@ def _check_task(task: str, content: Mapping[str, Any], path: str | Path) -> None
 
 
 def _apply_preset(config: GrpoConfig, given: frozenset[str]) -> GrpoConfig:
-    """Return the config with the keys of its preset filled in; ``given`` are the keys that the user set."""
-    preset = PRESETS[config.algorithm.name]
-    values = {name: value for name, value in preset.items() if f"algorithm.{name}" not in given}
-    return dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, **values))
+    """Return the config with the keys of its presets filled in; ``given`` are the keys that the user set."""
+    presets = {"algorithm": PRESETS[config.algorithm.name], "correction": CORRECTIONS[config.correction.preset]}
+    filled = {}
+    for section, preset in presets.items():
+        values = {name: value for name, value in preset.items() if f"{section}.{name}" not in given}
+        filled[section] = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **filled)

@@ -36,6 +36,7 @@ class Sample:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    weights_version: int = 0  # of the weights that generated it
 
     @property
     def num_generated(self) -> int:
@@ -167,6 +168,7 @@ def _sample(
         num_turns=completion.num_turns,
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
+        weights_version=completion.weights_version,
     )
 
 

@@ -56,6 +56,10 @@ class Completion:
     num_tool_failures: int = 0  # malformed calls among them
 
 
+class Cancelled(Exception):
+    """Another thread has called ``cancel`` on the generator."""
+
+
 class CompletionSource(Protocol):
     """Whatever completes prompts."""
 
@@ -74,6 +78,9 @@ class Generator(CompletionSource, Protocol):
 
     def wake(self) -> None:
         """Take device memory again; weights must be updated before the next ``generate``."""
+
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
 
     def close(self) -> None:
         """Stop every process and remove every socket that this generator made."""

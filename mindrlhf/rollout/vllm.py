@@ -20,7 +20,7 @@ import numpy as np
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
 from mindrlhf.system import processes
 from mindrlhf.system.files import take_directory
@@ -52,6 +52,7 @@ class VllmGenerator:
         self._shared_memory: set[str] = set()
         self._is_ready = False
         self._is_generating = False
+        self._is_cancelled = False
         self._asked = ""  # what it was last told to do
         self._board_path: str | None = None
         self._weights_version: int | None = None
@@ -125,6 +126,11 @@ class VllmGenerator:
         self._call({"kind": "wake"})
 
     @property
+    def has_weights(self) -> bool:
+        """Whether ``generate`` may be called."""
+        return self.options.load_format != "dummy" or self._weights_version is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether there is a server that has neither died nor been given up."""
         return self._process is not None and self._process.poll() is None
@@ -155,6 +161,13 @@ class VllmGenerator:
                 return board.version != version
         except WeightBoardError:
             return False  # the server's own attempt will say what is wrong with it
+
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later.
+
+        This alone may be called while another thread uses the generator.
+        """
+        self._is_cancelled = True
 
     def close(self) -> None:
         """Stop the server and everything it started. Safe to call twice, and after a failure."""
@@ -240,16 +253,18 @@ class VllmGenerator:
                 )
 
     def _check_weights(self) -> None:
-        if self.options.load_format == "dummy" and self._weights_version is None:
+        if not self.has_weights:
             raise RunFailure("the rollout server has no weights yet: update_weights() comes before generate()")
 
     def _completions(self) -> Iterator[Completion]:
         try:
             while True:
-                header, arrays = self._receive()
+                header, arrays = self._receive(is_cancellable=True)
                 if header["kind"] == "generated":
                     self._is_generating = False
                     return
+                if self._is_cancelled:
+                    raise Cancelled
                 yield from _unpack(header, arrays)
         finally:
             if self._is_generating and self._process is not None:
@@ -276,7 +291,9 @@ class VllmGenerator:
         except ConnectionClosed:
             raise self._failure() from None
 
-    def _receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _receive(
+        self, timeout_s: float | None = None, *, is_cancellable: bool = False
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The next message. A dead server is noticed by the closed connection, or by its exit if that stays open."""
         if self._process is None:
             raise RunFailure("the rollout server is closed")
@@ -284,6 +301,8 @@ class VllmGenerator:
         # While it starts it may wait for a slow disk for long, without using processor time.
         stall = StallWatch(self._process.pid, self.options.stall_timeout_s) if timeout_s is None else None
         while not select.select([self._connection], [], [], _LIVENESS_POLL_S)[0]:
+            if is_cancellable and self._is_cancelled:
+                raise Cancelled
             if self._process.poll() is not None:
                 raise self._failure()
             if end is not None and time.monotonic() > end:

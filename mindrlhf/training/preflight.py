@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, ParallelSection
+from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer

@@ -5,8 +5,8 @@ import dataclasses
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
@@ -115,6 +115,7 @@ class ReinforcementTraining(life_cycle.Training):
             timer=timer,
         )
         trainer = Trainer(self._config, parts, progress, self._inputs.num_steps)
+        stack.callback(trainer.close)
         trainer.warm_up()
         if self._reward_model is not None:
             self._reward_model.warm_up()

@@ -33,7 +33,7 @@ def test_options_have_one_name_everywhere():
     shown = {option for parser in PARSERS.values() for option in shown_options(parser)}
     assert not shown & {"--world-size", "--num-workers", "--out", "--tokenizer-dir", "--out-dir", "--output-dir"}
     with_workers = {path for path, parser in PARSERS.items() if "--workers" in shown_options(parser)}
-    assert with_workers == {"train", "sft", "dpo", "reward-model", "plan", "strategy", "config check"}
+    assert with_workers == {"train", "sft", "dpo", "reward-model", "plan", "strategy", "config check", "config import"}
     with_processes = {path for path, parser in PARSERS.items() if "--processes" in shown_options(parser)}
     threads = {f"weights {action}" for action in ("shard", "reshard", "merge", "verify")}
     assert with_processes == {"data build", "rewards score"} | threads

@@ -144,6 +144,25 @@ RULES = {
         ["reward.model_path=r"],
         1,
     ),
+    "samples of the starting weights only": (
+        ["rollout.ahead=2", "run.max_steps=2"],
+        ["'rollout.ahead' is 2", "run.max_steps = 2", "set it below 2"],
+        ["run.max_steps=3"],
+        1,
+    ),
+    "steps ahead below 0": (["rollout.ahead=-1"], ["'rollout.ahead' is -1", "at least 0"], ["rollout.ahead=0"], 1),
+    "a reward model that is busy": (
+        ["rollout.ahead=1", "reward.model_path=r"],
+        ["'rollout.ahead' is 1", "reward.model_path", "set it to 0"],
+        ["rollout.ahead=0"],
+        1,
+    ),
+    "devices that are busy": (
+        ["rollout.ahead=1", "run.device=ascend"],
+        ["'rollout.ahead' is 1", "devices of its own", "ASCEND_RT_VISIBLE_DEVICES"],
+        ["rollout.env={ASCEND_RT_VISIBLE_DEVICES: 8}"],
+        1,
+    ),
     "the weight of no reward model": (
         ["reward.model_weight=0.5"],
         ["'reward.model_weight' is set", "no reward.model_path"],

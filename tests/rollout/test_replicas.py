@@ -22,6 +22,7 @@ class Server:
         self.is_alive = True
         self.num_starts = 1
         self.version = 0
+        self.has_weights = True
         self.asked: list[list[int]] = []
         self.log: list[str] = []
 

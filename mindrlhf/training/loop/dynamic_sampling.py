@@ -42,11 +42,6 @@ class StepSamples:
     leftover: list[Sample]
     dropped: list[Sample]
 
-    @property
-    def fresh(self) -> list[Sample]:
-        """Those of ``used`` that are of the weights which the step begins with."""
-        return self.used[self.num_stale :]
-
 
 class GroupSampling:
     """Collects the groups of a step.
@@ -163,7 +158,8 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
     fields = {field.name for field in dataclasses.fields(Sample)}
     samples = []
     for index, item in enumerate(leftover):
-        values: dict[str, Any] = {**item.record, **item.arrays}
+        # Checkpoints of earlier releases do not say it.
+        values: dict[str, Any] = {"weights_version": 0, **item.record, **item.arrays}
         if values.keys() != fields:
             wrong = min(values.keys() ^ fields)
             raise DamagedDirectory(f"the checkpoint is damaged: {wrong!r} of leftover sample {index} is missing or new")

@@ -1,6 +1,7 @@
 """The prompts of each step in the order of the stream, and their samples, on rank 0."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -42,7 +43,7 @@ class PromptSampling:
         self._stream = stream
         self._sampler = sampler
         self._timer = timer
-        self._interruptible = interruptible
+        self.interruptible = interruptible
         self._groups = GroupSampling(config)
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
         self._sampling = SamplingParams(
@@ -56,7 +57,17 @@ class PromptSampling:
     def read_small_file(self) -> None:
         """Read the prompts into memory, unless they are many."""
         if len(self._prompts) <= MAX_RECORDS_IN_MEMORY:
-            self._records = self._prompts.read(range(len(self._prompts)))
+            self._records += self._prompts.read(range(len(self._prompts)))
+
+    def beside_the_loop(self) -> "PromptSampling":
+        """Return one for another thread, of the same prompts and place in the stream.
+
+        Its times are of no stage of the loop, and no request to end breaks it off.
+        """
+        other = copy.copy(self)
+        other._timer = StageTimer()
+        other.interruptible = contextlib.nullcontext
+        return other
 
     def sample(self, index: int, leftover: Sequence[Sample], *, needs_greedy: bool) -> tuple[StepSamples, list[Sample]]:
         """Return the samples of step ``index`` (from 0), and the likeliest response to each prompt if it is needed.
@@ -92,7 +103,7 @@ class PromptSampling:
     def _generate(
         self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
-        with self._timer.stage("rollout"), self._interruptible():
+        with self._timer.stage("rollout"), self.interruptible():
             return self._sampler.sample(
                 records,
                 num_samples,

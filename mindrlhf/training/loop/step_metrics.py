@@ -11,15 +11,16 @@ from mindrlhf.observe.timing import throughput
 from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, reward_matrix, verifier_names
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.loop.dynamic_sampling import StepSamples
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import PolicyUpdate
+from mindrlhf.training.loop.sampling.in_step import SampledStep
 
 
 def step_metrics(
     config: GrpoConfig,
     objective: Objective,
-    samples: StepSamples,
+    sampled: SampledStep,
+    version: int,
     batches: Sequence[Batch],
     train_logprobs: Sequence[np.ndarray],
     updates: Sequence[PolicyUpdate],
@@ -29,15 +30,19 @@ def step_metrics(
 
     Args:
         config, objective: of the run.
-        samples: of the step.
+        sampled: of the step.
+        version: of the weights that the step began with.
         batches: of one pass over the used samples.
         train_logprobs: float [generated tokens] of each used sample, under the weights that the step began with.
         updates: of the step, passes in order.
         lr: learning rate of the last update, None when there was none.
     """
+    samples = sampled.samples
+    is_ahead = config.rollout.ahead > 0
     return measure.combine_metrics(
         sample_metrics(samples.generated),
-        rollout_metrics(samples, train_logprobs),
+        rollout_metrics(samples.used, train_logprobs, sampled.num_stale(version), is_ahead=is_ahead),
+        staleness_metrics(samples.used, version) if is_ahead else {},
         packing_metrics(batches),
         update_metrics(config, objective, batches, updates, lr) if updates else {},
         tool_metrics(samples.generated) if config.tools.names else {},
@@ -59,15 +64,33 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {**rewards, "reward/failures": sum(bool(sample.failures) for sample in samples), **lengths}
 
 
-def rollout_metrics(samples: StepSamples, train_logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``."""
-    # Stale samples differ by the update since they were sampled as well.
-    fresh = train_logprobs[samples.num_stale :]
-    rollout = [sample.rollout_logprobs for sample in samples.fresh]
-    difference = measure.rollout_diff_metrics(
-        np.concatenate(rollout), np.concatenate(fresh), np.ones(sum(map(len, rollout)))
-    )
-    return difference | measure.rollout_ratio_metrics(rollout, fresh)
+def rollout_metrics(
+    used: Sequence[Sample], train_logprobs: Sequence[np.ndarray], num_stale: int, *, is_ahead: bool
+) -> dict[str, float]:
+    """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``.
+
+    Args:
+        used: samples that the step trained on.
+        num_stale: how many of them, at their head, are of older weights. They differ by the updates since as well, so
+            that they do not count as differences of the generator. Where all are, there is none to report.
+        is_ahead: the correction acts on the stale ones too, and so their ratios are reported.
+    """
+    rollout = [sample.rollout_logprobs for sample in used]
+    metrics: dict[str, float] = {}
+    if num_stale < len(used):
+        tokens, trained = np.concatenate(rollout[num_stale:]), np.concatenate(train_logprobs[num_stale:])
+        metrics |= measure.rollout_diff_metrics(tokens, trained, np.ones(len(tokens)))
+    first = 0 if is_ahead else num_stale
+    if first < len(used):
+        metrics |= measure.rollout_ratio_metrics(rollout[first:], train_logprobs[first:])
+    return metrics
+
+
+def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
+    """Return how many versions of the weights the samples of a step that began with ``version`` are behind."""
+    staleness = version - np.array([sample.weights_version for sample in used])
+    assert staleness.min() >= 0, f"weights {version} train on samples of weights {version - staleness.min()}"
+    return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
 
 
 def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:
@@ -106,13 +129,16 @@ def update_metrics(
 
 
 def performance_metrics(
-    config: GrpoConfig, timings: Mapping[str, float], samples: StepSamples, num_devices: int
+    config: GrpoConfig, timings: Mapping[str, float], sampled: SampledStep, num_devices: int
 ) -> dict[str, float]:
     """Return times and rates of a step, the rollout's of the samples it generated, the others of those it used."""
     if not config.observe.performance_stats:
         return {}
     num_generations = config.algorithm.num_generations
     metrics = dict(timings)
+    if sampled.rollout_s is not None:  # beside the loop
+        timings = {**timings, "timing/rollout": sampled.rollout_s}
+    samples = sampled.samples
     for stages, ones in ((("rollout",), samples.generated), (("all", "update"), samples.used)):
         metrics |= throughput(
             {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},

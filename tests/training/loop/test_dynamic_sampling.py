@@ -80,7 +80,7 @@ def test_what_was_left_over_comes_first_and_is_told_apart():
     second = sampling.collect(rounds, from_leftover(to_leftover(first.leftover)))
     assert rounds.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
     assert names(second.used) == [7, 8, 9, 11]
-    assert second.num_stale == SIZE and names(second.fresh) == [8, 9, 11]
+    assert second.num_stale == SIZE and names(second.used[second.num_stale :]) == [8, 9, 11]
     assert [item.group for item in second.used[::SIZE]] == [0, 1, 2, 3]
 
 

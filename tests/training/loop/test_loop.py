@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.stream import PromptStream
@@ -289,7 +289,7 @@ def make_config(**options):
         "evaluation": sections.EvaluationSection,
         "checkpoint": sections.CheckpointSection,
         "rollout": sections.RolloutSection,
-        "observe": sections.ObserveSection,
+        "observe": watching_sections.ObserveSection,
     }
     return GrpoConfig(
         model=sections.ModelSection(path="model"),
