@@ -66,8 +66,10 @@ class Learner(CountsCompiles, SavesState):
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
         self.optimizer = make_optimizer(parameters, optimizer)
         self.policy = loss.policy
-        self._head_accumulator = accumulator_of[network.head_weight.name]
+        # None where the head is not trained.
+        self._head_accumulator = accumulator_of.get(network.head_weight.name)
         in_graph = ms.ParameterTuple(self.policy.graph_parameters())
+        assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
         step = HostOptimizerStep if device == "cpu" else OptimizerStep
@@ -102,7 +104,7 @@ class Learner(CountsCompiles, SavesState):
             is not finite on every rank, and nothing was updated.
         """
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
-        self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
+        self._collect_head_gradient()
         if not math.isfinite(loss):
             # The sum over the ranks carries it to the others, who know only their own loss.
             smallest = min(self._accumulators, key=lambda accumulator: accumulator.size)
@@ -111,9 +113,13 @@ class Learner(CountsCompiles, SavesState):
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and accumulated gradient, float32, of each trained parameter of this rank, for a look at them."""
-        self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
+        self._collect_head_gradient()
         for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
             yield parameter.name, accumulator.asnumpy()
+
+    def _collect_head_gradient(self) -> None:
+        if self._head_accumulator is not None:
+            self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
 
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
