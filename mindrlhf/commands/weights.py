@@ -23,7 +23,12 @@ def register(subparsers) -> None:
     random.add_argument("--tokenizer-dir", help="copy the tokenizer files from here")
     random.set_defaults(run=_random)
 
-    for action in (to_mindformers, to_hugging_face, random):
+    adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
+    adapter.add_argument("source", metavar="HF_DIR", help="the model that it was trained on; stays as it is")
+    adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
+    adapter.set_defaults(run=_merge_adapter)
+
+    for action in (to_mindformers, to_hugging_face, random, adapter):
         action.add_argument("--out", required=True, metavar="DIR", help="output directory; must not exist yet")
         action.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the files")
 
@@ -142,6 +147,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.convert import export_directory
 
     export_directory(arguments.source, arguments.out, arguments.dtype)
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+def _merge_adapter(arguments: argparse.Namespace) -> int:
+    from mindrlhf.weights.adapters.merge import merge_adapter
+
+    merge_adapter(arguments.source, arguments.adapter, arguments.out, arguments.dtype)
     print(f"wrote {arguments.out}")
     return 0
 

@@ -4,6 +4,7 @@ from mindrlhf.config import sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.lora_section import check_lora
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.errors import UserError
@@ -12,6 +13,12 @@ from mindrlhf.errors import UserError
 def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> None:
     """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
     _check_device(config.run, config.model, config.parallel_config)
+    check_lora(config.lora, given, config.run.device)
+    if config.lora.rank is not None and config.algorithm.sync_ref_model:
+        raise UserError(
+            "'algorithm.sync_ref_model' is true, but with lora.rank the reference model is the policy without its "
+            "adapters: set it to false"
+        )
     check_algorithm(config, given)
     check_critic(config, given)
     _check_batches(config)
@@ -31,6 +38,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
 def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None:
     """Check a `mindrlhf sft` config."""
     _check_device(config.run, config.model, config.parallel_config)
+    check_lora(config.lora, given, config.run.device)
     _check_schedule(config.optimizer, given)
     _check_keeps_no_best(config.checkpoint)
     for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
@@ -48,6 +56,7 @@ def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None
 def check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int) -> None:
     """Check what `mindrlhf dpo` and `mindrlhf reward-model` configs share."""
     _check_device(config.run, config.model, config.parallel_config)
+    check_lora(config.lora, given, config.run.device)
     _check_schedule(config.optimizer, given)
     if "observe.samples_per_step" in given:
         raise UserError("'observe.samples_per_step' is set, but preference learning samples nothing: remove it")

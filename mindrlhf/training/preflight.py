@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import DataSection, ModelSection, ParallelSection
@@ -19,8 +20,10 @@ from mindrlhf.layout.layout import Layout
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import find_spec, scorer_config
+from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded, open_tensors
@@ -79,6 +82,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
     _check_layout(config, row_lengths, world_size)
     _check_msprobe(config)
     _check_model(config.model, config.model.path, tokenizer)
+    _check_lora(config.lora, read_hf_config(config.model.path))
     if config.algorithm.beta > 0 and config.model.reference_path:
         _check_model(config.model, config.model.reference_path, tokenizer)
         _check_reference(config)
@@ -101,6 +105,7 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
     what = f"the longest record of {longer.path} ({longest} tokens)"
     row_lengths = choose_row_length(config.supervised.row_lengths, longest, what)
     _check_model(config.model, config.model.path, tokenizer)
+    _check_lora(config.lora, read_hf_config(config.model.path))
     return RunInputs(tokenizer, records, held_out, row_lengths, 0)
 
 
@@ -117,6 +122,8 @@ def check_preference_inputs(config: DpoConfig | RewardModelConfig) -> RunInputs:
         _check_model(config.model, path, tokenizer)
         if isinstance(config, DpoConfig) and find_spec(read_hf_config(path)).is_scorer:
             raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
+    hf_config = read_hf_config(config.model.path)
+    _check_lora(config.lora, hf_config if isinstance(config, DpoConfig) else scorer_config(hf_config))
     return RunInputs(tokenizer, records, held_out, row_lengths, 0)
 
 
@@ -134,6 +141,11 @@ def _check_msprobe(config: GrpoConfig) -> None:
         raise UserError(
             f"'msprobe.level' is {CELL_LEVEL}, but cells of a model that 'parallel_config' shards cannot be run one "
             "by one: set it to debug, or debug a smaller model in data parallel"
+        )
+    if section.level == CELL_LEVEL and config.lora.rank is not None:
+        raise UserError(
+            f"'msprobe.level' is {CELL_LEVEL}, but a reference model that is the policy without its adapters has no "
+            "cells of its own: set it to debug, or train without lora.rank"
         )
     check_dump(dump_dir(section, config.run))
 
@@ -208,6 +220,16 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
         open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
 
 
+def _check_lora(lora: LoraSection, hf_config: dict) -> None:
+    """Check that a model has the matrices that are to have adapters, and that an adapter to begin with is of it."""
+    if lora.options is None:
+        return
+    spec = find_spec(hf_config)
+    adapters(spec, spec.dims(hf_config), lora.options)
+    if lora.path:
+        check_adapter(lora.path, hf_config, lora.options)
+
+
 def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer) -> None:
     path = config.reward.model_path
     spec = find_spec(read_hf_config(path))
@@ -243,6 +265,7 @@ def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> N
             f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
         )
     _check_model(config.model, critic.path, tokenizer)
+    _check_lora(dataclasses.replace(config.lora, path=""), scorer_config(read_hf_config(critic.path)))
     if critic.warmup_steps >= num_steps:
         raise UserError(
             f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "

@@ -28,6 +28,7 @@ from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
+from mindrlhf.weights.adapters.peft import exported_adapter
 
 AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
@@ -76,8 +77,12 @@ def check_output(config: AnyConfig, *, resume: bool) -> None:
     if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
         check_free(output_dir / CRITIC_NAME)
     for name in (FINAL_NAME, CRITIC_NAME):
-        for unfinished in output_dir.glob(f".{name}.partial-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        adapter = exported_adapter(output_dir / name)
+        if config.lora.rank is not None and not resume:
+            check_free(adapter)
+        for pattern in (f".{name}.partial-*", f".{adapter.name}.*.partial"):
+            for unfinished in output_dir.glob(pattern):
+                shutil.rmtree(unfinished, ignore_errors=True)
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     if store.steps() and not resume:
         raise UserError(

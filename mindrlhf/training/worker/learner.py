@@ -15,14 +15,16 @@ from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.observe.timing import peak_rss_gb
-from mindrlhf.shards.sources import ShardedSource, open_source, saved_state
+from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
+from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
-from mindrlhf.training.worker.model import WholeModel, row_tensors
+from mindrlhf.training.worker.model import row_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.open import is_sharded
 
 
 class CountsCompiles:
@@ -59,7 +61,7 @@ class Learner(CountsCompiles, SavesState):
         CountsCompiles.__init__(self)
         SavesState.__init__(self)
         self.network = network
-        self.model = WholeModel(loss.policy, rank)
+        self.model = trained_model(loss.policy, rank)
         loss.set_train(True)
         parameters = network.trainable_params()
         self._accumulators = accumulators = make_accumulators(parameters)
@@ -153,8 +155,8 @@ class Learner(CountsCompiles, SavesState):
         """Load what ``save`` wrote, or ranks that held shards."""
         model_dir = Path(directory) / self.model_name
         self.model.restore(model_dir)
-        source = open_source(model_dir)
-        # Ranks that held shards have saved shards, moments among them.
-        is_sharded = isinstance(source, ShardedSource)
-        state = saved_state(source) if is_sharded else load_arrays(Path(directory) / self.optimizer_name)
+        if is_sharded(model_dir):  # by ranks that held shards, of moments too
+            state = saved_state(ShardedSource(model_dir))
+        else:
+            state = load_arrays(Path(directory) / self.optimizer_name)
         restore_optimizer(self.optimizer, state)
