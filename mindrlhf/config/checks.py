@@ -13,7 +13,8 @@ from mindrlhf.errors import UserError
 def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> None:
     """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
     _check_device(config.run, config.model, config.parallel_config)
-    check_lora(config.lora, given, config.run.device)
+    # A plan knows no ranks, and trains nothing.
+    check_lora(config.lora, given, config.run.device if world_size is not None else "")
     if config.lora.rank is not None and config.algorithm.sync_ref_model:
         raise UserError(
             "'algorithm.sync_ref_model' is true, but with lora.rank the reference model is the policy without its "
