@@ -26,7 +26,12 @@ def register(subparsers) -> None:
     add_aliases(random, tokenizer, "--tokenizer-dir")
     random.set_defaults(run=_random)
 
-    for action in (to_mindformers, to_hugging_face, random):
+    adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
+    adapter.add_argument("source", metavar="HF_DIR", help="the model that it was trained on; stays as it is")
+    adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
+    adapter.set_defaults(run=_merge_adapter)
+
+    for action in (to_mindformers, to_hugging_face, random, adapter):
         _add_output(action, "DIR", "output directory; must not exist yet")
         action.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the files")
 
@@ -159,6 +164,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.convert import export_directory
 
     export_directory(arguments.source, arguments.output, arguments.dtype)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _merge_adapter(arguments: argparse.Namespace) -> int:
+    from mindrlhf.weights.adapters.merge import merge_adapter
+
+    merge_adapter(arguments.source, arguments.adapter, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
     return 0
 

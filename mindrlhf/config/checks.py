@@ -4,6 +4,7 @@ from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.lora_section import check_lora
 from mindrlhf.config.offline_sections import DpoSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
@@ -22,6 +23,9 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check = mistakes.check
     check(_check_parallel, config.parallel_config)
     check(_check_device, config.run, config.model, config.parallel_config)
+    # A plan knows no ranks, and trains nothing.
+    check(check_lora, config.lora, given, config.run.device if world_size is not None else "")
+    check(_check_adapters_reference, config)
     check(check_algorithm, config, given)
     check(check_critic, config, given)
     check(_check_minibatches, config)
@@ -70,6 +74,7 @@ def _check_common(config: SftConfig | DpoConfig | RewardModelConfig, given: froz
     mistakes = Mistakes()
     mistakes.check(_check_parallel, config.parallel_config)
     mistakes.check(_check_device, config.run, config.model, config.parallel_config)
+    mistakes.check(check_lora, config.lora, given, config.run.device)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(_check_keeps_no_best, config.checkpoint)
     return mistakes
@@ -100,6 +105,14 @@ def _check_dpo_loss(dpo: DpoSection) -> None:
         raise UserError(
             f"'dpo.label_smoothing' is {dpo.label_smoothing:g}, which loss={dpo.loss} does not have: set it to 0, or "
             "loss to sigmoid"
+        )
+
+
+def _check_adapters_reference(config: GrpoConfig) -> None:
+    if config.lora.rank is not None and config.algorithm.sync_ref_model:
+        raise UserError(
+            "'algorithm.sync_ref_model' is true, but with lora.rank the reference model is the policy without its "
+            "adapters: set it to false"
         )
 
 

@@ -1,7 +1,7 @@
 """What follows from the keys of several sections together."""
 
 from mindrlhf.algorithms import advantages, policy_losses
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
 
@@ -9,6 +9,11 @@ from mindrlhf.errors import UserError
 def needs_critic(config: GrpoConfig) -> bool:
     """Return whether the advantages are computed with the values of a critic."""
     return "values" in advantages.find(config.algorithm.advantage).NEEDS
+
+
+def reference_is_base(config: GrpoConfig | DpoConfig) -> bool:
+    """Return whether the reference model is the trained one without its adapters, so that it takes no memory."""
+    return config.lora.rank is not None and config.model.reference_path in ("", config.model.path)
 
 
 def correction_weight(config: GrpoConfig) -> str:

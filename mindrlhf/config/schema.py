@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mindrlhf.config import offline_sections, sections, watching_sections
 from mindrlhf.config.keys import section
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.parse import root_config
 
 
@@ -23,6 +24,7 @@ class GrpoConfig:
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     critic: sections.CriticSection = section(sections.CriticSection, "the critic")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
@@ -42,6 +44,7 @@ class SftConfig:
     run: sections.RunSection = section(sections.RunSection, "the run")
     supervised: offline_sections.SupervisedSection = section(offline_sections.SupervisedSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
@@ -58,6 +61,7 @@ class DpoConfig:
     preference: offline_sections.PreferenceSection = section(offline_sections.PreferenceSection, "the batches")
     dpo: offline_sections.DpoSection = section(offline_sections.DpoSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
@@ -74,6 +78,7 @@ class RewardModelConfig:
     preference: offline_sections.PreferenceSection = section(offline_sections.PreferenceSection, "the batches")
     reward_model: offline_sections.RewardModelSection = section(offline_sections.RewardModelSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")

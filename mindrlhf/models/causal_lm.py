@@ -32,7 +32,10 @@ class CausalLM(nn.Cell):
         hf_config: the config.json it was built from.
         splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
         score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
+        lora: the adapters, of :class:`mindrlhf.models.lora.Lora`; None when there are none.
     """
+
+    lora = None
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from mindrlhf.specs.dims import ExpertDims, LatentDims, ModelDims, YarnDims
 from mindrlhf.specs.model import ModelSpec
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.specs.rules import ParameterRule
-from mindrlhf.specs.scoring import scorer_of
+from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
     "DEEPSEEK_V3",
@@ -25,6 +25,7 @@ __all__ = [
     "ParameterRule",
     "YarnDims",
     "find_spec",
+    "scorer_config",
 ]
 
 _LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
@@ -42,3 +43,10 @@ def find_spec(hf_config: dict) -> ModelSpec:
     if not isinstance(architecture, str) or architecture not in SPECS:
         raise UserError(f"config.json has architectures={architectures!r}: the supported ones are {', '.join(SPECS)}")
     return SPECS[architecture]
+
+
+def scorer_config(hf_config: dict) -> dict:
+    """Return the config.json of the scoring form of a model, which transformers and vLLM load as well."""
+    architecture = scorer_architecture(find_spec(hf_config).hf_architecture)
+    labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    return {**hf_config, "architectures": [architecture], **labels, "tie_word_embeddings": False}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, ParallelSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
@@ -21,8 +22,10 @@ from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.vllm_options import check_positions
 from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import find_spec, scorer_config
+from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded, open_tensors
@@ -101,6 +104,7 @@ def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> Run
     mistakes.check(_check_data_parallel, config.parallel_config, "mindrlhf sft")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
+    mistakes.check(_check_lora, config.lora, config.model.path, False, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
     mistakes.raise_if_any()
     return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
@@ -116,6 +120,8 @@ def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mis
             mistakes.check(_check_model, config.model, path, files.tokenizer, needs=[key])
             if isinstance(config, DpoConfig):
                 mistakes.check(_check_gives_tokens, path, needs=[key])
+    is_scorer = not isinstance(config, DpoConfig)
+    mistakes.check(_check_lora, config.lora, config.model.path, is_scorer, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
     mistakes.raise_if_any()
     return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
@@ -165,6 +171,7 @@ def _record_row_lengths(row_lengths: tuple[int, ...], files: Sequence[PromptFile
 def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int, mistakes: Mistakes) -> None:
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
+    check(_check_lora, config.lora, model.path, False, needs=["model.path"])
     if config.algorithm.beta > 0 and model.reference_path:
         check(_check_model, model, model.reference_path, tokenizer, needs=["model.reference_path"])
         check(_check_reference, config, needs=["model.path", "model.reference_path"])
@@ -188,6 +195,11 @@ def _check_msprobe(config: GrpoConfig) -> None:
         raise UserError(
             f"'msprobe.level' is {CELL_LEVEL}, but cells of a model that 'parallel_config' shards cannot be run one "
             "by one: set it to debug, or debug a smaller model in data parallel"
+        )
+    if section.level == CELL_LEVEL and config.lora.rank is not None:
+        raise UserError(
+            f"'msprobe.level' is {CELL_LEVEL}, but a reference model that is the policy without its adapters has no "
+            "cells of its own: set it to debug, or train without lora.rank"
         )
     check_dump(dump_dir(section, config.run))
 
@@ -273,6 +285,19 @@ def _check_gives_tokens(path: str) -> None:
         raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
 
 
+def _check_lora(lora: LoraSection, path: str, is_scorer: bool) -> None:
+    """Check that a model has the matrices that are to have adapters, and that an adapter to begin with is of it."""
+    if lora.options is None:
+        return
+    hf_config = read_hf_config(path)
+    if is_scorer:
+        hf_config = scorer_config(hf_config)
+    spec = find_spec(hf_config)
+    adapters(spec, spec.dims(hf_config), lora.options)
+    if lora.path:
+        check_adapter(lora.path, hf_config, lora.options)
+
+
 def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer | None) -> None:
     path = config.reward.model_path
     spec = find_spec(read_hf_config(path))
@@ -308,6 +333,7 @@ def _check_critic(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
             f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
         )
     _check_model(config.model, critic.path, tokenizer)
+    _check_lora(dataclasses.replace(config.lora, path=""), critic.path, True)
     if 0 < num_steps <= critic.warmup_steps:
         raise UserError(
             f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "

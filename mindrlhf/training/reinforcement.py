@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.derived import needs_critic, reference_is_base
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.stream import PromptStream
@@ -198,6 +198,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.training.worker.adapted_model import BaseModel
     from mindrlhf.training.worker.cell_dump import CellDump
     from mindrlhf.training.worker.critic import ActorCritic, build_critic
     from mindrlhf.training.worker.model import WholeModel
@@ -206,11 +207,13 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    network = load_model(model, model.path, config.run, length)
+    network = load_model(model, model.path, config.run, length, config.lora)
     loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
-    if algorithm.beta > 0:
+    if algorithm.beta > 0 and reference_is_base(config):
+        reference = BaseModel(loss.policy, rank)
+    elif algorithm.beta > 0:
         reference_network = load_model(model, model.reference_path or model.path, config.run, length)
         reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
     options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}

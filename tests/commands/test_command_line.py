@@ -97,7 +97,7 @@ def test_the_output_of_a_process_can_be_cut_off():
     ("words", "expected"),
     [
         (["weigh"], ["weights"]),
-        (["weights", "me"], ["merge"]),
+        (["weights", "me"], ["merge-adapter", "merge"]),
         (["train", "c.yaml", "--max-r"], ["--max-restarts"]),
         (["train", "c.yaml", "run.max_s"], ["run.max_steps="]),
         (["dpo", "c.yaml", "dpo.be"], ["dpo.beta="]),

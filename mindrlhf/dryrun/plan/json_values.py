@@ -24,7 +24,11 @@ def plan_json(
     """Return all that the text says, and the ranks of every group."""
     values = {
         "format_version": FORMAT_VERSION,
-        "model": {"name": plan.model.name, "num_parameters": plan.num_parameters},
+        "model": {
+            "name": plan.model.name,
+            "num_parameters": plan.num_parameters,
+            "num_adapter_parameters": plan.num_adapter_parameters,
+        },
         "machine": dataclasses.asdict(plan.machine),
         "layout": plan.layout.to_dict(),
         "batch": _json_fields(plan.batch),

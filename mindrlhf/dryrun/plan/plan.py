@@ -4,6 +4,7 @@ Parameters and optimiser state are sums over the parameter layouts, exact to the
 generator's share and the runtime are estimates, and marked so. Nothing here imports MindSpore.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -14,6 +15,7 @@ from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
 from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
 from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.parameters import (
+    ADAPTER_BYTES,
     ELEMENT_BYTES,
     KnownRules,
     ParameterRow,
@@ -30,6 +32,7 @@ from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.weights.hf import read_hf_config
 
 
@@ -77,7 +80,8 @@ class Plan:
     """All that `mindrlhf plan` reports.
 
     Attributes:
-        num_parameters: elements of the whole model.
+        num_parameters: elements of the whole model, without adapters.
+        num_adapter_parameters: elements of its adapters; 0 where all of it is trained.
         layouts: of every parameter.
         layer_stages: pipeline stage of every decoder layer.
         states: exact parameter and optimiser state of a rank, by pipeline stage.
@@ -89,6 +93,7 @@ class Plan:
     model: Model
     layout: Layout
     num_parameters: int
+    num_adapter_parameters: int
     layouts: tuple[ParameterLayout, ...]
     layer_stages: tuple[int, ...]
     batch: BatchPlan
@@ -132,7 +137,8 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     if is_split(config.parallel_config):
         check_num_ranks(machine.world_size)
     check_rollout(config.rollout, model.dims, machine.world_size)
-    layouts, states = _state(model, layout, config.model.param_dtype, accumulates(config.parallel_config))
+    layouts, _ = _layouts(model, layout, config.model.param_dtype, config.lora.options)
+    states = _states(model, layout, config.model.param_dtype, config.lora.options, accumulates(config.parallel_config))
     inputs = MemoryInputs(
         config=config,
         layout=layout,
@@ -155,17 +161,33 @@ def accumulates(parallel: ParallelSection) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _state(
-    model: Model, layout: Layout, param_dtype: str, accumulates: bool
-) -> tuple[list[ParameterLayout], list[StageState]]:
-    """Cached, since the search varies what it does not depend on."""
-    layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
-    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates)
+def _layouts(
+    model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None
+) -> tuple[list[ParameterLayout], list[ParameterLayout]]:
+    """How the parameters lie, and the factors of adapters; cached, since the search varies what it depends not on.
+
+    Weights that have no optimiser state are not counted as shared by a parallel optimizer.
+    """
+    if lora is None:
+        return parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype]), []
+    held = dataclasses.replace(layout, optimizer_shard=1)
+    layouts = parameter_layouts(model.known, model.dims, held, ELEMENT_BYTES[param_dtype])
+    rules = KnownRules(model.spec, model.dims, lora)
+    return layouts, parameter_layouts(rules, model.dims, layout, ADAPTER_BYTES)
+
+
+@lru_cache(maxsize=4)
+def _states(
+    model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None, accumulates: bool
+) -> list[StageState]:
+    layouts, factors = _layouts(model, layout, param_dtype, lora)
+    return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors)
 
 
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     """Plan a run; raises UserError as :func:`prepare` does."""
     inputs, layouts = prepare(config, model, machine)
+    factors = _layouts(model, inputs.layout, config.model.param_dtype, config.lora.options)[1]
     return Plan(
         config=config,
         machine=machine,
@@ -177,7 +199,8 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         batch=inputs.batch,
         groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
         states=tuple(inputs.states),
-        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained)),
+        num_adapter_parameters=count_parameters(factors),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
         transfer=plan_transfer(

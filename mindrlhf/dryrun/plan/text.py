@@ -126,9 +126,18 @@ def _heading(plan: Plan) -> str:
             f" x context {layout.context_parallel}, expert {layout.expert_parallel}"
             f"{', sequence parallel' if layout.use_seq_parallel else ''}"
             f"{', parallel optimizer' if layout.optimizer_shard != 1 else ''}",
+            *_adapter_lines(plan),
             "exact: parameters, moments, gradients (sums over the layouts, to the byte); ~ marks an estimate",
         ]
     )
+
+
+def _adapter_lines(plan: Plan) -> list[str]:
+    if not plan.num_adapter_parameters:
+        return []
+    number = plan.num_adapter_parameters
+    share = number / plan.num_parameters
+    return [f"trained: adapters of rank {plan.config.lora.rank}, {number:,} parameters ({share:.2%} more)"]
 
 
 def _group_lines(plan: Plan) -> list[str]:
@@ -161,7 +170,7 @@ def _stage_lines(plan: Plan) -> list[str]:
 
 
 def _exact_sizes(state: StageState) -> tuple[int, int, int]:
-    return state.parameters, state.moments, state.gradient_sums + state.accumulators
+    return state.parameters + state.adapters, state.moments, state.gradient_sums + state.accumulators
 
 
 def _memory_lines(plan: Plan) -> list[str]:

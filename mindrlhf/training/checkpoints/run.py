@@ -29,6 +29,7 @@ from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
+from mindrlhf.weights.adapters.peft import exported_adapter
 
 AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
@@ -74,8 +75,9 @@ def check_output(config: AnyConfig, *, resume: bool) -> None:
     refuse_taken(config, resume=resume)
     output_dir = Path(config.run.output_dir)
     for name in (FINAL_NAME, CRITIC_NAME):
-        for unfinished in output_dir.glob(f".{name}.partial-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        for pattern in (f".{name}.partial-*", f".{exported_adapter(output_dir / name).name}.*.partial"):
+            for unfinished in output_dir.glob(pattern):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
@@ -96,6 +98,9 @@ def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
     has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
     if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
         check_free(output_dir / CRITIC_NAME)
+    for name in (FINAL_NAME, CRITIC_NAME):
+        if config.lora.rank is not None and not resume:
+            check_free(exported_adapter(output_dir / name))
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     if store.steps() and not resume:
         raise UserError(

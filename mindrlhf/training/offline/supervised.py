@@ -57,7 +57,7 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
 
 
 def _build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
-    network = load_model(config.model, config.model.path, config.run, length)
+    network = load_model(config.model, config.model.path, config.run, length, config.lora)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device))
     return SupervisedLearner(network, loss, config, rank)
 
