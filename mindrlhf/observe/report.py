@@ -115,8 +115,8 @@ def _total_time(run: RunData, step_times: np.ndarray) -> tuple[str, str, str] | 
     if run.starts_s:
         elapsed_s = max(0.0, run.last_written.timestamp() - run.starts_s[0])
         remark = "from start to last record"
-        if len(run.starts_s) > 1:
-            remark += f", with {len(run.starts_s) - 1} restarts and what lay between"
+        if (num_restarts := len(run.starts_s) - 1) > 0:
+            remark += f", with {num_restarts} restart{'s' if num_restarts > 1 else ''} and what lay between"
         return _duration(elapsed_s), "", remark
     return (_duration(float(step_times.sum())), "", "sum of all steps") if step_times.size else None
 
