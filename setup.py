@@ -44,6 +44,7 @@ setup(
     description="Reinforcement learning of language models on MindSpore and Ascend",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
     packages=find_packages(include=["mindrlhf", "mindrlhf.*"]),
     package_data={"mindrlhf": ["**/*.jinja", "**/*.html", "**/*.js", "**/*.css"]},
     python_requires=">=3.10,<3.12",

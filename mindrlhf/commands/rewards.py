@@ -122,9 +122,17 @@ def _audit(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from mindrlhf.evaluation.reward_audit import audit_run, audit_text
+    from mindrlhf.observe.report import write_report
+    from mindrlhf.observe.run_data import AUDIT_NAME
+    from mindrlhf.system.files import write_file
 
     found = audit_run(Path(arguments.run_dir), max_rescored=arguments.max_rescored)
-    print(json.dumps(dataclasses.asdict(found), indent=1) if arguments.json else audit_text(found))
+    text = json.dumps(dataclasses.asdict(found), indent=1)
+    print(text if arguments.json else audit_text(found))
+    run_dir = Path(arguments.run_dir)
+    write_file(run_dir / AUDIT_NAME, text)
+    if (run_dir / "report.html").exists():
+        write_report(run_dir)
     return 0
 
 

@@ -59,7 +59,10 @@ def _run(arguments: argparse.Namespace) -> int:
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     again = shlex.join(["mindrlhf", command, arguments.config, *overrides, *options])
 
+    ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
+
     def start(resume: bool) -> int:
+        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -69,6 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             advice=lambda: _advice(newest_checkpoint(config), again),
+            env=_terminal_width(),
+            says_stages=True,
         )
 
     with holding_directories(config, f"mindrlhf {command}"):
@@ -82,6 +87,14 @@ def _run(arguments: argparse.Namespace) -> int:
             # Exported last, whole or not at all; an earlier run's would have been refused.
             is_complete=lambda: (Path(config.run.output_dir) / FINAL_NAME).exists(),
         )
+
+
+def _terminal_width() -> dict[str, str]:
+    """Return how wide the lines of the ranks may be: they write to logs, which this terminal shows."""
+    import shutil
+    import sys
+
+    return {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
 def _checked_config(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> Any:

@@ -23,6 +23,7 @@ from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
+from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.processor import openblas_environment
 
@@ -58,35 +59,35 @@ def launch(
     computes_on_cpu: bool = False,
     rank_0_signals: Collection[int] = (),
     advice: Callable[[], str] = lambda: "",
+    says_stages: bool = False,
 ) -> int:
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
 
     Rank ``i`` writes ``log_dir/worker_i.log``; rank 0's lines appear on ``out`` (default: standard output), other
-    ranks' warnings and errors after ``[rank i]``. When a rank fails or hangs (see :mod:`mindrlhf.launch.health`) or
-    this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGHUP and, after ``grace_s`` seconds, SIGKILL; so
-    does everything they have started. Children that other threads of this process start meanwhile count as the run's.
+    ranks' warnings and errors after ``[rank i]``. When a rank fails or hangs or this process gets SIGINT, SIGTERM or
+    SIGHUP, every rank gets SIGHUP and, after ``grace_s`` seconds, SIGKILL, with all that it has started. Children that
+    other threads of this process start meanwhile count as the run's.
 
     Args:
-        command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
+        command: the interpreter's arguments, such as ``["-m", "package.module", ...]``.
         num_workers: ranks on this machine; more than one goes through ``msrun``.
         log_dir: made if missing; logs of an earlier launch in it are removed.
-        env: added to this process's environment for the ranks; wins over this launcher's defaults.
+        env: added to this process's environment for the ranks; wins over our defaults.
         master_port: TCP port of the scheduler; a free one when None.
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
-        start_timeout_s: longest time until all ranks have found each other; 0 means no limit. When nothing but the
-            scheduler is in the way, they are started once more, on another port.
+        start_timeout_s: longest time until all ranks have found each other; 0 means no limit.
         computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
         rank_0_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
             instead of ending the run. SIGTERM has it end the run in its own time: the next signal is not passed on.
         advice: the last line of a failure's report.
+        says_stages: write what rank 0 does to ``out``; see :mod:`mindrlhf.launch.stages`.
 
     Returns:
-        0 when every rank ended with 0; the exit code of the first rank that failed (128 + signal number if a signal
-        killed it), 1 when one hung; 128 + signal number when interrupted. Cause and log are named on standard error.
+        0 when every rank ended with 0; the exit code of the first that failed (128 + signal number if one killed it),
+        1 when one hung; 128 + signal number when interrupted. Standard error names cause and log.
 
     Raises:
-        UserError: ``num_workers`` is below 1, or this interpreter has no ``msrun`` or no ``python`` beside it.
-        RunFailure: processes of the run could not be killed.
+        UserError, RunFailure: ``num_workers`` is below 1, or ``msrun`` is missing; the run could not be killed.
     """
     log_dir = _prepared(Path(log_dir).absolute(), num_workers)
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
@@ -95,15 +96,20 @@ def launch(
         while True:
             port = master_port or find_free_port()
             root = _start(command, num_workers, log_dir, env or {}, port)
-            follower = LogFollower({i: log_dir / f"worker_{i}.log" for i in range(num_workers)}, out or sys.stdout)
             health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
             joining = JoiningWatch(num_workers, start_timeout_s)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders)
+            follower = _follower(log_dir, num_workers, out or sys.stdout, says_stages)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             may_repeat, master_port = False, None
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
+
+
+def _follower(log_dir: Path, num_workers: int, out: TextIO, says_stages: bool) -> LogFollower:
+    logs = {rank: log_dir / f"worker_{rank}.log" for rank in range(num_workers)}
+    return LogFollower(logs, out, StageLines(out) if says_stages else None)
 
 
 def _prepared(log_dir: Path, num_workers: int) -> Path:
@@ -268,7 +274,7 @@ class _Watch:
     def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
             self._run.update()
-            self._follower.poll()
+            self._follower.poll(activity=self._health.activities().get("rank 0", ""))
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1
                 if not self._handle(number):

@@ -19,6 +19,7 @@ from mindrlhf.observe.panels import Panel, build_panels
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
 
+MAX_AUDIT_ROWS = 10
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
 
 
@@ -58,6 +59,7 @@ def render_report(run: RunData) -> str:
         hover_data=Markup(_safe_json(_hover_data(panels))),
         comparisons=_comparisons(run.summary or {}),
         sample_sets=_sample_sets(run),
+        audit=_audit(run),
         metric_rows=_metric_rows(run),
     )
 
@@ -95,7 +97,8 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
     step_times = run.values("timing/all")
     if step_times.size:
         facts.append(("Time per step", compact(float(np.median(step_times))), "s", "median"))
-        facts.append(("Total time", _duration(float(step_times.sum())), "", "sum of all steps"))
+    if total := _total_time(run, step_times):
+        facts.append(("Total time", *total))
     for name, metric, unit, statistic, remark in (
         ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
         ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
@@ -105,6 +108,40 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
         if values.size:
             facts.append((name, compact(float(statistic(values))), unit, remark))
     return facts
+
+
+def _total_time(run: RunData, step_times: np.ndarray) -> tuple[str, str, str] | None:
+    """Return the time of the whole run with its remark; of a run that has not noted its start, that of its steps."""
+    if run.starts_s:
+        elapsed_s = max(0.0, run.last_written.timestamp() - run.starts_s[0])
+        remark = "from start to last record"
+        if (num_restarts := len(run.starts_s) - 1) > 0:
+            remark += f", with {num_restarts} restart{'s' if num_restarts > 1 else ''} and what lay between"
+        return _duration(elapsed_s), "", remark
+    return (_duration(float(step_times.sum())), "", "sum of all steps") if step_times.size else None
+
+
+def _audit(run: RunData) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return what `mindrlhf rewards audit` found: headings, and under each rows of text."""
+    if run.audit is None:
+        return []
+    correlations = [
+        (f"{one['rho']:+.2f}", f"{one.get('feature')}, in {one.get('within')}", f"{one['num_samples']:,} samples")
+        for one in run.audit["correlations"]
+    ]
+    clusters = [
+        (f"{one['share']:.0%}", _shortened(one.get("completion")), f"{one['num_prompts']:,} prompts")
+        for one in run.audit["clusters"][:MAX_AUDIT_ROWS]
+    ]
+    flips = [
+        (f"{one['num_flipped']:,} of {one['num_samples']:,}", f"{one.get('rewriting')}", f"{one.get('verifier')}")
+        for one in run.audit["flips"]
+    ]
+    return [
+        ("What correlates with the reward (Spearman; significant ones)", correlations),
+        ("High rewards for one text on prompts with different answers", clusters),
+        ("Rewards that flip under harmless rewriting", flips),
+    ]
 
 
 def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:

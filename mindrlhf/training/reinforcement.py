@@ -76,6 +76,7 @@ class ReinforcementTraining(life_cycle.Training):
         """Connect the ranks, the board of weights between them and the generator, and the rewards."""
         config, inputs = self._config, self._inputs
         rewards = None
+        heartbeat.enter("starting the verifiers")
         if config.reward.verifier_function:
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
@@ -116,9 +117,11 @@ class ReinforcementTraining(life_cycle.Training):
         )
         trainer = Trainer(self._config, parts, progress, self._inputs.num_steps)
         stack.callback(trainer.close)
+        heartbeat.enter("compiling the training graphs")
         trainer.warm_up()
         if self._reward_model is not None:
             self._reward_model.warm_up()
+        heartbeat.enter("waiting for vLLM")
         self._generator.wait_ready()
         return trainer
 

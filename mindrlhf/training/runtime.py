@@ -44,6 +44,8 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     The number of threads comes from ``OMP_NUM_THREADS``, which the launcher sets: MindSpore's own default
     is a pool of threads far larger than a share of a CPU machine.
     """
+    if num_ranks_from_environment() == 1:
+        heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
     import mindspore as ms
 
     from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers

@@ -11,7 +11,9 @@ from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
+from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
+from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import Steps
@@ -67,6 +69,7 @@ class Trainer(Steps):
 
     def begin(self) -> None:
         """Give the generator the weights that the first step samples from."""
+        heartbeat.enter("handing the weights to vLLM")
         self.publish()
         if self.progress.step == 0:
             self._write_fingerprint({})
@@ -101,6 +104,10 @@ class Trainer(Steps):
         self.progress.step += 1
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
         return self._report(record, sampled, version, old or self.policy.responses(updates), metrics)
+
+    def details(self) -> StepDetails | None:
+        """Return rewards, lengths and a few samples of the last step."""
+        return self._details
 
     def publish(self) -> None:
         """Put the current weights on the board and have the generator load them."""
@@ -269,6 +276,11 @@ class Trainer(Steps):
         config, observers, state = self.config, self.parts.observers, self.progress.algorithm
         shown = record.samples[: config.observe.samples_per_step]
         observers.samples.write(sample_record(sample, record.step) for sample in shown)
+        self._details = StepDetails(
+            rewards=np.array([sample.reward for sample in record.samples], np.float64),
+            lengths=np.array([len(sample.response_ids) for sample in record.samples]),
+            samples=[f"{one.prompt}\n--- reward {one.reward:g}\n{one.completion}" for one in shown],
+        )
         num_updates = (record.step - self.num_critic_steps) * self.updates_per_step
         lr = self.learning_rate(num_updates - 1) if record.updates else None
         measured = step_metrics(
