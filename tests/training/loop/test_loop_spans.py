@@ -84,7 +84,9 @@ def simulate(run):
             own = lengths[begun * NUM_GENERATIONS : (begun + 1) * NUM_GENERATIONS]
             groups.append([{"left": length, "length": length, "spans": {}} for length in own])
             begun += 1
-        while sum(all(not one["left"] for one in group) for group in groups) < 2:
+        has_given = False
+        while not has_given or sum(all(not one["left"] for one in group) for group in groups) < 2:
+            has_given = True
             for one in (one for group in groups for one in group if one["left"]):
                 earlier = sum(seen != version for seen in one["spans"])
                 count = one["left"] if earlier == MAX_SPANS - 1 else min(SPAN, one["left"])

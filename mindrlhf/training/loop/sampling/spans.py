@@ -94,6 +94,7 @@ class SamplingInSpans(SamplingInStep):
             groups += [Group(number, prompt, (nothing,) * self._num_responses) for number, prompt in new]
         records = dict(zip([group.number for group in groups], prompts.read([group.prompt for group in groups])))
         with prompts.generating():
+            groups = self._give_span(groups, records, version)
             while sum(group.is_complete for group in groups) < self._num_groups:
                 groups = self._give_span(groups, records, version)
             used = [group for group in groups if group.is_complete][: self._num_groups]
@@ -122,7 +123,8 @@ class SamplingInSpans(SamplingInStep):
             self._request(position, records[number].prompt_ids, number, index, by_number[number][index], version)
             for position, (number, index) in enumerate(places)
         ]
-        for completion in self._rollout.generator.generate(requests, self._rollout.prompts.sampling):
+        generator, sampling = self._rollout.generator, self._rollout.prompts.sampling
+        for completion in generator.generate(requests, sampling) if requests else ():
             number, index = places[completion.request_id]
             before = by_number[number][index]
             by_number[number][index] = before.followed_by(completion, self._section.max_response_length)
