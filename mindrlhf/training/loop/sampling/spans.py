@@ -3,7 +3,7 @@
 A step that waits for the longest of its responses leaves most of the generator idle. Here a step begins with more
 prompts in flight than it trains on. All their responses get at most ``rollout.span_tokens`` tokens; that is repeated
 until enough groups are complete. The step trains on the oldest of these, and the others go on first in the next step,
-with its weights, from the tokens they have (Kimi k1.5, arXiv:2501.12599, section 2.6.2, calls it partial rollout). A
+with its weights, from the tokens they have (partial rollout of Kimi k1.5, arXiv:2501.12599). A
 response is made with ``rollout.max_spans`` weights at most: in the last it is finished.
 
 Counts of tokens decide, never clocks: what a step trains on is the same whatever the number of servers and their speed.
@@ -18,6 +18,7 @@ import numpy as np
 from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import Completion, GenerationRequest
 from mindrlhf.training.checkpoints.run import Progress
@@ -110,7 +111,7 @@ class SamplingInSpans(SamplingInStep):
         """Keep the groups that the step, which is done, did not train on."""
         self._progress.leftover = _to_leftover(self._going_on)
 
-    def _give_span(self, groups: Sequence[Group], records: Mapping[int, object], version: int) -> list[Group]:
+    def _give_span(self, groups: Sequence[Group], records: Mapping[int, PromptRecord], version: int) -> list[Group]:
         """Return the groups with up to so many tokens more for each response that goes on."""
         places = [
             (group.number, index)
@@ -146,7 +147,7 @@ class SamplingInSpans(SamplingInStep):
             max_tokens=remaining if is_last else min(self._section.span_tokens, remaining),
         )
 
-    def _score(self, groups: Sequence[Group], records: Mapping[int, object]) -> list[Sample]:
+    def _score(self, groups: Sequence[Group], records: Mapping[int, PromptRecord]) -> list[Sample]:
         def completions() -> Iterator[Completion]:
             for place, group in enumerate(groups):
                 for index, response in enumerate(group.responses):
