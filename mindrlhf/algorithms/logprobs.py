@@ -172,7 +172,8 @@ class PolicyLogProbs(nn.Cell):
     def construct(self, input_ids, segment_ids, labels, mask):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        All inputs are [rows, length] as in :class:`mindrlhf.data.packing.PackedRows`.
+        All inputs are [rows, length] as in :class:`mindrlhf.data.packing.PackedRows`; the first has its
+        ``model_inputs``.
         """
         hidden = self.model(input_ids, segment_ids)
         # Scaling the hidden states scales the logits, at the width of the model instead of the vocabulary.

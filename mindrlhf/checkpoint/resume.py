@@ -37,13 +37,18 @@ FREE_KEYS = frozenset(
         "msprobe",
     }
 )
+# Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.
+YOUNGER_KEYS = {"training.packing": "first_fit"}
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ or that only one config has, sorted; lists equal tuples."""
-    before, now = dict(_leaves(old)), dict(_leaves(new))
+    return _differences(dict(_leaves(old)), dict(_leaves(new)))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     one_sided = before.keys() ^ now.keys()
     return sorted(one_sided | {key for key in before.keys() & now.keys() if before[key] != now[key]})
 
@@ -61,9 +66,10 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
             values.
     """
     before, now = dict(_leaves(old)), dict(_leaves(new))
+    before = {key: value for key, value in YOUNGER_KEYS.items() if key in now} | before
     decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
     free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared)
-    refused = [key for key in config_differences(old, new) if not _is_free(key, free)]
+    refused = [key for key in _differences(before, now) if not _is_free(key, free)]
     if refused:
         changes = [f"{key} was {_shown(before, key)} and is now {_shown(now, key)}" for key in refused]
         them = "it" if len(refused) == 1 else "them"

@@ -1,9 +1,11 @@
 """``mindrlhf data``: build prompt files from raw data, and show what is in them."""
 
 import argparse
+import json
 import sys
 from dataclasses import asdict
 
+from mindrlhf.commands.vocabulary import add_aliases, allow_json
 from mindrlhf.errors import UserError
 
 NUM_SHOWN_IDS = 32
@@ -18,6 +20,7 @@ def register(subparsers) -> None:
     show.add_argument("file", metavar="FILE")
     show.add_argument("--num", type=int, default=3, metavar="N", help="records to print (default: 3)")
     show.add_argument("--tokenizer", metavar="DIR", help="decode with this tokenizer, which must be the file's own")
+    allow_json(show)
     show.set_defaults(run=run_show)
 
 
@@ -53,13 +56,17 @@ def _register_build(actions) -> None:
     build.add_argument(
         "--max-length", type=int, metavar="N", help="for sft and preference: tokens of prompt + response"
     )
-    build.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
+    processes = build.add_argument(
+        "--processes", type=int, metavar="N", help="processes that encode (default: one per core)"
+    )
+    add_aliases(build, processes, "--workers")
     build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
     build.add_argument(
         "--keep-control-tokens",
         action="store_true",
         help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
     )
+    allow_json(build)
     build.set_defaults(run=run_build)
 
 
@@ -87,11 +94,14 @@ def run_build(arguments) -> int:
         task=arguments.task,
         max_prompt_length=arguments.max_prompt_length,
         max_length=arguments.max_length,
-        num_workers=arguments.workers,
+        num_workers=arguments.processes,
         skip_bad=arguments.skip_bad,
         keep_control_tokens=arguments.keep_control_tokens,
     )
-    print_report(report)
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=1, default=str))
+    else:
+        print_report(report)
     if report.num_with_control_tokens:
         what = (
             "kept: they can end a turn and forge another"
@@ -128,9 +138,14 @@ def run_show(arguments) -> int:
         raise UserError(f"--num must be 0 or more, got {arguments.num}")
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     prompts = PromptFile.open(arguments.file, tokenizer.fingerprint if tokenizer else None)
+    records = prompts.read(range(min(arguments.num, len(prompts))))
+    if arguments.json:
+        found = {"header": asdict(prompts.header), "records": [_plain(record, tokenizer) for record in records]}
+        print(json.dumps(found, indent=1))
+        return 0
     for name, value in asdict(prompts.header).items():
         print(f"{name:22} {value}")
-    for record in prompts.read(range(min(arguments.num, len(prompts)))):
+    for record in records:
         print(f"\n--- {record.source_id}")
         print(f"answer    {record.answer}")
         _print_ids("prompt", record.prompt_ids, tokenizer)
@@ -139,6 +154,14 @@ def run_show(arguments) -> int:
         if len(record.rejected_ids):
             _print_ids("rejected", record.rejected_ids, tokenizer)
     return 0
+
+
+def _plain(record, tokenizer) -> dict:
+    """Return a record as JSON values: token ids as lists, and their texts when there is a tokenizer."""
+    found = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in asdict(record).items()}
+    for name in ("prompt", "response", "rejected") if tokenizer else ():
+        found[f"{name}_text"] = tokenizer.decode(getattr(record, f"{name}_ids"), skip_special_tokens=False)
+    return found
 
 
 def _print_ids(label: str, ids, tokenizer) -> None:

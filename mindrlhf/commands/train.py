@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from mindrlhf.commands.vocabulary import add_overrides, add_workers
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parsers of all four commands."""
@@ -15,8 +17,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> None:
     parser = subparsers.add_parser(name, help=summary)
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--workers", type=int, default=1, help="trainer ranks on this machine (default: 1)")
+    add_overrides(parser)
+    add_workers(parser, "trainer ranks on this machine (default: 1)")
+    parser.add_argument(
+        "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -39,7 +44,9 @@ def _run(arguments: argparse.Namespace) -> int:
     import signal
     from pathlib import Path
 
-    from mindrlhf.config.load import CONFIG_LOADERS
+    # Before the imports below, which take a while on a slow disk.
+    print(f"mindrlhf: checking {arguments.config}", flush=True)
+
     from mindrlhf.launch.launch import launch
     from mindrlhf.launch.restarts import run_with_restarts
     from mindrlhf.training.checkpoints.run import check_output, holding_directories, newest_checkpoint
@@ -47,9 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
-    # All checks run here once before any rank starts, so that a mistake costs a second.
-    config = CONFIG_LOADERS[command](arguments.config, overrides, world_size=arguments.workers)
-    _check_inputs(command, config, arguments.workers)
+    config = _checked_config(arguments, overrides, is_resumed)
     log_dir = Path(config.run.output_dir) / "logs"
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     again = shlex.join(["mindrlhf", command, arguments.config, *overrides, *options])
@@ -79,21 +84,22 @@ def _run(arguments: argparse.Namespace) -> int:
         )
 
 
-def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
-    from mindrlhf.training.preflight import (
-        check_grpo_inputs,
-        check_preference_inputs,
-        check_sandbox,
-        check_sft_inputs,
-    )
+def _checked_config(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> Any:
+    """Return the config after all checks, which run here once before any rank starts: a mistake costs a second."""
+    from mindrlhf.training.checking import check_run
 
-    if command == "train":
-        check_grpo_inputs(config, num_ranks)
-        check_sandbox(config)
-    elif command == "sft":
-        check_sft_inputs(config)
-    else:
-        check_preference_inputs(config)
+    checked = check_run(
+        arguments.command,
+        arguments.config,
+        overrides,
+        num_ranks=arguments.workers,
+        resume=is_resumed,
+        oversubscribe=arguments.oversubscribe,
+    )
+    checked.raise_if_any()
+    for remark in checked.remarks:
+        print(f"mindrlhf: {remark}", flush=True)
+    return checked.config
 
 
 def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:

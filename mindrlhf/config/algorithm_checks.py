@@ -9,19 +9,23 @@ from mindrlhf.config.derived import correction_weight, has_older_samples, is_cor
 from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import AlgorithmSection
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
 
 
 def check_algorithm(config: GrpoConfig, given: frozenset[str]) -> None:
     """Check the sections `algorithm` and `correction`; ``given`` are the keys the user set."""
-    _check_estimator(config.algorithm)
-    _check_kl(config.algorithm)
-    _check_reference(config.algorithm, given)
-    _check_levels(config.algorithm)
-    _check_overlong(config)
-    _check_dynamic_sampling(config.algorithm)
-    _check_correction(config)
-    _check_unread(config, given)
+    mistakes = Mistakes()
+    check = mistakes.check
+    check(_check_estimator, config.algorithm)
+    check(_check_teacher, config)
+    check(_check_kl, config.algorithm)
+    check(_check_reference, config.algorithm, given)
+    check(_check_levels, config.algorithm)
+    check(_check_overlong, config)
+    check(_check_dynamic_sampling, config.algorithm)
+    check(_check_correction, config)
+    check(_check_unread, config, given)
+    mistakes.raise_if_any()
 
 
 def _check_estimator(algorithm: AlgorithmSection) -> None:
@@ -36,6 +40,27 @@ def _check_estimator(algorithm: AlgorithmSection) -> None:
             f"'algorithm.pass_k' is {algorithm.pass_k}, but the best of {algorithm.pass_k} can only differ within "
             f"groups of more samples: set 'algorithm.num_generations' above {algorithm.pass_k} (it is "
             f"{algorithm.num_generations}), or lower pass_k"
+        )
+
+
+def _check_teacher(config: GrpoConfig) -> None:
+    algorithm = config.algorithm
+    if "teacher" not in advantages.find(algorithm.advantage).NEEDS:
+        return
+    if not config.model.reference_path:
+        raise UserError(
+            f"'algorithm.advantage' is {algorithm.advantage}, but there is no teacher: set 'model.reference_path' to "
+            "its directory"
+        )
+    if algorithm.beta == 0 or algorithm.kl_in != "reward" or algorithm.kl_estimator != "k1":
+        raise UserError(
+            f"'algorithm.advantage' is {algorithm.advantage}, whose advantage is the KL against the teacher: set "
+            "algorithm.beta to 1, kl_in to reward and kl_estimator to k1, or algorithm.name to distill, which does so"
+        )
+    if algorithm.distill_reward_weight and algorithm.num_generations < 2:
+        raise UserError(
+            f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the "
+            "samples of a group: set it to 2 or more"
         )
 
 
@@ -171,13 +196,15 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
         why = "correction.mask token, sequence or geometric, not none"
         unread |= {"correction.mask_low": why, "correction.mask_high": why}
     presets = {"algorithm": PRESETS[algorithm.name], "correction": CORRECTIONS[correction.preset]}
+    mistakes = Mistakes()
     for name in sorted(unread.keys() & given):
         section, _, key = name.partition(".")
         part = getattr(config, section)
         default = next(field.default for field in dataclasses.fields(part) if field.name == key)
         # What a run wrote to its config.yaml holds every key, and must load again.
         if getattr(part, key) not in (default, presets.get(section, {}).get(key, default)):
-            raise UserError(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+            mistakes.add(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+    mistakes.raise_if_any()
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -47,6 +47,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
     # Chen et al. 2025 (arXiv:2508.10751)
     "pass_at_k": {"advantage": "pass_at_k"},
+    # On-policy distillation with reverse KL, Agarwal et al. 2024 (arXiv:2306.13649); the teacher is the reference model
+    "distill": {"advantage": "distill", "clip_high": 0.2, "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
 }
 
 # Preset of `correction` -> keys of the section that differ from its defaults; the names are verl's but for the last.

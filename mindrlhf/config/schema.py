@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config import offline_sections, sections
+from mindrlhf.config import offline_sections, sections, watching_sections
 from mindrlhf.config.keys import section
-from mindrlhf.config.msprobe_section import MsprobeSection
 from mindrlhf.config.parse import root_config
 
 
@@ -28,9 +27,9 @@ class GrpoConfig:
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    guard: sections.GuardSection = section(sections.GuardSection, "the guards")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
-    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging")
+    guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
+    msprobe: watching_sections.MsprobeSection = section(watching_sections.MsprobeSection, "precision debugging")
 
 
 @root_config
@@ -45,7 +44,7 @@ class SftConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
 
 
 @root_config
@@ -61,7 +60,7 @@ class DpoConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
 
 
 @root_config
@@ -77,4 +76,4 @@ class RewardModelConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")

@@ -8,6 +8,7 @@ from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.config.keys import REQUIRED, key
 from mindrlhf.config.presets import CORRECTIONS, PRESETS
 
+FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("first_fit", "best_fit", "shared_prompts")
 REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
 
 
@@ -16,7 +17,8 @@ class RunSection:
     """What the run is called, where it writes and what it runs on."""
 
     output_dir: str = key(
-        "runs/default", "directory for metrics, checkpoints, samples, logs and the report",
+        "runs/default",
+        "directory for metrics, checkpoints, samples, logs and the report",
         is_path=True,
     )
     seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
@@ -39,7 +41,8 @@ class ModelSection:
 
     path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_path=True)
     reference_path: str = key(
-        "", "Hugging Face directory of the reference model; empty means `model.path`",
+        "",
+        "Hugging Face directory of the reference model; empty means `model.path`",
         is_path=True,
     )
     random_init: bool = key(
@@ -67,7 +70,8 @@ class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
 
     python: str = key(
-        "", "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
+        "",
+        "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
         is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
@@ -151,7 +155,8 @@ class RewardSection:
     )
     verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
     model_path: str = key(
-        "", "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
+        "",
+        "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
         is_path=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
@@ -190,6 +195,9 @@ class AlgorithmSection:
     gamma: float = key(1.0, "discount of the estimator gae, per token", minimum=0, maximum=1)
     gae_lambda: float = key(0.95, "lambda of the estimator gae", minimum=0, maximum=1)
     whiten_advantages: bool = key(True, "give the advantages of the estimator gae mean 0 and standard deviation 1")
+    distill_reward_weight: float = key(
+        0.0, "weight of rewards beside the teacher's verdict in the estimator distill; 0 leaves them out", minimum=0
+    )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
@@ -295,9 +303,18 @@ class TrainingSection:
     epochs: int = key(1, "passes over the training prompts", minimum=1)
     batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest sample", minimum=8
+        (),
+        "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "
+        "first_fit two, the longer for twice as much",
+        minimum=8,
     )
     pack: bool = key(True, "put several samples into one row")
+    packing: str = key(
+        FIRST_FIT,
+        "how samples fill rows: first_fit by length alone; best_fit makes fuller rows and balances the ranks by work; "
+        "shared_prompts does so, and samples of one prompt in a row have it once; see docs/performance.md",
+        choices=PACKINGS,
+    )
     num_minibatches: int = key(1, "optimiser updates that one pass over a step's samples is split into", minimum=1)
     num_iterations: int = key(1, "passes over a step's samples", minimum=1)
 
@@ -363,38 +380,3 @@ class CheckpointSection:
         True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
     )
     save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
-
-
-@dataclass(frozen=True)
-class GuardSection:
-    """What the numbers of a run may do before it warns or stops."""
-
-    max_skipped_updates: int = key(
-        3,
-        "stop after this many updates in a row were skipped because loss or gradients were not finite",
-        minimum=1,
-    )
-    warn_rollout_diff: float = key(
-        0.1, "warn when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
-    )
-    max_rollout_diff: float = key(
-        1.0, "stop when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
-    )
-    grad_spike_factor: float = key(
-        5.0, "report an update whose gradient norm exceeds the running median this many times; 0 means never", minimum=0
-    )
-    max_failed_steps: int = key(
-        5,
-        "stop after this many steps in a row in which a verifier failed on every sample it was asked for; 0 means "
-        "never",
-        minimum=0,
-    )
-
-
-@dataclass(frozen=True)
-class ObserveSection:
-    """What is reported."""
-
-    performance_stats: bool = key(True, "report the timing of every stage and the throughput")
-    tensorboard: bool = key(True, "write TensorBoard event files")
-    samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)

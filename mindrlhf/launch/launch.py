@@ -21,8 +21,10 @@ from mindrlhf.launch.failure_report import describe_end, exit_code, failure_repo
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
 from mindrlhf.launch.logs import LogFollower
+from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
 from mindrlhf.system import heartbeat, processes
+from mindrlhf.system.processor import openblas_environment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
@@ -141,6 +143,7 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
         # Threads that spin while they wait take the cores that the other ranks and the rollout server need.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
+        **openblas_environment(),
         **_CLUSTER_DEFAULTS,
     }
     environment = defaults | inherited | dict(env)
@@ -163,10 +166,8 @@ def find_free_port() -> int:
 
 
 def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int) -> list[str]:
+    check_launcher(num_workers)
     bin_dir = Path(sys.executable).parent
-    for name in ("msrun", "python"):
-        if not (bin_dir / name).exists():
-            raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
     return [
         sys.executable,
         str(bin_dir / "msrun"),

@@ -6,6 +6,7 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
+from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import Tensor, nn, ops
@@ -19,7 +20,10 @@ def decoder_spec(config, dims):
 
 
 class DecoderInputs(nn.Cell):
-    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary angles."""
+    """Embedded tokens `[S, B, H]`, the mask `[B, 1, S, S]` uint8 (1 = hidden), and the rotary angles.
+
+    Fused attention takes any mask (MindFormers' sparse_mode 0), so that shared prompts need no other kernel.
+    """
 
     def __init__(self, model, config, max_length: int, dims):
         super().__init__(auto_prefix=False)
@@ -31,17 +35,54 @@ class DecoderInputs(nn.Cell):
         self.as_column = ops.ExpandDims().shard(((dp, cp),))
         self.as_row = ops.ExpandDims().shard(((dp, 1),))
         self.not_equal = ops.NotEqual().shard(((dp, cp, 1), (dp, 1, 1)))
+        self.both = ops.LogicalAnd().shard(((dp, cp, 1), (dp, cp, 1)))
         self.cast = ops.Cast().shard(((dp, cp, 1),))
         self.maximum = ops.Maximum().shard(((dp, cp, 1), (1, cp, 1)))
         self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
         self.slice = ops.StridedSlice().shard(((1, 1, 1),))
+        self.slice_rows = ops.StridedSlice().shard(((dp, 1, 1),))
+        self.squeeze = ops.Squeeze(1).shard(((dp, 1, 1),))
+        self.gather = ops.Gather().shard(((1, 1), (1, dp)))
+        self.positions_first = ops.Transpose().shard(((dp, 1),))
+        self.add_rotary_axis = ops.ExpandDims().shard(((1, dp, 1),))
 
     def construct(self, input_ids, segment_ids):
-        length = input_ids.shape[1]
+        length = segment_ids.shape[1]
         other_segment = self.not_equal(self.as_column(segment_ids, 2), self.as_row(segment_ids, 1))
+        rotary = self.rotary(length)
+        if input_ids.ndim == 3:
+            prefix_ids, positions = self._channel(input_ids, 1), self._channel(input_ids, 2)
+            input_ids = self._channel(input_ids, 0)
+            other_prefix = self.not_equal(self.as_column(prefix_ids, 2), self.as_row(segment_ids, 1))
+            other_segment = self.both(other_segment, other_prefix)
+            rotary = self._by_row(rotary, positions)
         causal = self.slice(self.causal, (0, 0, 0), (1, length, length), (1, 1, 1))
         hidden = self.maximum(self.cast(other_segment, causal.dtype), causal)
-        return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), self.rotary(length)
+        return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), rotary
+
+    def _channel(self, inputs, number):
+        """One of the three arrays `[B, S]` of `[B, 3, S]`; see CausalLM."""
+        shape = (inputs.shape[0], 1, inputs.shape[2])
+        start, stop = (0, number, 0), (shape[0], number + 1, shape[2])
+        return self.squeeze(self.slice_rows(inputs, start, stop, (1, 1, 1)))
+
+    def _by_row(self, rotary, positions):
+        """The angles `[S, B, 1, D]` of positions `[B, S]`, from those of all positions `[S, 1, 1, D]`."""
+        angles, scale = rotary
+        table = ops.reshape(angles, (angles.shape[0], angles.shape[-1]))
+        return self.add_rotary_axis(self.gather(table, self.positions_first(positions, (1, 0)), 0), 2), scale
+
+
+def rotate_by_row(model) -> None:
+    """Let every row have rotary angles of its own: MindFormers shards those `[S, 1, 1, D]` that all rows share."""
+    for _, cell in model.decoder.cells_and_names():
+        if isinstance(cell, ApplyRotaryPosEmb):
+            heads = "None" if cell.for_k_pos_emb else "tp"
+            angles = layout("cp", "dp", "None", "None")
+            cell.mul_mscale.shard(in_strategy=(angles,))
+            for function in (cell.cos, cell.sin):
+                function.shard(in_strategy=(angles,), out_strategy=(angles,))
+            cell.mul.shard(in_strategy=(layout("cp", "dp", heads, "None"), angles))
 
 
 class DecoderOutputs(nn.Cell):
@@ -53,7 +94,7 @@ class DecoderOutputs(nn.Cell):
         length_axis = "cp_tp" if config.sequence_parallel else "cp"
         self.transpose = ops.Transpose().shard((layout(length_axis, "dp", "None"),))
 
-    def construct(self, hidden_states, input_ids):
+    def construct(self, hidden_states, segment_ids):
         return self.transpose(hidden_states, (1, 0, 2))
 
 

@@ -65,12 +65,14 @@ class CausalLM(nn.Cell):
         """Return hidden states `[B, S, H]` after the final norm, in the compute dtype.
 
         Args:
-            input_ids: tokens `[B, S]`, int32.
-            segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number only.
+            input_ids: tokens `[B, S]`, int32; or `[B, 3, S]`: tokens, for each the segment that its own continues
+                (its own where that continues none), and its position.
+            segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number, and of the
+                segment that their own continues, only.
         """
         hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
         hidden_states, _, _ = self.model.decoder(hidden_states, mask, rotary)
-        return self.outputs(hidden_states, input_ids)
+        return self.outputs(hidden_states, segment_ids)
 
 
 def build_model(
@@ -82,6 +84,7 @@ def build_model(
     device: str = "cpu",
     parallel_config: Mapping[str, int | bool] | None = None,
     recompute: bool = False,
+    shared_prompts: bool = False,
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -94,6 +97,8 @@ def build_model(
         parallel_config: MindFormers' keys (`data_parallel`, `model_parallel`, `pipeline_stage`, ...); on the CPU only
             data parallelism exists, and the model does not need to know of it.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
+        shared_prompts: its rows are those of :class:`CausalLM` with positions; cells for Ascend are sharded for either
+            form.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -124,6 +129,8 @@ def build_model(
     shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
+    if shared_prompts and device != "cpu":
+        cells.rotate_by_row(model)
     inputs = cells.DecoderInputs(model, config, seq_length, dims)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)

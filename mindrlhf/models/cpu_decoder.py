@@ -49,19 +49,45 @@ class DecoderInputs(nn.Cell):
         self.scale = score_scale(dims)
         scale = np.float32(self.scale)
         self.tables = tuple(Tensor(table) for table in (cos, sin, cos * scale, sin * scale))
+        # The heads of keys, which take the first two tables, and of queries, which take the last.
+        keys, queries = (self.num_groups, 1), (self.num_groups, self.heads_per_group)
+        if dims.latent:
+            keys, queries = (1,), (dims.num_heads,)
+        self.heads_of_tables = (keys, keys, queries, queries)
         self.turn = Tensor(turn_matrix(dims))
         self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
 
     def construct(self, input_ids, segment_ids):
-        batch, length = input_ids.shape
-        hidden_states = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+        batch, length = segment_ids.shape
+        if input_ids.ndim == 3:
+            return self._with_shared_prompts(input_ids, segment_ids)
         other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
-        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
-        mask = ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
         tables = ()
         for table in self.tables:
             tables += (table[:length],)
-        return hidden_states, mask, tables + (self.turn, self.scale)
+        return self._embed(input_ids), self._mask(other, batch, length), tables + (self.turn, self.scale)
+
+    def _with_shared_prompts(self, inputs, segment_ids):
+        """The same for inputs `[B, 3, S]`; see CausalLM."""
+        batch, length = segment_ids.shape
+        keys = ops.expand_dims(segment_ids, 1)
+        other = ops.logical_and(
+            ops.not_equal(ops.expand_dims(segment_ids, 2), keys), ops.not_equal(ops.expand_dims(inputs[:, 1], 2), keys)
+        )
+        tables = ()
+        for table, heads in zip(self.tables, self.heads_of_tables):
+            # Whole copies for all heads: the CPU kernel for broadcast multiplication is several times slower.
+            rows = ops.reshape(ops.gather(table, inputs[:, 2], 0), (batch,) + (1,) * len(heads) + (length, -1))
+            tables += (ops.tile(rows, (1,) + heads + (1, 1)),)
+        return self._embed(inputs[:, 0]), self._mask(other, batch, length), tables + (self.turn, self.scale)
+
+    def _embed(self, input_ids):
+        return ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+
+    def _mask(self, other, batch, length):
+        """What is added to the scores, `[B, G, r*S, S]`; keys of ``other`` `[B, S, S]` and later ones are hidden."""
+        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
+        return ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
 
 
 class DecoderOutputs(nn.Cell):
@@ -71,5 +97,5 @@ class DecoderOutputs(nn.Cell):
         super().__init__()
         self.hidden_size = config.hidden_size
 
-    def construct(self, hidden_states, input_ids):
-        return ops.reshape(hidden_states, input_ids.shape + (self.hidden_size,))
+    def construct(self, hidden_states, segment_ids):
+        return ops.reshape(hidden_states, segment_ids.shape + (self.hidden_size,))

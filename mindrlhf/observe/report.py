@@ -48,7 +48,7 @@ def render_report(run: RunData) -> str:
     return template.render(
         run=run,
         version=mindrlhf.__version__,
-        script_hash=_content_hash(script),
+        script_hash=content_hash(script),
         style=Markup(style),
         script=Markup(script),
         headline=_headline(run),
@@ -179,7 +179,7 @@ def _safe_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _content_hash(script: str) -> str:
+def content_hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 

@@ -6,7 +6,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, padding_rows, plan_rows
+from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
+from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
 from mindrlhf.training.records import Share, TokenArrays
 
 T = TypeVar("T")
@@ -17,26 +19,54 @@ class RowOptions:
     """How sequences become micro-batches."""
 
     row_lengths: tuple[int, ...]  # ascending
-    rows_per_micro_batch: int
+    rows_per_micro_batch: int  # at most, where micro-batches have several sizes
     num_ranks: int
     pack: bool
+    packing: str = FIRST_FIT  # see `training.packing`
+    cost: RowCost = RowCost()  # by which the rows of other packings are balanced over the ranks
+    in_step: bool = False  # ranks compute one graph together: their n-th micro-batches must have the same shape
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the samples of a group have their prompt once in a row."""
+        return self.packing == SHARED_PROMPTS
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The row counts that micro-batches may have, descending."""
+        is_one = self.packing == FIRST_FIT or self.in_step
+        return (self.rows_per_micro_batch,) if is_one else micro_batch_sizes(self.rows_per_micro_batch)
+
+    def shapes(self) -> list[PackedRows]:
+        """Return rows of weight 0 in each shape that micro-batches may have: what there is to compile."""
+        return [
+            padding_rows((size, length), share_prompts=self.shares_prompts)
+            for length in self.row_lengths
+            for size in self.sizes
+        ]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one optimiser update, cut into micro-batches that divide evenly among the ranks.
+    """The rows of one optimiser update, cut into micro-batches that the ranks divide.
 
-    Rank r computes ``micro_batches[r::num_ranks]``. Nothing else depends on the cutting: the loss divides by
-    ``num_tokens``, the generated tokens of the whole update.
+    Nothing depends on the cutting: the loss divides by ``num_tokens``, the generated tokens of the whole update.
     """
 
     micro_batches: tuple[PackedRows, ...]
     num_tokens: int
     placed: tuple[tuple[int, int, int, int], ...]  # per sequence: micro-batch, row, first position, last + 1
+    ranks: tuple[int, ...] = ()  # of each micro-batch; empty: rank r computes ``micro_batches[r::num_ranks]``
+
+    def numbers(self, rank: int, num_ranks: int) -> list[int]:
+        """Return the numbers of the micro-batches that a rank computes, in order."""
+        if not self.ranks:
+            return list(range(rank, len(self.micro_batches), num_ranks))
+        return [number for number, owner in enumerate(self.ranks) if owner == rank]
 
     def share(self, rank: int, num_ranks: int) -> Share:
         """Return rank's micro-batches, to which it may add token arrays of its own."""
-        own = self.micro_batches[rank::num_ranks]
+        own = [self.micro_batches[number] for number in self.numbers(rank, num_ranks)]
         return Share(tuple(replace(rows, tokens=dict(rows.tokens)) for rows in own), self.num_tokens)
 
     def shares(self, num_ranks: int) -> list[dict[str, Share]]:
@@ -49,7 +79,7 @@ class Batch:
         Args:
             shares: by rank, [rows, length] for each of its micro-batches.
         """
-        return self.responses(in_order(shares))
+        return self.responses(self.in_order(shares))
 
     def responses(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return one array for each sequence, of its generated tokens, from [rows, length] for each micro-batch."""
@@ -68,43 +98,108 @@ class Batch:
         for (micro_batch, row, first, last), values in zip(self.placed, responses, strict=True):
             is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
             arrays[micro_batch][row, first:last][is_generated] = values
-        return [TokenArrays(tuple(arrays[rank::num_ranks])) for rank in range(num_ranks)]
+        return [
+            TokenArrays(tuple(arrays[number] for number in self.numbers(rank, num_ranks))) for rank in range(num_ranks)
+        ]
 
-
-def in_order(shares: Sequence[Sequence[T]]) -> list[T]:
-    """Return what the ranks have for their micro-batches in the order of the batch."""
-    return [one for same_index in zip(*shares, strict=True) for one in same_index]
+    def in_order(self, shares: Sequence[Sequence[T]]) -> list[T]:
+        """Return what the ranks have for their micro-batches in the order of the batch."""
+        found: dict[int, T] = {}
+        for rank, share in enumerate(shares):
+            found |= zip(self.numbers(rank, len(shares)), share, strict=True)
+        return [found[number] for number in range(len(self.micro_batches))]
 
 
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:
-    """Pack sequences into rows and these into micro-batches; padding rows (weight 0) fill the last ones."""
-    lengths = [sequence.num_tokens for sequence in sequences]
-    return batch_of_rows(sequences, plan_rows(lengths, options.row_lengths, pack=options.pack), options)
+    """Pack sequences into rows and these into micro-batches, as ``options.packing`` says.
+
+    first_fit gives all micro-batches one size: padding rows (weight 0) fill the last ones. The others balance the cost
+    of the ranks; which sequences share a row does not depend on the number of ranks.
+    """
+    if options.packing == FIRST_FIT:
+        lengths = [sequence.num_tokens for sequence in sequences]
+        return batch_of_rows(sequences, plan_rows(lengths, options.row_lengths, pack=options.pack), options)
+    rows = plan_best_fit(pieces_of(sequences, options.shares_prompts), options.row_lengths, options.cost)
+    builder = _Builder(sequences, options)
+    costs = [options.cost.of(row.length, sum(sequences[item].num_generated for item in row.items)) for row in rows]
+    if options.in_step:
+        _add_in_step(builder, rows, costs)
+    else:
+        for rank, dealt in enumerate(deal_rows(costs, options.num_ranks)):
+            for length in options.row_lengths:
+                own = [rows[number] for number in dealt if rows[number].length == length]
+                for size in cut(len(own), options.sizes):
+                    builder.add(own[:size], length, size, rank)
+                    own = own[size:]
+    return builder.batch()
+
+
+def pieces_of(sequences: Sequence[TokenSequence], share_prompts: bool) -> list[Piece]:
+    """Return what each sequence takes in a row; see :class:`mindrlhf.data.packing.PackedRows`."""
+    if not share_prompts:
+        return [Piece(sequence.num_tokens, group=number) for number, sequence in enumerate(sequences)]
+    groups: dict[bytes, int] = {}
+    numbers = [groups.setdefault(sequence.prompt_key, len(groups)) for sequence in sequences]
+    return [
+        Piece(len(sequence.response_ids), len(sequence.prompt_ids) - 1, number)
+        for sequence, number in zip(sequences, numbers)
+    ]
+
+
+def _add_in_step(builder: "_Builder", rows: Sequence[Row], costs: Sequence[float]) -> None:
+    options = builder.options
+    (size,) = options.sizes
+    for length in options.row_lengths:
+        bucket = [number for number, row in enumerate(rows) if row.length == length]
+        most = -(-len(bucket) // options.num_ranks)
+        dealt = deal_rows([costs[number] for number in bucket], options.num_ranks, most=most)
+        for start in range(0, most, size):
+            for rank, places in enumerate(dealt):
+                builder.add([rows[bucket[place]] for place in places[start : start + size]], length, size, rank)
 
 
 def batch_of_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], options: RowOptions) -> Batch:
-    """Make a batch of planned rows; ``rows`` may hold only some of the sequences."""
+    """Make a batch of planned rows, in micro-batches of one size; ``rows`` may hold only some of the sequences."""
     size = options.rows_per_micro_batch
-    micro_batches: list[PackedRows] = []
-    placed: dict[int, tuple[int, int, int, int]] = {}
+    builder = _Builder(sequences, options)
     for length in options.row_lengths:
         bucket = [row for row in rows if row.length == length]
         for start in range(0, len(bucket), size):
-            part = bucket[start : start + size]
-            for row_index, row in enumerate(part):
-                _note_places(placed, sequences, row.items, len(micro_batches), row_index)
-            micro_batches.append(fill_rows(sequences, part, size))
-    while len(micro_batches) % options.num_ranks:
-        micro_batches.append(padding_rows(micro_batches[-1].mask.shape, tuple(micro_batches[-1].tokens)))
-    num_tokens = sum(sequences[item].num_generated for item in placed)
-    return Batch(tuple(micro_batches), num_tokens, tuple(placed[item] for item in sorted(placed)))
+            builder.add(bucket[start : start + size], length, size)
+        while options.in_step and len(builder.micro_batches) % options.num_ranks:
+            builder.add([], length, size)
+    while len(builder.micro_batches) % options.num_ranks:
+        builder.add([], builder.micro_batches[-1].mask.shape[1], size)
+    return builder.batch()
 
 
-def _note_places(
-    placed: dict, sequences: Sequence[TokenSequence], items: Sequence[int], micro_batch: int, row: int
-) -> None:
-    start = 0
-    for item in items:
-        first = start + len(sequences[item].prompt_ids) - 1
-        placed[item] = (micro_batch, row, first, first + len(sequences[item].response_ids))
-        start += sequences[item].num_tokens
+class _Builder:
+    """The micro-batches of a batch as they are added."""
+
+    def __init__(self, sequences: Sequence[TokenSequence], options: RowOptions):
+        self.options = options
+        self.micro_batches: list[PackedRows] = []
+        self._sequences = sequences
+        self._ranks: list[int] = []
+        self._placed: dict[int, tuple[int, int, int, int]] = {}
+
+    def add(self, rows: Sequence[Row], length: int, size: int, rank: int | None = None) -> None:
+        """Add a micro-batch of ``size`` rows of ``length``, of which those beyond ``rows`` are padding."""
+        shared = self.options.shares_prompts
+        for row_index, row in enumerate(rows):
+            for item, first in first_positions(self._sequences, row, share_prompts=shared):
+                stop = first + len(self._sequences[item].response_ids)
+                self._placed[item] = (len(self.micro_batches), row_index, first, stop)
+        if rows:
+            self.micro_batches.append(fill_rows(self._sequences, rows, size, share_prompts=shared))
+        else:
+            names = tuple(self._sequences[0].values)
+            self.micro_batches.append(padding_rows((size, length), names, share_prompts=shared))
+        if rank is not None:
+            self._ranks.append(rank)
+
+    def batch(self) -> Batch:
+        """Return the batch."""
+        num_tokens = sum(self._sequences[item].num_generated for item in self._placed)
+        placed = tuple(self._placed[item] for item in sorted(self._placed))
+        return Batch(tuple(self.micro_batches), num_tokens, placed, tuple(self._ranks))

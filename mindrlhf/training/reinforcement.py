@@ -1,17 +1,19 @@
 """A reinforcement learning run put together from its config: what each rank builds, and what rank 0 adds."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.layout import Layout
+from mindrlhf.layout.packing import row_cost
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.samples import SampleWriter
@@ -22,6 +24,7 @@ from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
@@ -37,6 +40,7 @@ from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
+from mindrlhf.weights.hf import read_hf_config
 
 
 def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
@@ -83,10 +87,17 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        self._rows = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
+        plain = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
+        hf_config = read_hf_config(config.model.path)
+        self._rows = dataclasses.replace(
+            plain,
+            packing=training.packing,
+            cost=row_cost(find_spec(hf_config).dims(hf_config)),
+            in_step=is_split(config.parallel_config),
+        )
         self._reward_model = None
         if config.reward.model_path:
-            self._reward_model = RewardModel(self.team, self._rows, config.reward, requests.uninterruptible)
+            self._reward_model = RewardModel(self.team, plain, config.reward, requests.uninterruptible)
         source = with_tools(config.tools, self._generator, inputs.tokenizer, stack)
         self._sampler = Sampler(source, rewards, inputs.tokenizer, self._reward_model)
 

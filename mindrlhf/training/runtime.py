@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mindrlhf.config.sections import ParallelSection, RunSection
 from mindrlhf.system import heartbeat
+from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,12 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
         # tied to one would wait while another is free.
         os.sched_setaffinity(0, cores)
+        num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         # Set last: preparing MindFormers resets it.
-        ms.set_context(runtime_num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
+        ms.set_context(runtime_num_threads=num_threads)
+        if index == 0:  # what the last bits of a result depend on, beside the config
+            kernels = os.environ.get(OPENBLAS_CORE_VARIABLE) or "chosen by OpenBLAS"
+            print(f"mindrlhf: kernels of matrix products: {kernels}; threads: {num_threads}", flush=True)
     return Rank(index, world_size)
 
 

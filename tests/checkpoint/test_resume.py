@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, check_resumable, config_differences
+from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, YOUNGER_KEYS, check_resumable, config_differences
 from mindrlhf.config import sections
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
@@ -96,6 +96,17 @@ def test_what_matters_is_refused(key):
 )  # fmt: skip
 def test_what_does_not_matter_is_allowed(key):
     assert key in ALL_KEYS and is_free(key)
+
+
+def test_a_checkpoint_older_than_a_key_goes_on_as_it_did():
+    new = make_config()
+    old = changed(new, "training.packing", None)
+    del old["training"]["packing"]
+    check_resumable(old, new)
+    with pytest.raises(UserError, match="training.packing was 'first_fit' and is now 'shared_prompts'"):
+        check_resumable(old, changed(new, "training.packing", "shared_prompts"))
+    check_resumable(make_config(SftConfig), make_config(SftConfig))
+    assert all(key in ALL_KEYS and changed(new, key, value) == new for key, value in YOUNGER_KEYS.items())
 
 
 def test_every_refused_key_is_named():

@@ -17,9 +17,10 @@ BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.ver
 BFLOAT16 = ["run.device=ascend", "rollout.dtype=bfloat16", "model.compute_dtype=bfloat16"]
 
 
-def critic_of(preset):
-    """Return the overrides that a preset with a critic cannot do without."""
-    return ["critic.path=c"] if PRESETS[preset].get("advantage") == "gae" else []
+def model_of(preset):
+    """Return the overrides that a preset with a critic or a teacher cannot do without."""
+    needed = {"gae": ["critic.path=c"], "distill": ["model.reference_path=r"]}
+    return needed.get(PRESETS[preset].get("advantage"), [])
 
 
 @pytest.fixture
@@ -34,6 +35,22 @@ RULES = {
     "leave-one-out of one": (
         ["algorithm.name=rloo", "algorithm.num_generations=1"],
         ["'algorithm.num_generations' is 1", "rloo", "set it to 2 or more"],
+        ["algorithm.num_generations=2"],
+    ),
+    "no teacher": (
+        ["algorithm.name=distill"],
+        ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],
+        ["model.reference_path=teacher"],
+    ),
+    "a teacher that is not heard": (
+        ["algorithm.advantage=distill", "model.reference_path=teacher", "algorithm.beta=1"],
+        ["whose advantage is the KL against the teacher", "algorithm.name to distill"],
+        ["algorithm.name=distill"],
+    ),
+    "rewards beside a teacher, of one sample": (
+        ["algorithm.name=distill", "model.reference_path=t", "algorithm.distill_reward_weight=1"]
+        + ["algorithm.num_generations=1"],
+        ["'algorithm.num_generations' is 1", "distill_reward_weight", "set it to 2 or more"],
         ["algorithm.num_generations=2"],
     ),
     "the best of all": (
@@ -185,7 +202,7 @@ def test_a_mistyped_part_is_met_with_the_choices(load, name):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fills_in_what_is_not_given(load, preset):
     plain = sections.AlgorithmSection()
-    algorithm = load(f"algorithm.name={preset}", *critic_of(preset)).algorithm
+    algorithm = load(f"algorithm.name={preset}", *model_of(preset)).algorithm
     for name, value in PRESETS[preset].items():
         assert getattr(algorithm, name) == value
         assert value is not None and name != "num_generations"
@@ -201,7 +218,7 @@ def test_what_is_given_stays(load):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
-    config = load(f"algorithm.name={preset}", *critic_of(preset))
+    config = load(f"algorithm.name={preset}", *model_of(preset))
     write_config(config, tmp_path)
     lines = (tmp_path / "config.yaml").read_text().splitlines()
     # Other sections refuse keys that are written out but not used.
@@ -209,7 +226,7 @@ def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
     kept = [line for line in lines[begin:end] if "ref_model_sync_steps" not in line]
     path = tmp_path / "again.yaml"
     path.write_text("\n".join(kept))
-    assert load_grpo_config(path, [*BASE, *critic_of(preset)]).algorithm == config.algorithm
+    assert load_grpo_config(path, [*BASE, *model_of(preset)]).algorithm == config.algorithm
 
 
 @pytest.mark.parametrize("preset", CORRECTIONS)

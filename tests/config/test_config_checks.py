@@ -108,6 +108,18 @@ RULES = {
         ["rollout.max_response_length=256"],
         1,
     ),
+    "packing of rows that hold one sample": (
+        ["training.pack=false", "training.packing=best_fit"],
+        ["'training.packing' is best_fit, but training.pack=false", "set pack to true, or packing to first_fit"],
+        ["training.pack=true"],
+        1,
+    ),
+    "prompts shared by rows that are split": (
+        ["training.packing=shared_prompts", "parallel_config.context_parallel=2", "run.device=ascend"],
+        ["'training.packing' is shared_prompts, but parallel_config.context_parallel = 2 splits rows"],
+        ["training.packing=best_fit"],
+        2,
+    ),
     "a decay to nowhere": (
         ["optimizer.lr_schedule=cosine"],
         ["'optimizer.end_lr' is needed with lr_schedule=cosine"],

@@ -122,3 +122,10 @@ def test_row_lengths_are_chosen_or_checked():
     assert choose_row_length((64, 32, 64), 33, "a sample") == (32, 64)
     with pytest.raises(UserError, match=r"row_lengths ends at 64, but a sample takes 65 tokens: add 80"):
         choose_row_length((32, 64), 65, "a sample")
+
+
+def test_lengths_for_best_fit_hold_two_of_the_longest_sample_and_a_little_less():
+    assert choose_row_length((), 85, "", is_fitted=True) == (144, 176)
+    assert choose_row_length((), 128, "", is_fitted=True) == (224, 256)
+    assert choose_row_length((), 5, "", is_fitted=True) == (16,)
+    assert choose_row_length((64,), 30, "", is_fitted=True) == (64,)

@@ -1,6 +1,7 @@
 """Compiles layouts of a small model for Ascend and executes them on CPU ranks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ def compile_and_execute(
     cells: tuple[str, str],
     token_inputs: tuple[str, ...],
     computed_inputs: Mapping[str, str],
+    *,
+    shared_prompts: bool = False,
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -30,9 +33,10 @@ def compile_and_execute(
         cells: the update, and the graph of outputs without gradients.
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
+        shared_prompts: the rows are of that kind.
     """
     requests = {
-        (name, cell, rank): _request(model, name, parallel, rank, cell, root)
+        (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), shared_prompts=shared_prompts)
         for size, layouts in all_layouts.items()
         for name, parallel in layouts.items()
         for cell in cells

@@ -64,6 +64,8 @@ _ALL_LAYOUTS = {
     "qwen3-mp2-pp4-sp": (QWEN3, 1, 2, 4, 1, SP, {}),
     "qwen3-dp2-mp8-pp4-sp-zero": (QWEN3, 2, 8, 4, 1, SP | ZERO, {}),
     "qwen3-dp8-mp8": (QWEN3, 8, 8, 1, 1, {}, {}),
+    # Rows whose samples share prompts.
+    "qwen2-dp2-mp2-pp2-zero-shared": (QWEN2, 2, 2, 2, 1, ZERO, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }
@@ -108,4 +110,5 @@ def request(name: str) -> CompileRequest:
         rank=stage_size * pipeline - 1,
         seq_length=SEQ_LENGTH,
         cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
+        shared_prompts=name.endswith("-shared"),
     )

@@ -83,6 +83,12 @@ def total(collectives, kind: str, group: tuple[int, ...]) -> dict[int, int]:
     return counts
 
 
+def test_shared_prompts_cost_no_communication(reports):
+    """Mask and rotary angles are computed where they are used."""
+    plain, shared = (reports[f"qwen2-dp2-mp2-pp2-zero{suffix}"].collectives for suffix in ("", "-shared"))
+    assert sorted(map(str, plain)) == sorted(map(str, shared))
+
+
 TOKENS = SEQ_LENGTH * FLOAT32
 HIDDEN_STATES = SEQ_LENGTH * HIDDEN
 ACTIVATION = HIDDEN_STATES * BFLOAT16

@@ -1,12 +1,16 @@
 """Batches: micro-batches that divide among the ranks, shares that travel, and results that find their way back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.data.packing import TokenSequence, plan_rows
-from mindrlhf.training.batch import RowOptions, batch_of_rows, in_order, make_batch
+from mindrlhf.config.sections import BEST_FIT, SHARED_PROMPTS
+from mindrlhf.data.packing import PackedRows, TokenSequence, plan_rows
+from mindrlhf.layout.packing import RowCost
+from mindrlhf.training.batch import RowOptions, batch_of_rows, make_batch
 
 FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -90,9 +94,119 @@ def test_shares_come_back_as_they_were_cut(shapes, options):
 @given(shapes=shape_lists, options=options)
 def test_shares_in_order_are_the_batch(shapes, options):
     batch = make_batch(make_sequences(shapes), options)
-    found = in_order([batch.share(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
+    found = batch.in_order([batch.share(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
     for ours, theirs in zip(found, batch.micro_batches, strict=True):
         assert ours.input_ids is theirs.input_ids
+
+
+group_lists = st.lists(
+    st.tuples(st.integers(1, 10), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=5
+)
+fitted = st.builds(
+    RowOptions,
+    row_lengths=st.sampled_from([(30,), (12, 30), (8, 16, 48)]),
+    rows_per_micro_batch=st.integers(1, 6),
+    num_ranks=st.integers(1, 5),
+    pack=st.just(True),
+    packing=st.sampled_from([BEST_FIT, SHARED_PROMPTS]),
+    cost=st.builds(RowCost, st.just(1.0), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 2.0])),
+    in_step=st.booleans(),
+)
+
+
+def make_groups(groups) -> list[TokenSequence]:
+    """Sequences as ``make_sequences`` makes them, with the prompt of the first of their group."""
+    sequences = make_sequences([(prompt, response) for prompt, responses in groups for response in responses])
+    prompts = iter(sequences)
+    shared = []
+    for _, responses in groups:
+        own = [next(prompts) for _ in responses]
+        shared += [replace(sequence, prompt_ids=own[0].prompt_ids) for sequence in own]
+    return shared
+
+
+def visible(rows: PackedRows, row: int, position: int) -> list[int]:
+    """The tokens that a position sees, itself included, as :class:`mindrlhf.models.causal_lm.CausalLM` says it."""
+    segments = rows.segment_ids[row]
+    seen = {segments[position], rows.context["prefix_ids"][row, position] if rows.context else segments[position]}
+    return [int(rows.input_ids[row, key]) for key in range(position + 1) if segments[key] in seen]
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups=group_lists, options=fitted)
+def test_every_token_is_predicted_from_its_own_prompt_and_response(groups, options):
+    """No response sees another: what a position sees is the prompt and the response up to the token it predicts."""
+    sequences = make_groups(groups)
+    batch = make_batch(sequences, options)
+    assert batch.num_tokens == sum(int(rows.mask.sum()) for rows in batch.micro_batches)
+    for sequence, (number, row, first, last) in zip(sequences, batch.placed, strict=True):
+        rows = batch.micro_batches[number]
+        assert rows.labels[row, first:last].tolist() == sequence.response_ids.tolist()
+        assert rows.mask[row, first:last].all()
+        np.testing.assert_array_equal(rows.tokens["advantages"][row, first:last], sequence.values["advantages"])
+        text = [*sequence.prompt_ids.tolist(), *sequence.response_ids.tolist()]
+        for index, position in enumerate(range(first, last)):
+            length = len(sequence.prompt_ids) + index
+            assert visible(rows, row, position) == text[:length]
+            if rows.context:
+                assert rows.context["positions"][row, position] == length - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups=group_lists, options=fitted)
+def test_the_rows_do_not_depend_on_the_ranks(groups, options):
+    sequences = make_groups(groups)
+
+    def contents(num_ranks: int) -> list[bytes]:
+        batch = make_batch(sequences, replace(options, num_ranks=num_ranks))
+        found = [rows.input_ids[row] for rows in batch.micro_batches for row in np.flatnonzero(rows.mask.any(1))]
+        return sorted(row.tobytes() for row in found)
+
+    assert contents(options.num_ranks) == contents(1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups=group_lists, options=fitted)
+def test_fitted_micro_batches_come_back_and_have_shapes_that_were_announced(groups, options):
+    batch, ranks = make_batch(make_groups(groups), options), range(options.num_ranks)
+    shares = [batch.share(rank, options.num_ranks).micro_batches for rank in ranks]
+    shapes = {rows.model_inputs.shape for rows in options.shapes()}
+    assert {rows.model_inputs.shape for rows in batch.micro_batches} <= shapes
+    for ours, theirs in zip(batch.in_order(shares), batch.micro_batches, strict=True):
+        assert ours.input_ids is theirs.input_ids
+    if options.in_step:
+        for same_number in zip(*shares, strict=True):
+            assert len({rows.mask.shape for rows in same_number}) == 1
+    else:
+        assert all(row.any() for rows in batch.micro_batches for row in rows.segment_ids), "no padding rows"
+    advantages = [[rows.tokens["advantages"] for rows in share] for share in shares]
+    for share, spread in zip(advantages, batch.spread(batch.collect(advantages), len(ranks)), strict=True):
+        for array, expected in zip(spread.arrays, share, strict=True):
+            np.testing.assert_array_equal(array, expected)
+
+
+def test_a_prompt_is_shared_as_written():
+    """Two responses of the prompt 1 2 3, and one of the prompt 4."""
+    prompt, other = np.array([1, 2, 3], np.int32), np.array([4], np.int32)
+    responses = (np.array([5, 6], np.int32), np.array([7], np.int32), np.array([8, 9], np.int32))
+    values = [{"weights": np.arange(len(response), dtype=np.float32) + 1} for response in responses]
+    sequences = [TokenSequence(*one) for one in zip((prompt, prompt, other), responses, values)]
+    batch = make_batch(sequences, RowOptions((8,), 1, 1, True, SHARED_PROMPTS))
+    (rows,) = batch.micro_batches
+    assert rows.input_ids.tolist() == [[1, 2, 3, 5, 3, 4, 8, 0]]
+    assert rows.segment_ids.tolist() == [[1, 1, 2, 2, 3, 5, 5, 0]]
+    assert rows.labels.tolist() == [[0, 0, 5, 6, 7, 8, 9, 0]]
+    assert rows.mask.tolist() == [[0, 0, 1, 1, 1, 1, 1, 0]]
+    assert rows.tokens["weights"].tolist() == [[0, 0, 1, 2, 1, 1, 2, 0]]
+    assert rows.context["prefix_ids"].tolist() == [[1, 1, 1, 1, 1, 4, 4, 0]]
+    assert rows.context["positions"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 0]]
+    assert batch.placed == ((0, 0, 2, 4), (0, 0, 4, 5), (0, 0, 5, 7))
+
+
+def test_ranks_in_step_have_equal_shapes_with_plain_packing_too():
+    sequences = make_sequences([(1, 2), (1, 20)])
+    batch = make_batch(sequences, RowOptions((8, 24), 1, 2, True, in_step=True))
+    assert [rows.mask.shape for rows in batch.micro_batches] == [(1, 8), (1, 8), (1, 24), (1, 24)]
 
 
 def test_padding_micro_batches_count_nothing():

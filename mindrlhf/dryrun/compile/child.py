@@ -163,12 +163,13 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
         path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
     )
     options = OptimizerSection(epsilon=request.epsilon)
+    rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts}
     if request.cell in (VALUES, VALUE_UPDATE):
-        critic = build_value_model(hf_config, model, parallel, row_length=request.seq_length)
+        critic = build_value_model(hf_config, model, parallel, **rows)
         if request.cell == VALUES:
             return build_logprobs(critic, parallel)
         return build_value_update(critic, CriticSection().clip_range, options, parallel)
-    policy = build_policy(hf_config, model, parallel, row_length=request.seq_length, temperature=1.0)
+    policy = build_policy(hf_config, model, parallel, temperature=1.0, **rows)
     if request.cell == LOGPROBS:
         return build_logprobs(policy, parallel)
 
@@ -194,7 +195,8 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
     rows = request.batch_size * parallel.data_parallel * num_micro_batches
     shape = (rows, request.seq_length)
-    tokens = [ms.Tensor(np.ones(shape, np.int32)) for _ in range(3)]
+    model_shape = (rows, 3, request.seq_length) if request.shared_prompts else shape
+    tokens = [ms.Tensor(np.ones(one, np.int32)) for one in (model_shape, shape, shape)]
     if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
     names = VALUE_INPUTS if request.cell == VALUE_UPDATE else POLICY_INPUTS

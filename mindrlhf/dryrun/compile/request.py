@@ -41,6 +41,7 @@ class CompileRequest:
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
+        shared_prompts: rows whose samples share their prompt: input_ids are int32 [rows, 3, length], see CausalLM.
         cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: absolute path for the rank's sharded graph (`.mindir`); empty exports none. It takes
@@ -62,6 +63,7 @@ class CompileRequest:
     plan_memory: bool = False
     beta: float = 0.04
     epsilon: float = 1e-8
+    shared_prompts: bool = False
     cell: str = UPDATE
     strategy_file: str = ""
     mindir_file: str = ""

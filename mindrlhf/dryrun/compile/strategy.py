@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import CompileReport, CompileRequest, can_compile, check_num_ranks, compile_ranks
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.feasibility import check_feasible
@@ -126,6 +127,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             compute_dtype=config.model.compute_dtype,
             recompute=config.model.recompute,
             beta=config.algorithm.beta,
+            shared_prompts=config.training.packing == SHARED_PROMPTS,
         )
         for stage in range(num_stages)
     }

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from mindrlhf.config.sections import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
@@ -80,4 +81,5 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
         recompute=config.model.recompute,
         plan_memory=True,
         beta=config.algorithm.beta,
+        shared_prompts=config.training.packing == SHARED_PROMPTS,
     )

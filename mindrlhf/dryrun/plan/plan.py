@@ -23,10 +23,10 @@ from mindrlhf.dryrun.plan.parameters import (
     stage_states,
     untrained_names,
 )
-from mindrlhf.dryrun.plan.rollout import RolloutPlan, check_rollout, plan_rollout
+from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
 from mindrlhf.layout.batch import BatchPlan
-from mindrlhf.layout.feasibility import check_feasible, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindrlhf.config.msprobe_section import CELL_LEVEL, KEY_DATA_LEVEL, MsprobeSection
+from mindrlhf.config.watching_sections import CELL_LEVEL, KEY_DATA_LEVEL, MsprobeSection
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 
@@ -72,7 +72,7 @@ class KeyData:
         """Return what the ranks were given for each generated token: name -> an array for each sample."""
         found: dict[str, list[np.ndarray]] = {}
         for position, batch in enumerate(record.batches):
-            held = self._policy.held_rows(position)
+            held = self._policy.held_rows(position, batch)
             for name in held[0].tokens:
                 found.setdefault(name, []).extend(batch.responses([rows.tokens[name] for rows in held]))
         return found

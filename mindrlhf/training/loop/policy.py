@@ -8,7 +8,7 @@ import numpy as np
 
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.training.batch import Batch, RowOptions, in_order
+from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.records import PolicyUpdateResult, Share
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
@@ -33,12 +33,12 @@ class PolicyUpdate:
     peak_rss_gb: float
 
     @classmethod
-    def of(cls, results: Sequence[PolicyUpdateResult]) -> "PolicyUpdate":
-        """Put the results of all ranks together."""
+    def of(cls, results: Sequence[PolicyUpdateResult], batch: Batch) -> "PolicyUpdate":
+        """Put the results of all ranks for a batch together."""
         return cls(
             statistics=np.sum([result.statistics for result in results], axis=0),
             grad_norm=results[0].grad_norm,
-            logprobs=tuple(in_order([result.logprobs for result in results])),
+            logprobs=tuple(batch.in_order([result.logprobs for result in results])),
             recompiles=max(result.process.recompiles for result in results),
             peak_rss_gb=max(result.process.peak_rss_gb for result in results),
         )
@@ -65,13 +65,8 @@ class Policy:
         self._batches: Sequence[Batch] = ()
 
     def warm_up(self, rows: RowOptions, graphs: Sequence[str]) -> None:
-        """Compile the update and the ``graphs`` ("old_logprobs", "reference_logprobs") for every row length."""
-        self._team.call(
-            "warm_up",
-            row_lengths=list(rows.row_lengths),
-            rows_per_micro_batch=rows.rows_per_micro_batch,
-            graphs=list(graphs),
-        )
+        """Compile the update and the ``graphs`` ("old_logprobs", "reference_logprobs") for every shape of rows."""
+        self._team.call("warm_up", shapes=rows.shapes(), graphs=list(graphs))
 
     def distribute(self, batches: Sequence[Batch]) -> None:
         """Give every rank its rows of the updates of a step."""
@@ -102,17 +97,18 @@ class Policy:
 
     def update(self, position: int, lr: float, kl_coefficient: float) -> PolicyUpdate:
         """Make one optimiser update from the batch at ``position``."""
-        return PolicyUpdate.of(self._team.call("update", batch=position, lr=lr, kl_coefficient=kl_coefficient))
+        results = self._team.call("update", batch=position, lr=lr, kl_coefficient=kl_coefficient)
+        return PolicyUpdate.of(results, self._batches[position])
 
     def responses(self, updates: Sequence[PolicyUpdate]) -> list[np.ndarray]:
         """Return the log-probabilities that updates of the first pass began with, float32 [response] by sample."""
         found = (batch.responses(update.logprobs) for batch, update in zip(self._batches, updates))
         return [response for responses in found for response in responses]
 
-    def held_rows(self, position: int) -> list[PackedRows]:
-        """Return the micro-batches of the batch at ``position``, with all that the ranks were given and computed."""
+    def held_rows(self, position: int, batch: Batch) -> list[PackedRows]:
+        """Return the micro-batches of ``batch``, at ``position``, with all that the ranks were given and computed."""
         shares: list[Share] = self._team.call("held_batch", batch=position)
-        return in_order([share.micro_batches for share in shares])
+        return batch.in_order([share.micro_batches for share in shares])
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""

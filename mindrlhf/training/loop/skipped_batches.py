@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
-from mindrlhf.data.packing import PackedRows
+from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import sync
 from mindrlhf.weights.array_file import load_arrays, save_arrays
@@ -26,6 +26,7 @@ from mindrlhf.weights.tensors import array_infos
 ARRAYS_NAME, INFO_NAME = "batch.safetensors", "batch.json"
 FORMAT_VERSION = 1
 _ROW_FIELDS = ("input_ids", "segment_ids", "labels", "mask")
+_PARTS = ("tokens", "context")  # fields with arrays by name
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def saved_arrays(micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndar
     arrays = {}
     for index, (rows, computed) in enumerate(zip(micro_batches, logprobs, strict=True)):
         arrays |= {f"{index}.{field}": getattr(rows, field) for field in _ROW_FIELDS}
-        arrays |= {f"{index}.tokens.{name}": array for name, array in rows.tokens.items()}
+        for part in _PARTS:
+            arrays |= {f"{index}.{part}.{name}": array for name, array in getattr(rows, part).items()}
         arrays[f"{index}.logprobs"] = computed
     return arrays
 
@@ -63,9 +65,11 @@ def saved_arrays(micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndar
 def _loaded_arrays(num_micro_batches: int, arrays: Mapping[str, np.ndarray]) -> tuple[list, list]:
     micro_batches, logprobs = [], []
     for index in range(num_micro_batches):
-        prefix = f"{index}.tokens."
-        tokens = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        micro_batches.append(PackedRows(**{field: arrays[f"{index}.{field}"] for field in _ROW_FIELDS}, tokens=tokens))
+        fields: dict[str, Any] = {field: arrays[f"{index}.{field}"] for field in _ROW_FIELDS}
+        for part in _PARTS:
+            prefix = f"{index}.{part}."
+            fields[part] = {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
+        micro_batches.append(PackedRows(**fields))
         logprobs.append(arrays[f"{index}.logprobs"])
     return micro_batches, logprobs
 
@@ -127,9 +131,12 @@ def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logp
     ):
         return "kl_coefficient, loss, grad_norm or weights"
     for rows, computed in zip(micro_batches, logprobs, strict=True):
-        arrays = [rows.input_ids, rows.segment_ids, rows.labels, rows.mask, computed, *rows.tokens.values()]
+        arrays = [rows.input_ids, rows.segment_ids, rows.labels, rows.mask, computed]
+        arrays += [*rows.tokens.values(), *rows.context.values()]
         if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
             return "a row"
+        if rows.context.keys() not in (set(), {PREFIX_IDS, POSITIONS}):
+            return "what its rows say of prompts"
         if "advantages" not in rows.tokens:
             return "an advantage"
     if not (isinstance(batch.samples, list) and isinstance(batch.placed, list)):

@@ -1,13 +1,14 @@
 """The actor of a run whose model is sharded over the ranks, put together from its config."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.config.derived import resolve_data_parallel
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ModelSection, ParallelSection
-from mindrlhf.data.packing import padding_rows
+from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
+from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
 from mindrlhf.training.runtime import Rank, start_parallel
@@ -36,7 +37,9 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     strategy_dir = Path(config.run.output_dir) / "logs" / "strategy"
     strategy_dir.mkdir(parents=True, exist_ok=True)
     start_parallel(parallel, rank, strategy_dir / f"strategy_rank_{rank.index}.ckpt")
-    options = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
+    shares_prompts = config.training.packing == SHARED_PROMPTS
+    options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
+    options["shared_prompts"] = shares_prompts
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
     learner = ShardedLearner(_shard(policy, parallel, rank), UpdateGraph.of(update))
@@ -46,7 +49,8 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
         reference_source = _source(config.model, path, config.run.seed)
         reference = _shard(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
     source = _source(config.model, config.model.path, config.run.seed)
-    _compile(learner, reference, row_lengths, config.training.batch_size)
+    shapes = [(config.training.batch_size, length) for length in row_lengths]
+    _compile(learner, reference, [padding_rows(shape, share_prompts=shares_prompts) for shape in shapes])
     # Now a parameter has the shape of its shard.
     learner.model.load(source)
     if reference is not None:
@@ -58,11 +62,8 @@ def _shard(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> Sha
     return ShardedModel(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
 
 
-def _compile(
-    learner: ShardedLearner, reference: ShardedModel | None, row_lengths: tuple[int, ...], rows_per_micro_batch: int
-) -> None:
-    for length in row_lengths:
-        rows = padding_rows((rows_per_micro_batch, length))
+def _compile(learner: ShardedLearner, reference: ShardedModel | None, shapes: Sequence[PackedRows]) -> None:
+    for rows in shapes:
         for name, model in (("old_logprobs", learner.model), ("reference_logprobs", reference)):
             if model is not None:
                 learner.count_compile(name, rows)

@@ -30,7 +30,13 @@ def layout_of(parallel: ParallelSection) -> Layout:
 
 
 def build_policy(
-    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int, temperature: float
+    hf_config: dict,
+    model: ModelSection,
+    parallel: ParallelSection,
+    *,
+    row_length: int,
+    temperature: float,
+    shared_prompts: bool = False,
 ) -> PolicyLogProbs:
     """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
 
@@ -40,27 +46,32 @@ def build_policy(
         parallel: the layout, with `data_parallel` filled in.
         row_length: longest row.
         temperature: of sampling.
+        shared_prompts: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
 
     Raises:
         UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        policy = PolicyLogProbs(_build_network(hf_config, model, parallel, row_length), temperature, "ascend")
+        network = _build_network(hf_config, model, parallel, row_length, shared_prompts)
+        policy = PolicyLogProbs(network, temperature, "ascend")
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
 
 
 def build_value_model(
-    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int
+    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int, shared_prompts: bool = False
 ) -> TokenScores:
     """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
     with no_init_parameters():
-        critic = TokenScores(_build_network(hf_config, model, parallel, row_length), after_token=False)
+        network = _build_network(hf_config, model, parallel, row_length, shared_prompts)
+        critic = TokenScores(network, after_token=False)
     _place_in_last_stage(critic, critic.projection, parallel)
     return critic
 
 
-def _build_network(hf_config: dict, model: ModelSection, parallel: ParallelSection, row_length: int) -> CausalLM:
+def _build_network(
+    hf_config: dict, model: ModelSection, parallel: ParallelSection, row_length: int, shared_prompts: bool
+) -> CausalLM:
     return build_model(
         hf_config,
         seq_length=row_length,
@@ -69,6 +80,7 @@ def _build_network(hf_config: dict, model: ModelSection, parallel: ParallelSecti
         device="ascend",
         parallel_config=dataclasses.asdict(parallel),
         recompute=model.recompute,
+        shared_prompts=shared_prompts,
     )
 
 

@@ -77,7 +77,7 @@ class ShardedModel(RankModel):
 
     def row_inputs(self, rows: PackedRows, num_micro_batches: int) -> list[ms.Tensor]:
         """Return the four arrays that every cell takes first."""
-        return self.inputs((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), num_micro_batches)
+        return self.inputs((rows.model_inputs, rows.segment_ids, rows.labels, rows.mask), num_micro_batches)
 
     def inputs(self, arrays: Iterable[np.ndarray], num_micro_batches: int) -> list[ms.Tensor]:
         """Return the inputs of a graph from this rank's rows [rows, ..] of each; see :mod:`mindrlhf.layout.rows`."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
-from mindrlhf.data.packing import padding_rows
+from mindrlhf.data.packing import PackedRows
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, Share, TokenArrays
 from mindrlhf.training.worker.cell_dump import CellDump
@@ -40,10 +40,9 @@ class Actor(ReceivedBatches, SavesState):
         self._cell_dump: CellDump | None = None
         self._old_logprobs: dict[int, TokenArrays] = {}  # of the step, by batch
 
-    def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
-        """Run the graphs for every row length on rows of weight 0, while the generator is still starting."""
-        for length in row_lengths:
-            rows = padding_rows((rows_per_micro_batch, length))
+    def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
+        """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
+        for rows in shapes:
             for name in graphs:
                 self.learner.count_compile(name, rows)
                 self._model_of(name).logprobs(rows)

@@ -127,6 +127,7 @@ class OptimizerStep:
     """
 
     def __init__(self, optimizer: nn.Cell, accumulators: ms.ParameterTuple, max_grad_norm: float, num_ranks: int):
+        self.optimizer = optimizer
         self._measure = GradientNorm(accumulators, num_ranks)
         self._update = ClippedUpdate(optimizer, accumulators, max_grad_norm)
         self._clear = ClearAccumulators(accumulators)

@@ -13,7 +13,7 @@ from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS, ValueLoss
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.packing import PackedRows, padding_rows
+from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.load import load_scorer
 from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.records import ProcessStatistics, Share, TokenArrays, UpdateResult
@@ -97,13 +97,13 @@ class ActorCritic(Actor):
         actor = [*self.learner.state_parameters(), *reference]
         self._turns = Turns(device, {"actor": actor, "critic": critic.state_parameters()})
 
-    def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
+    def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
         self._turns.take("critic")
-        for length in row_lengths:
-            self.critic.warm_up(padding_rows((rows_per_micro_batch, length)))
+        for rows in shapes:
+            self.critic.warm_up(rows)
         self._turns.take("actor")
-        super().warm_up(row_lengths, rows_per_micro_batch, graphs)
+        super().warm_up(shapes, graphs)
 
     def take_turn(self, model: str) -> None:
         """Give the device to "actor" or "critic"."""

@@ -20,7 +20,7 @@ from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
-from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
+from mindrlhf.training.worker.host_optimizer import HostOptimizerStep, SharedAdamW, make_host_step
 from mindrlhf.training.worker.model import WholeModel, row_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 
@@ -64,14 +64,14 @@ class Learner(CountsCompiles, SavesState):
         parameters = network.trainable_params()
         self._accumulators = accumulators = make_accumulators(parameters)
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
-        self.optimizer = make_optimizer(parameters, optimizer)
         self.policy = loss.policy
         self._head_accumulator = accumulator_of[network.head_weight.name]
         in_graph = ms.ParameterTuple(self.policy.graph_parameters())
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        step = HostOptimizerStep if device == "cpu" else OptimizerStep
-        self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
+        self._step = _make_step(parameters, accumulators, optimizer, rank, device)
+        self.optimizer = self._step.optimizer
+        self._writes_moments = rank.is_rank_0 or not isinstance(self.optimizer, SharedAdamW)
 
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
         """Add the gradients of one micro-batch.
@@ -151,4 +151,16 @@ class Learner(CountsCompiles, SavesState):
         # Ranks that held shards have saved shards, moments among them.
         is_sharded = isinstance(source, ShardedSource)
         state = saved_state(source) if is_sharded else load_arrays(Path(directory) / self.optimizer_name)
-        restore_optimizer(self.optimizer, state)
+        restore_optimizer(self.optimizer, state, writes_moments=self._writes_moments)
+
+
+def _make_step(
+    parameters: Sequence[ms.Parameter],
+    accumulators: ms.ParameterTuple,
+    options: OptimizerSection,
+    rank: Rank,
+    device: str,
+) -> HostOptimizerStep | OptimizerStep:
+    if device == "cpu":
+        return make_host_step(parameters, accumulators, options, rank)
+    return OptimizerStep(make_optimizer(parameters, options), accumulators, options.max_grad_norm, rank.world_size)

@@ -131,4 +131,4 @@ class WholeModel(RankModel):
 
 def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:
     """Return the four arrays that every cell takes first."""
-    return tuple(ms.Tensor(array) for array in (rows.input_ids, rows.segment_ids, rows.labels, rows.mask))
+    return tuple(ms.Tensor(array) for array in (rows.model_inputs, rows.segment_ids, rows.labels, rows.mask))

@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import mindspore as ms
@@ -28,7 +29,8 @@ from cpu_execution.run import (
     SPEC_NAME,
     UPDATES_NAME,
 )
-from mindrlhf.data.packing import PackedRows
+from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.loop.policy import Policy
@@ -93,7 +95,9 @@ class _Rank0:
             policy = Policy(self._team, board)
             micro_batch = self._batches[0].micro_batches[0]
             num_rows, length = micro_batch.mask.shape
-            policy.warm_up(RowOptions((length,), num_rows, self._team.world_size, True), [OLD, REFERENCE])
+            packing = SHARED_PROMPTS if micro_batch.context else FIRST_FIT
+            options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True)
+            policy.warm_up(options, [OLD, REFERENCE])
             self._publish(policy, board, "before")
             policy.distribute(self._batches)
             self._compute_outputs(policy)
@@ -128,7 +132,7 @@ class _Rank0:
 
     def _reference(self, policy: Policy) -> list[np.ndarray]:
         policy.logprobs(REFERENCE)
-        rows = [rows for position in range(len(self._batches)) for rows in policy.held_rows(position)]
+        rows = [rows for position, batch in enumerate(self._batches) for rows in policy.held_rows(position, batch)]
         return [one.tokens[REFERENCE].copy() for one in rows]
 
     def _publish(self, policy: Policy, board: WeightBoard, moment: str) -> None:
@@ -162,7 +166,7 @@ def _batches(
     for call, ends in enumerate(is_last):
         num_inputs = 4 + len(token_inputs)
         shares = zip(*(np.split(arrays[f"{call}.{index}"], num_replicas) for index in range(num_inputs)))
-        micro_batches += [PackedRows(*share[:4], tokens=dict(zip(token_inputs, share[4:]))) for share in shares]
+        micro_batches += [_rows(share[:4], dict(zip(token_inputs, share[4:]))) for share in shares]
         if ends:
             num_tokens = int(arrays[f"{call}.{num_inputs}"][0, 1])
             placed = tuple(
@@ -173,6 +177,15 @@ def _batches(
             batches.append(Batch(tuple(micro_batches), num_tokens, placed))
             micro_batches = []
     return batches
+
+
+def _rows(inputs: Sequence[np.ndarray], tokens: dict[str, np.ndarray]) -> PackedRows:
+    """Return rows whose ``model_inputs`` come first."""
+    first, *others = inputs
+    if first.ndim == 2:
+        return PackedRows(first, *others, tokens=tokens)
+    input_ids, *context = first.transpose(1, 0, 2)
+    return PackedRows(input_ids, *others, tokens=tokens, context=dict(zip((PREFIX_IDS, POSITIONS), context)))
 
 
 if __name__ == "__main__":

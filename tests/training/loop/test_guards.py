@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
@@ -17,7 +17,14 @@ from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards import skipped_updates
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
-from mindrlhf.training.loop.skipped_batches import ARRAYS_NAME, INFO_NAME, load_skipped
+from mindrlhf.training.loop.skipped_batches import (
+    ARRAYS_NAME,
+    INFO_NAME,
+    SkippedBatch,
+    load_skipped,
+    save_skipped,
+    saved_arrays,
+)
 from mindrlhf.training.loop.step_record import StepRecord
 from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
 
@@ -34,7 +41,7 @@ def make_config(output_dir, **guard) -> GrpoConfig:
         data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
         reward=sections.RewardSection(verifier_function=("length",)),
         run=sections.RunSection(output_dir=str(output_dir)),
-        guard=sections.GuardSection(**guard),
+        guard=watching_sections.GuardSection(**guard),
     )
 
 
@@ -82,7 +89,7 @@ class Step:
                 )
                 for rank in range(NUM_RANKS)
             ]
-            results.append(PolicyUpdate.of(ranks))
+            results.append(PolicyUpdate.of(ranks, self.batches[number % 2]))
         return StepRecord(step, self.samples, self.batches, results, 0.75, f"weights {step}")
 
 
@@ -298,9 +305,29 @@ def test_rows_are_held_in_the_order_of_the_batch(num_ranks):
     batch = make_batch(sequences, RowOptions((8,), 1, num_ranks, False))
     team = SimpleNamespace(call=lambda method, batch: held[batch])
     held = [[batch.share(rank, num_ranks) for rank in range(num_ranks)]]
-    micro_batches = Policy(team, None).held_rows(0)
+    micro_batches = Policy(team, None).held_rows(0, batch)
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
+
+
+def test_rows_that_share_prompts_are_saved_with_what_the_model_reads(tmp_path):
+    prompt, values = np.array([1, 2], np.int32), {"advantages": np.ones(2, np.float32)}
+    sequences = [TokenSequence(prompt, np.array([3 + index, 4], np.int32), values) for index in range(3)]
+    batch = make_batch(sequences, RowOptions((8,), 2, 1, True, "shared_prompts"))
+    saved = SkippedBatch(
+        step=1, update=1, num_micro_batches=len(batch.micro_batches), num_tokens=batch.num_tokens, kl_coefficient=0.0,
+        loss="nan", grad_norm="nan", weights="", placed=[list(place) for place in batch.placed],
+        samples=[{"prompt": "q", "completion": "c", "reward": 1.0} for _ in batch.placed], config={},
+    )  # fmt: skip
+    arrays = saved_arrays(batch.micro_batches, [rows.mask for rows in batch.micro_batches])
+    save_skipped(tmp_path / "batch", saved, arrays)
+    found, micro_batches, _ = load_skipped(tmp_path / "batch")
+    assert found == saved
+    for one, other in zip(micro_batches, batch.micro_batches, strict=True):
+        np.testing.assert_array_equal(one.model_inputs, other.model_inputs)
+    save_skipped(tmp_path / "half", saved, {name: array for name, array in arrays.items() if "positions" not in name})
+    with pytest.raises(UserError, match="what its rows say of prompts is missing or wrong"):
+        load_skipped(tmp_path / "half")
 
 
 @pytest.mark.parametrize("damage", ["no directory", "no info", "cut info", "other version", "cut arrays", "lacks one"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.stream import PromptStream
@@ -106,8 +106,9 @@ class Rank:
         self.updates = []
         self.kl_coefficients = []
 
-    def warm_up(self, row_lengths, rows_per_micro_batch, graphs):
-        self.journal.append(f"warm_up {row_lengths} {rows_per_micro_batch} {graphs}")
+    def warm_up(self, shapes, graphs):
+        lengths, sizes = [rows.mask.shape[1] for rows in shapes], {len(rows.mask) for rows in shapes}
+        self.journal.append(f"warm_up {lengths} {', '.join(map(str, sizes))} {graphs}")
 
     def receive_batch(self, share, is_first):
         if is_first:
@@ -288,7 +289,7 @@ def make_config(**options):
         "evaluation": sections.EvaluationSection,
         "checkpoint": sections.CheckpointSection,
         "rollout": sections.RolloutSection,
-        "observe": sections.ObserveSection,
+        "observe": watching_sections.ObserveSection,
     }
     return GrpoConfig(
         model=sections.ModelSection(path="model"),

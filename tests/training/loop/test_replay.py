@@ -130,7 +130,7 @@ def skipped(actor, config):
                 np.testing.assert_array_equal(array, before[name])
             for one, other in zip(optimizer_state(actor), state, strict=True):
                 np.testing.assert_array_equal(one, other)
-    as_skipped = [PolicyUpdate.of([one]) for one in (results[0], replace(results[1], grad_norm=float("inf")))]
+    as_skipped = [PolicyUpdate.of([one], batch) for one in (results[0], replace(results[1], grad_norm=float("inf")))]
     record = StepRecord(5, [*samples, *samples], [batch, batch], as_skipped, 0.0, digest)
     guards = Guards(config, Policy(OneRank(actor), None), first_step=0)
     assert guards.review(record, 0.0)["guard/skipped_updates"] == 2

@@ -168,7 +168,8 @@ def test_a_new_step_forgets_the_old_logprobs(make_ranks):
 
 def test_a_warm_up_makes_no_update(make_ranks):
     (actor, cells, _), _ = make_ranks()
-    actor.warm_up([8, LENGTH], 2, ["old_logprobs", "reference_logprobs"])
+    shapes = RowOptions((8, LENGTH), 2, 1, True).shapes()
+    actor.warm_up(shapes, ["old_logprobs", "reference_logprobs"])
     assert cells.num_logprobs == 4
     assert [(is_last, inputs[0].shape) for _, is_last, inputs in cells.updates] == [([0.0], (4, 8)), ([0.0], (4, 16))]
     assert not any(inputs[3].any() for _, _, inputs in cells.updates), "its rows weigh nothing"

@@ -210,7 +210,7 @@ def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apa
     rows = RowOptions((32,), 2, 1, True)  # as no other test has them
     num_before = worker.process_statistics().recompiles
     actor, critic = weights_of(worker.learner), weights_of(worker.critic)
-    worker.warm_up([32], 2, ["old_logprobs"])
+    worker.warm_up(rows.shapes(), ["old_logprobs"])
     assert_equal_weights(weights_of(worker.learner), actor)
     assert_equal_weights(weights_of(worker.critic), critic)
     num_compiled = worker.process_statistics().recompiles

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.sections import GuardSection
+from mindrlhf.config.watching_sections import GuardSection
 from mindrlhf.training.loop.guards.guard import Events, Guard, describe
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.step_record import StepRecord
@@ -59,7 +59,7 @@ class GradientSpikes(Guard):
         """Return the samples of an update with the largest advantages and those with the least likely tokens."""
         position = number % len(record.batches)
         batch, samples = record.batches[position], record.samples_of(position)
-        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position)]
+        given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position, batch)]
         advantages = np.array([np.abs(values).max() for values in batch.responses(given)])
         logprobs = np.array([values.min() for values in batch.responses(record.updates[number].logprobs)])
         return [

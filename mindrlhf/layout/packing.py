@@ -1,0 +1,255 @@
+"""Which samples share a row, and which rank computes which rows: packing by length and by cost.
+
+Rows are filled by best fit, the largest first (Johnson et al. 1974, "Worst-case performance bounds for simple
+one-dimensional packing algorithms"): with whole groups of samples, whose prompt a row holds once, then with parts of
+groups; rows that are nearly empty hand what they hold to free places of others. Rows go to ranks by longest processing
+time first (Graham 1969, "Bounds on multiprocessing timing anomalies"). All is a function of the lengths: ties keep the
+order of the input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mindrlhf.data.packing import Row
+from mindrlhf.specs import ModelDims
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one sample takes in a row: ``size`` places, and ``prefix_size`` more in a row without its group."""
+
+    size: int
+    prefix_size: int = 0
+    group: int = 0  # samples of one group have one prefix
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """The work of a row, in any unit: its positions, pairs of positions (attention), and labels (the vocabulary)."""
+
+    per_position: float = 1.0
+    per_pair: float = 0.0
+    per_label: float = 0.0
+
+    def of(self, length: int, num_labels: int = 0) -> float:
+        """The cost of a row; places that hold nothing cost what others do, but for the vocabulary."""
+        return self.per_position * length + self.per_pair * length**2 + self.per_label * num_labels
+
+
+def row_cost(dims: ModelDims) -> RowCost:
+    """Return the multiplications of a forward pass; experts that are not asked count nothing."""
+    attention = dims.num_heads * dims.head_dim
+    projections = dims.hidden_size * (2 * attention + 2 * dims.num_kv_heads * dims.head_dim)
+    widths = [
+        dims.experts.num_active * dims.experts.intermediate_size + dims.experts.shared_size
+        if dims.has_experts(layer)
+        else dims.intermediate_size
+        for layer in range(dims.num_layers)
+    ]
+    return RowCost(
+        per_position=float(dims.num_layers * projections + 3 * dims.hidden_size * sum(widths)),
+        per_pair=float(dims.num_layers * 2 * attention),
+        per_label=float(dims.hidden_size * dims.vocab_size),
+    )
+
+
+def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: RowCost) -> list[Row]:
+    """Assign every piece to exactly one row, such that the rows cost little.
+
+    Rows are planned once for each length as the longest, and the cheapest plan is taken. Each row has the shortest
+    length that holds it; pieces of one group are neighbours in it.
+
+    Args:
+        pieces: of the samples, in order.
+        row_lengths: allowed row lengths, ascending.
+        cost: of a row.
+
+    Returns:
+        The rows, grouped by length ascending.
+
+    Raises:
+        ValueError: a piece fits no row.
+    """
+    if not pieces:
+        return []
+    largest = max(range(len(pieces)), key=lambda item: pieces[item].size + pieces[item].prefix_size)
+    needed = pieces[largest].size + pieces[largest].prefix_size
+    if needed > row_lengths[-1]:
+        raise ValueError(f"sample {largest} takes {needed} tokens, more than the longest row, {row_lengths[-1]}")
+    lengths = [length for length in row_lengths if length >= needed]
+    plans = [_plan(pieces, [short for short in row_lengths if short <= length]) for length in lengths]
+    best = min(plans, key=lambda rows: sum(cost.of(row.length) for row in rows))
+    return sorted(best, key=lambda row: (row.length, row.items))
+
+
+def _plan(pieces: Sequence[Piece], row_lengths: Sequence[int]) -> list[Row]:
+    """Plan rows of at most the last of ``row_lengths``: one after the other, each filled as far as it can be."""
+    left = _bundles(pieces, row_lengths[-1])
+    rows: list[_OpenRow] = []
+    while left:
+        left.sort(key=lambda bundle: (-bundle.used, bundle.items[0]))
+        row = _OpenRow(row_lengths[-1])
+        rows.append(row)
+        while chosen := _choose(left, row, pieces):
+            bundle, items = chosen
+            for item in items:
+                bundle.remove(item, pieces[item])
+                row.add(item, pieces[item])
+            if not bundle.items:
+                left.remove(bundle)
+    for row in rows:
+        row.length = _shortest(row_lengths, row.used)
+    _close_nearly_empty(rows, pieces, row_lengths)
+    return [Row(row.length, row.ordered(pieces)) for row in rows]
+
+
+def _choose(
+    left: "Sequence[_OpenRow]", row: "_OpenRow", pieces: Sequence[Piece]
+) -> "tuple[_OpenRow, list[int]] | None":
+    """Return what to add to a row, and the bundle that it is of: the largest that fits, else the largest part of one.
+
+    A part leaves its prefix to be repeated, but takes room that nothing else would.
+    """
+    whole = next((bundle for bundle in left if bundle.used <= row.room), None)
+    if whole is not None:
+        return whole, list(whole.items)
+    best, most = None, 0
+    for bundle in left:
+        items = bundle.items
+        prefix = row.need(pieces[items[0]]) - pieces[items[0]].size
+        part = largest_subset([pieces[item].size for item in items], row.room - prefix)
+        size = sum(pieces[items[number]].size for number in part)
+        if size > most:
+            best, most = (bundle, [items[number] for number in part]), size
+    return best
+
+
+def largest_subset(sizes: Sequence[int], room: int) -> tuple[int, ...]:
+    """Return the numbers of the sizes whose sum is largest of those that are at most ``room``."""
+    reached: dict[int, tuple[int, ...]] = {0: ()}
+    for number, size in enumerate(sizes):
+        for total, numbers in list(reached.items()):
+            if total + size <= room:
+                reached.setdefault(total + size, (*numbers, number))
+    return reached[max(reached)]
+
+
+@dataclass
+class _OpenRow:
+    """A row that is being filled, or a bundle of pieces of one group that go into a row together."""
+
+    length: int
+    used: int = 0
+    items: list[int] = field(default_factory=list)
+    members: dict[int, int] = field(default_factory=dict)  # group -> its pieces here
+
+    @property
+    def room(self) -> int:
+        return self.length - self.used
+
+    def need(self, piece: Piece) -> int:
+        """Places that a piece would take here."""
+        return piece.size + (0 if piece.group in self.members else piece.prefix_size)
+
+    def add(self, item: int, piece: Piece) -> None:
+        self.used += self.need(piece)
+        self.items.append(item)
+        self.members[piece.group] = self.members.get(piece.group, 0) + 1
+
+    def remove(self, item: int, piece: Piece) -> None:
+        self.items.remove(item)
+        self.members[piece.group] -= 1
+        if not self.members[piece.group]:
+            del self.members[piece.group]
+        self.used -= self.need(piece)
+
+    def ordered(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        """The pieces by group, groups and pieces in the order of the input."""
+        first: dict[int, int] = {}
+        for item in sorted(self.items):
+            first.setdefault(pieces[item].group, item)
+        return tuple(sorted(self.items, key=lambda item: (first[pieces[item].group], item)))
+
+
+def _bundles(pieces: Sequence[Piece], row_length: int) -> list[_OpenRow]:
+    """Return the groups, and those that fill more than a row in several bundles, best fit decreasing."""
+    bundles: dict[int, list[_OpenRow]] = {}
+    for item in sorted(range(len(pieces)), key=lambda item: (-pieces[item].size, item)):
+        piece = pieces[item]
+        own = bundles.setdefault(piece.group, [])
+        fitting = [bundle for bundle in own if bundle.room >= bundle.need(piece)]
+        if not fitting:
+            fitting = [_OpenRow(row_length)]
+            own += fitting
+        min(fitting, key=lambda bundle: bundle.room).add(item, piece)
+    return [bundle for own in bundles.values() for bundle in own]
+
+
+def _shortest(row_lengths: Sequence[int], used: int) -> int:
+    return next(length for length in row_lengths if length >= used)
+
+
+def _close_nearly_empty(rows: list[_OpenRow], pieces: Sequence[Piece], row_lengths: Sequence[int]) -> None:
+    """Move pieces out of the emptiest rows into room that others have, where that closes or shortens a row."""
+    for row in sorted(rows, key=lambda row: row.used):
+        moved = []
+        for item in sorted(row.items, key=lambda item: (-pieces[item].size, item)):
+            piece = pieces[item]
+            fitting = [other for other in rows if other is not row and other.room >= other.need(piece)]
+            if fitting:
+                target = min(fitting, key=lambda other: (other.need(piece), other.room))
+                row.remove(item, piece)
+                target.add(item, piece)
+                moved.append((item, target))
+        if not row.items:
+            rows.remove(row)
+        elif _shortest(row_lengths, row.used) < row.length:
+            row.length = _shortest(row_lengths, row.used)
+        else:
+            for item, target in moved:
+                target.remove(item, pieces[item])
+                row.add(item, pieces[item])
+
+
+def deal_rows(costs: Sequence[float], num_ranks: int, *, most: int | None = None) -> list[list[int]]:
+    """Give every row to a rank, the costliest first, each to the rank that has least so far.
+
+    So no rank has more than the mean and one row: max <= sum / num_ranks + (1 - 1 / num_ranks) * max(costs).
+
+    Args:
+        costs: of the rows.
+        num_ranks: ranks.
+        most: rows that a rank may get; None: any number.
+
+    Returns:
+        For each rank the numbers of its rows, ascending.
+    """
+    loads = [0.0] * num_ranks
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        open_ranks = [rank for rank in range(num_ranks) if most is None or len(dealt[rank]) < most]
+        rank = min(open_ranks, key=lambda rank: (loads[rank], rank))
+        loads[rank] += costs[row]
+        dealt[rank].append(row)
+    return [sorted(rows) for rows in dealt]
+
+
+def micro_batch_sizes(most: int) -> tuple[int, ...]:
+    """The row counts of micro-batches, descending: ``most``, a quarter of it, and so on, down to 1.
+
+    Few, since each is another graph to compile; down to 1, so that no row must be padding.
+    """
+    sizes = [most]
+    while sizes[-1] > 1:
+        sizes.append(max(1, sizes[-1] // 4))
+    return tuple(sizes)
+
+
+def cut(num_rows: int, sizes: Sequence[int]) -> list[int]:
+    """Cut rows into micro-batches of the allowed sizes (descending, the last 1), as few as there can be."""
+    counts = []
+    for size in sizes:
+        while num_rows >= size:
+            counts.append(size)
+            num_rows -= size
+    return counts

@@ -1,0 +1,154 @@
+"""Packing by cost: every sample once, no row too long, prefixes counted, and the ranks balanced."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindrlhf.data.packing import Row
+from mindrlhf.layout.packing import (
+    Piece,
+    RowCost,
+    cut,
+    deal_rows,
+    largest_subset,
+    micro_batch_sizes,
+    plan_best_fit,
+    row_cost,
+)
+from mindrlhf.specs import find_spec
+
+ROW_LENGTHS = (24, 40, 96)
+COST = RowCost(per_position=1.0, per_pair=0.01)
+
+
+@st.composite
+def piece_lists(draw):
+    """Samples of groups, each with one prefix; a piece and its prefix fit the longest row."""
+    prefixes = draw(st.lists(st.integers(0, 46), min_size=1, max_size=6))
+    groups = draw(st.lists(st.integers(0, len(prefixes) - 1), min_size=1, max_size=40))
+    return [Piece(draw(st.integers(1, 50)), prefixes[group], group) for group in groups]
+
+
+def used(row: Row, pieces: list[Piece]) -> int:
+    prefixes = {pieces[item].group: pieces[item].prefix_size for item in row.items}
+    return sum(pieces[item].size for item in row.items) + sum(prefixes.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(pieces=piece_lists())
+def test_every_sample_is_in_one_row_that_holds_it(pieces):
+    rows = plan_best_fit(pieces, ROW_LENGTHS, COST)
+    assert sorted(item for row in rows for item in row.items) == list(range(len(pieces)))
+    for row in rows:
+        # The shortest length that holds it.
+        assert row.length == min(length for length in ROW_LENGTHS if length >= used(row, pieces))
+        groups = [pieces[item].group for item in row.items]
+        assert len([group for group, _ in itertools.groupby(groups)]) == len(set(groups)), "a group is in one piece"
+    assert [row.length for row in rows] == sorted(row.length for row in rows)
+    assert plan_best_fit(pieces, ROW_LENGTHS, COST) == rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_rows_are_few(sizes):
+    """Of pieces without prefixes, in rows of one length: no two rows could be one, so fewer than twice the least."""
+    pieces = [Piece(size, group=number) for number, size in enumerate(sizes)]
+    rows = plan_best_fit(pieces, (60,), COST)
+    contents = sorted(used(row, pieces) for row in rows)
+    assert all(one + other > 60 for one, other in itertools.combinations(contents[:2], 2))
+    assert len(rows) <= max(1, 2 * -(-sum(sizes) // 60) - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pieces=piece_lists())
+def test_more_lengths_cost_no_more(pieces):
+    def total(row_lengths):
+        return sum(COST.of(row.length) for row in plan_best_fit(pieces, row_lengths, COST))
+
+    assert total((*ROW_LENGTHS[:-1], 96)) <= total((96,))
+
+
+def test_by_hand():
+    # Two groups of 4 + 3 x 2 = 10 places: alone in a row of 10, and in rows of 8 with the prefix repeated.
+    pieces = [Piece(2, 4, 0), Piece(2, 4, 1), Piece(2, 4, 0), Piece(2, 4, 1), Piece(2, 4, 0), Piece(2, 4, 1)]
+    assert plan_best_fit(pieces, (10,), COST) == [Row(10, (0, 2, 4)), Row(10, (1, 3, 5))]
+    assert plan_best_fit(pieces, (8,), COST) == [Row(8, (0, 2)), Row(8, (1, 3)), Row(8, (4,)), Row(8, (5,))]
+    # A row that nothing but a part of a group fits takes the part.
+    pieces = [Piece(13, 0, 0), *[Piece(2, 1, 1)] * 6]
+    assert plan_best_fit(pieces, (16,), COST) == [Row(16, (0, 1)), Row(16, (2, 3, 4, 5, 6))]
+    # An emptiest row is closed where others have room, or shortened.
+    pieces = [Piece(size, group=number) for number, size in enumerate((9, 9, 4, 4))]
+    assert plan_best_fit(pieces, (5, 13), COST) == [Row(13, (0, 2)), Row(13, (1, 3))]
+    assert plan_best_fit([], (8,), COST) == []
+
+
+def test_a_sample_that_fits_no_row_is_named():
+    with pytest.raises(ValueError, match="sample 1 takes 97 tokens"):
+        plan_best_fit([Piece(3), Piece(50, 47, 1)], ROW_LENGTHS, COST)
+
+
+def test_a_length_is_chosen_by_cost():
+    pieces = [Piece(8, group=number) for number in range(8)]
+    linear, quadratic = RowCost(1.0), RowCost(0.0, 1.0)
+    assert {row.length for row in plan_best_fit(pieces, (8, 64), quadratic)} == {8}
+    # A prefix that a long row has once.
+    sharing = [Piece(1, 7, 0) for _ in range(8)]
+    assert plan_best_fit(sharing, (8, 15), linear) == [Row(15, tuple(range(8)))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 12), max_size=8), room=st.integers(0, 40))
+def test_the_largest_subset_is_that_of_all_subsets(sizes, room):
+    found = largest_subset(sizes, room)
+    sums = [sum(one) for count in range(len(sizes) + 1) for one in itertools.combinations(sizes, count)]
+    assert sum(sizes[number] for number in found) == max(total for total in sums if total <= room)
+    assert len(set(found)) == len(found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(costs=st.lists(st.floats(0.5, 100), max_size=40), num_ranks=st.integers(1, 6))
+def test_ranks_are_balanced(costs, num_ranks):
+    """Graham's bound; no division can be below the mean or the largest row."""
+    dealt = deal_rows(costs, num_ranks)
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(costs)))
+    loads = [sum(costs[row] for row in rows) for rows in dealt]
+    largest = max(costs, default=0.0)
+    lower_bound = max(sum(costs) / num_ranks, largest)
+    assert max(loads) <= sum(costs) / num_ranks + (1 - 1 / num_ranks) * largest + 1e-9
+    # Twice the best at the very most, which both bounds together give.
+    assert max(loads) <= 2 * lower_bound + 1e-9
+
+
+def test_ranks_in_step_get_as_many_rows():
+    assert deal_rows([9.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]
+    assert deal_rows([9.0, 1.0, 1.0, 1.0], 2, most=2) == [[0, 3], [1, 2]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_rows=st.integers(0, 200), most=st.integers(1, 64))
+def test_rows_are_cut_without_padding(num_rows, most):
+    sizes = micro_batch_sizes(most)
+    assert sizes[0] == most and sizes[-1] == 1 and len(sizes) <= 4
+    assert sum(cut(num_rows, sizes)) == num_rows
+    assert set(cut(num_rows, sizes)) <= set(sizes)
+
+
+def test_the_cost_of_a_row_counts_multiplications():
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 6,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "vocab_size": 11,
+        "intermediate_size": 7,
+    }
+    cost = row_cost(find_spec(config).dims(config))
+    # Queries and their output 6 x 6 each, keys and values 6 x 2 each, three matrices 6 x 7; two layers.
+    assert cost.per_position == 2 * (2 * 36 + 2 * 12 + 3 * 42)
+    # Scores and weighted values: 3 heads of 2 channels each.
+    assert cost.per_pair == 2 * (6 + 6)
+    assert cost.per_label == 66
+    assert cost.of(4, 3) == 4 * cost.per_position + 16 * cost.per_pair + 3 * 66
