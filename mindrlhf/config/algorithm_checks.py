@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
-from mindrlhf.config.derived import correction_weight, is_corrected
+from mindrlhf.config.derived import correction_weight, has_older_samples, is_corrected
 from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import AlgorithmSection
@@ -146,9 +146,10 @@ def _check_correction(config: GrpoConfig) -> None:
             "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is "
             "nothing to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
         )
-    if config.rollout.ahead and not (correction.bypass or is_corrected(config)):
+    if has_older_samples(config) and not (correction.bypass or is_corrected(config)):
+        key = "ahead" if config.rollout.ahead else "span_tokens"
         raise UserError(
-            "'correction.weight' is none, but with rollout.ahead nothing would then account for the updates since the "
+            f"'correction.weight' is none, but with rollout.{key} nothing would then account for the updates since the "
             "samples were generated: set it to auto, or 'correction.bypass' to true"
         )
     if correction.mask != "none" and correction.mask_low >= correction.mask_high:
@@ -186,6 +187,9 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
         unread["algorithm.max_oversampling"] = "algorithm.dynamic_sampling true, not false"
     if algorithm.overlong_buffer == 0:
         unread["algorithm.overlong_penalty"] = "an algorithm.overlong_buffer above 0, not 0"
+    if not config.rollout.span_tokens:
+        why = "rollout.span_tokens above 0, not 0"
+        unread |= {"rollout.max_spans": why, "rollout.in_flight": why}
     if correction_weight(config) == "none":
         unread["correction.max_weight"] = "correction.weight token or sequence, not none"
     if correction.mask == "none":

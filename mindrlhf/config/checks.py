@@ -1,5 +1,6 @@
 """Rules between keys. Each message says which value to change, and to what."""
 
+from mindrlhf.algorithms import advantages
 from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
@@ -32,6 +33,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_packing, config)
     check(_check_row_lengths, config)
     check(_check_ahead, config)
+    check(_check_spans, config)
     check(_check_reference, config)
     check(_check_schedule, config.optimizer, given)
     check(_check_rewards, config.reward, given)
@@ -224,6 +226,26 @@ def _check_ahead(config: GrpoConfig) -> None:
             f"'rollout.ahead' is {ahead}, so that the server generates while the ranks train, and needs devices of its "
             "own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
         )
+
+
+def _check_spans(config: GrpoConfig) -> None:
+    span = config.rollout.span_tokens
+    if not span:
+        return
+    if span >= config.rollout.max_response_length:
+        raise UserError(
+            f"'rollout.span_tokens' is {span}, but no response is longer than rollout.max_response_length = "
+            f"{config.rollout.max_response_length}: set it lower, or to 0"
+        )
+    others = {
+        "rollout.ahead": config.rollout.ahead > 0,
+        "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
+        "tools.names": bool(config.tools.names),
+        "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise UserError(f"'rollout.span_tokens' is {span}, which does not work with {name}: leave one of them out")
 
 
 def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str]) -> None:

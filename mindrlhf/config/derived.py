@@ -25,18 +25,23 @@ def correction_weight(config: GrpoConfig) -> str:
     if config.correction.weight != "auto":
         return config.correction.weight
     same = config.run.device == "cpu" and config.rollout.dtype == config.model.compute_dtype
-    if (same and not config.rollout.ahead) or config.correction.bypass:
+    if (same and not has_older_samples(config)) or config.correction.bypass:
         return "none"
     return "sequence" if policy_losses.traits(config.algorithm.loss).ratio == "sequence" else "token"
+
+
+def has_older_samples(config: GrpoConfig) -> bool:
+    """Return whether steps train on tokens of weights before those they begin with, by plan."""
+    return config.rollout.ahead > 0 or config.rollout.span_tokens > 0
 
 
 def is_on_policy(config: GrpoConfig) -> bool:
     """Return whether the old log-probabilities of all samples are those that a step's only update computes itself.
 
-    With `rollout.ahead` they are, however old the samples: the correction accounts for the generator's weights.
+    Where samples are older by plan they are: the correction accounts for the generator's weights.
     """
     is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
-    return is_single_update and (config.rollout.ahead > 0 or not config.algorithm.dynamic_sampling)
+    return is_single_update and (has_older_samples(config) or not config.algorithm.dynamic_sampling)
 
 
 def is_corrected(config: GrpoConfig) -> bool:

@@ -82,6 +82,17 @@ class RolloutSection:
         minimum=0,
         maximum=64,
     )
+    span_tokens: int = key(
+        0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
+        "weights; 0 finishes all in their step; see docs/async.md",
+        minimum=0,
+    )
+    max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
+    in_flight: float = key(
+        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
+        minimum=1,
+        exclusive_minimum=True,
+    )
     max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
     temperature: float = key(
         1.0, "sampling temperature; training logits are divided by it too", minimum=0, exclusive_minimum=True

@@ -1,7 +1,7 @@
 """From prompts to scored samples: generation and verification, overlapped."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,8 @@ class Sample:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0
-    weights_version: int = 0  # of the weights that generated it
+    weights_version: int = 0  # of the weights that generated it, or began to
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
 
     @property
     def num_generated(self) -> int:
@@ -92,23 +93,38 @@ class Sampler:
             chunk_size: prompts sent to the generator at a time; 0 sends all.
             first_group: position of the first prompt among all that share the seed path; groups are numbered from it.
         """
-        prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
         requests = [
             GenerationRequest(
                 index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, first_group + index)
             )
             for index, record in enumerate(records)
         ]
+
+        def completions() -> Iterator[Completion]:
+            for start in range(0, len(requests), chunk_size or len(requests)):
+                chunk = requests[start : start + (chunk_size or len(requests))]
+                yield from self._generator.generate(chunk, sampling)
+
+        return self.score(records, num_samples, completions(), first_group)
+
+    def score(
+        self, records: Sequence[PromptRecord], num_samples: int, found: Iterable[Completion], first_group: int = 0
+    ) -> list[Sample]:
+        """Return the samples that completions make, ordered by prompt and sample index; see ``sample``.
+
+        Args:
+            found: all completions of all prompts, in any order; ``request_id`` is the place of the prompt. Each is
+                verified while the next are awaited.
+        """
+        prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
         completions: dict[int, Completion] = {}
         texts: dict[int, str] = {}
-        for start in range(0, len(requests), chunk_size or len(requests)):
-            chunk = requests[start : start + (chunk_size or len(requests))]
-            for completion in self._generator.generate(chunk, sampling):
-                place = completion.request_id * num_samples + completion.sample_index
-                completions[place] = completion
-                texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
-                if self._rewards is not None:
-                    self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
+        for completion in found:
+            place = completion.request_id * num_samples + completion.sample_index
+            completions[place] = completion
+            texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
+            if self._rewards is not None:
+                self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
         if self._rewards is not None:
             results = {result.index: result for result in self._rewards.results()}
         else:
@@ -169,6 +185,7 @@ def _sample(
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
         weights_version=completion.weights_version,
+        spans=completion.spans,
     )
 
 

@@ -183,8 +183,9 @@ def _make_team(config: GrpoConfig, worker, connections: list) -> Team | ReplicaT
 
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
-    # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
-    num_epochs = None if config.algorithm.dynamic_sampling else config.training.epochs
+    # How many prompts such a step takes is not known before: the number of steps is what ends the run.
+    is_open = config.algorithm.dynamic_sampling or config.rollout.span_tokens > 0
+    num_epochs = None if is_open else config.training.epochs
     return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 
 

@@ -113,6 +113,11 @@ RULES = {
         ["'correction.weight' is none", "rollout.ahead", "set it to auto, or 'correction.bypass' to true"],
         ["correction.bypass=true"],
     ),
+    "old tokens without correction": (
+        ["rollout.span_tokens=64", "correction.weight=none"],
+        ["'correction.weight' is none", "rollout.span_tokens", "set it to auto"],
+        ["correction.weight=auto"],
+    ),
     "a preset and a loss of other ratios": (
         ["correction.preset=decoupled_token_is", "algorithm.name=gspo"],
         ["'correction.weight' is token", "set it to sequence"],

@@ -151,6 +151,42 @@ RULES = {
         1,
     ),
     "steps ahead below 0": (["rollout.ahead=-1"], ["'rollout.ahead' is -1", "at least 0"], ["rollout.ahead=0"], 1),
+    "spans longer than responses": (
+        ["rollout.span_tokens=512"],
+        ["'rollout.span_tokens' is 512", "rollout.max_response_length = 512", "set it lower"],
+        ["rollout.span_tokens=128"],
+        1,
+    ),
+    "spans and sampling ahead": (
+        ["rollout.span_tokens=128", "rollout.ahead=1"],
+        ["'rollout.span_tokens' is 128", "rollout.ahead", "leave one of them out"],
+        ["rollout.ahead=0"],
+        1,
+    ),
+    "spans and dynamic sampling": (
+        ["rollout.span_tokens=128", "algorithm.name=dapo"],
+        ["does not work with algorithm.dynamic_sampling"],
+        ["algorithm.dynamic_sampling=false"],
+        1,
+    ),
+    "spans and tools": (
+        ["rollout.span_tokens=128", "tools.names=calculator"],
+        ["does not work with tools.names"],
+        ["tools.names=[]"],
+        1,
+    ),
+    "spans and greedy baselines": (
+        ["rollout.span_tokens=128", "algorithm.advantage=remax"],
+        ["does not work with algorithm.advantage: remax"],
+        ["algorithm.advantage=grpo"],
+        1,
+    ),
+    "bounds of no spans": (
+        ["rollout.max_spans=3"],
+        ["'rollout.max_spans' is set", "rollout.span_tokens above 0"],
+        ["rollout.span_tokens=128"],
+        1,
+    ),
     "a reward model that is busy": (
         ["rollout.ahead=1", "reward.model_path=r"],
         ["'rollout.ahead' is 1", "reward.model_path", "set it to 0"],

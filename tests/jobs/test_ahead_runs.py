@@ -1,4 +1,4 @@
-"""Runs whose samples are generated ahead: delays change nothing, nor do kills while samples are generated."""
+"""Runs on older samples, generated ahead or in parts: delays change nothing, nor do kills while they are generated."""
 
 import os
 import signal
@@ -54,3 +54,23 @@ def test_delays_and_kills_while_samples_are_generated_change_nothing(start_job, 
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
     staleness = [line["staleness/max"] for line in metrics(tmp_path / "run") if "staleness/max" in line]
     assert staleness == [min(step, ahead) for step in range(9)]
+
+
+@SLOW
+def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job, tmp_path):
+    recipe = {"rollout__span_tokens": 4, "rollout__in_flight": 2, "checkpoint__every_steps": 2}
+    undisturbed = start_job(tmp_path / "undisturbed", **recipe)
+    assert undisturbed.wait(TIMEOUT_S) == 0, undisturbed.text()
+    job = start_job(tmp_path / "run", "--max-restarts", 1, **recipe)
+    with job.frozen(lambda: job.is_in("rollout", 3)):
+        os.kill(job.server_pid(), signal.SIGKILL)
+    job.wait_until(lambda: "starting it again" in job.text())
+    job.wait_until(lambda: job.is_in("rollout", 6))
+    killed = job.beat().pid
+    job.kill_rank(0)
+    job.wait_until(lambda: (beat := job.beat()) is not None and beat.pid != killed)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert "resumed after step 4" in job.text() and job.leftovers() == [] == job.unfinished()
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+    unfinished = [line["spans/unfinished"] for line in metrics(tmp_path / "run") if "spans/unfinished" in line]
+    assert max(unfinished) > 0, "responses go on in a later step"

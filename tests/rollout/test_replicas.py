@@ -123,6 +123,15 @@ def test_without_restarts_a_death_is_raised():
         collect(replicas)
 
 
+def test_a_death_is_raised_when_the_weights_have_been_replaced():
+    server = Server(dies_after=2)
+    server.restart = lambda: setattr(server, "has_weights", False)
+    replicas = Replicas([server], num_restarts=5)
+    replicas.update_weights(7)
+    with pytest.raises(RunFailure, match="killed by signal 9.*weights it sampled with have been replaced: resume"):
+        collect(replicas)
+
+
 def test_a_second_death_is_raised():
     server = Server(dies_after=2)
     replicas = Replicas([server], num_restarts=1)

@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
-from mindrlhf.rollout.types import GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import Cancelled, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 
@@ -136,6 +137,22 @@ def test_a_server_that_does_not_come_up_is_stopped(options, tmp_path):
     with pytest.raises(RunFailure, match="was not ready within 0.3 s"):
         generator.wait_ready()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_another_thread_breaks_off_a_generation(options):
+    with VllmGenerator.start(options) as generator, ThreadPoolExecutor(1) as thread:
+        generator.wait_ready()
+        # The server works for four seconds on the second request before it says so much as a word.
+        requests = [GenerationRequest(0, (1, 2), 1, seed=0), GenerationRequest(1, (4711,), 1, seed=0)]
+        completions = generator.generate(requests, SamplingParams(max_tokens=4))
+        assert next(completions).token_ids.tolist() == [1, 2]
+        rest = thread.submit(list, completions)
+        generator.cancel()
+        with pytest.raises(Cancelled):
+            rest.result()
+        with pytest.raises(Cancelled):
+            list(generator.generate(requests[:1], SamplingParams(max_tokens=4)))
+        generator.ping()  # the two sides are in step
 
 
 def test_a_death_while_generating_is_reported_and_restart_mends_it(options):

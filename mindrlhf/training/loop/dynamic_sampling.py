@@ -158,8 +158,8 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
     fields = {field.name for field in dataclasses.fields(Sample)}
     samples = []
     for index, item in enumerate(leftover):
-        # Checkpoints of earlier releases do not say it.
-        values: dict[str, Any] = {"weights_version": 0, **item.record, **item.arrays}
+        # Checkpoints of earlier releases do not say these.
+        values: dict[str, Any] = {"weights_version": 0, "spans": (), **item.record, **item.arrays}
         if values.keys() != fields:
             wrong = min(values.keys() ^ fields)
             raise DamagedDirectory(f"the checkpoint is damaged: {wrong!r} of leftover sample {index} is missing or new")

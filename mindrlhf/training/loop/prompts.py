@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile, PromptRecord
@@ -40,13 +40,13 @@ class PromptSampling:
     ):
         self._config = config
         self._prompts = prompts
-        self._stream = stream
+        self.stream = stream
         self._sampler = sampler
         self._timer = timer
         self.interruptible = interruptible
         self._groups = GroupSampling(config)
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
-        self._sampling = SamplingParams(
+        self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
@@ -83,27 +83,33 @@ class PromptSampling:
         records: list[PromptRecord] = []
 
         def sample_round(num_prompts: int, first_group: int) -> list[Sample]:
-            with self._timer.stage("data"):
-                new = self._next_records(num_prompts)
+            new = self.read(self.stream.next(num_prompts))
             records.extend(new)
-            return self._generate(new, index, self._config.algorithm.num_generations, self._sampling, first_group)
+            return self._generate(new, index, self._config.algorithm.num_generations, self.sampling, first_group)
 
         step = self._groups.collect(sample_round, leftover)
         if not needs_greedy:
             return step, []
-        greedy = dataclasses.replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return step, self._generate(records, index, 1, greedy, 0)
 
-    def _next_records(self, num_prompts: int) -> list[PromptRecord]:
-        indices = self._stream.next(num_prompts)
-        if self._records:
-            return [self._records[index] for index in indices]
-        return self._prompts.read(indices)
+    def read(self, indices: Sequence[int]) -> list[PromptRecord]:
+        """Return the prompts at ``indices``."""
+        with self._timer.stage("data"):
+            if self._records:
+                return [self._records[index] for index in indices]
+            return self._prompts.read(indices)
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Time the body as ``rollout``, and let a request to end break it off."""
+        with self._timer.stage("rollout"), self.interruptible():
+            yield
 
     def _generate(
         self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
-        with self._timer.stage("rollout"), self.interruptible():
+        with self.generating():
             return self._sampler.sample(
                 records,
                 num_samples,

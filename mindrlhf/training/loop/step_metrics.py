@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
+from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.timing import throughput
@@ -38,11 +39,12 @@ def step_metrics(
         lr: learning rate of the last update, None when there was none.
     """
     samples = sampled.samples
-    is_ahead = config.rollout.ahead > 0
+    has_older = has_older_samples(config)
     return measure.combine_metrics(
         sample_metrics(samples.generated),
-        rollout_metrics(samples.used, train_logprobs, sampled.num_stale(version), is_ahead=is_ahead),
-        staleness_metrics(samples.used, version) if is_ahead else {},
+        rollout_metrics(samples.used, train_logprobs, sampled.num_stale(version), has_older=has_older),
+        staleness_metrics(samples.used, version) if has_older else {},
+        span_metrics(sampled) if config.rollout.span_tokens else {},
         packing_metrics(batches),
         update_metrics(config, objective, batches, updates, lr) if updates else {},
         tool_metrics(samples.generated) if config.tools.names else {},
@@ -65,7 +67,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    used: Sequence[Sample], train_logprobs: Sequence[np.ndarray], num_stale: int, *, is_ahead: bool
+    used: Sequence[Sample], train_logprobs: Sequence[np.ndarray], num_stale: int, *, has_older: bool
 ) -> dict[str, float]:
     """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``.
 
@@ -73,24 +75,36 @@ def rollout_metrics(
         used: samples that the step trained on.
         num_stale: how many of them, at their head, are of older weights. They differ by the updates since as well, so
             that they do not count as differences of the generator. Where all are, there is none to report.
-        is_ahead: the correction acts on the stale ones too, and so their ratios are reported.
+        has_older: the correction acts on the stale ones too, and so their ratios are reported.
     """
     rollout = [sample.rollout_logprobs for sample in used]
     metrics: dict[str, float] = {}
     if num_stale < len(used):
         tokens, trained = np.concatenate(rollout[num_stale:]), np.concatenate(train_logprobs[num_stale:])
         metrics |= measure.rollout_diff_metrics(tokens, trained, np.ones(len(tokens)))
-    first = 0 if is_ahead else num_stale
+    first = 0 if has_older else num_stale
     if first < len(used):
         metrics |= measure.rollout_ratio_metrics(rollout[first:], train_logprobs[first:])
     return metrics
 
 
 def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
-    """Return how many versions of the weights the samples of a step that began with ``version`` are behind."""
-    staleness = version - np.array([sample.weights_version for sample in used])
+    """Return how many versions of the weights the tokens of a step that began with ``version`` are behind."""
+    spans = [span for sample in used for span in sample.spans or ((sample.weights_version, sample.num_generated),)]
+    staleness = version - np.array([span_version for span_version, _ in spans])
     assert staleness.min() >= 0, f"weights {version} train on samples of weights {version - staleness.min()}"
-    return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
+    mean = np.average(staleness, weights=[num_tokens for _, num_tokens in spans])
+    return {"staleness/mean": float(mean), "staleness/max": float(staleness.max())}
+
+
+def span_metrics(sampled: SampledStep) -> dict[str, float]:
+    """Return with how many weights the responses of a step were made, and how many go on in the next."""
+    counts = [len(sample.spans) for sample in sampled.samples.used]
+    return {
+        "spans/mean": float(np.mean(counts)),
+        "spans/max": float(max(counts)),
+        "spans/unfinished": float(sampled.num_unfinished),
+    }
 
 
 def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import KlState
+from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
@@ -24,6 +25,7 @@ from mindrlhf.training.loop.parts import Parts
 from mindrlhf.training.loop.policy import PolicyUpdate
 from mindrlhf.training.loop.sampling.ahead import SamplingAhead
 from mindrlhf.training.loop.sampling.in_step import SampledStep, SamplingInStep
+from mindrlhf.training.loop.sampling.spans import SamplingInSpans
 from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
 from mindrlhf.training.loop.step_record import StepRecord
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
@@ -146,6 +148,8 @@ class Trainer(Steps):
 
     def _build_sampling(self) -> SamplingInStep | SamplingAhead:
         rollout, ahead, needs_greedy = self.parts.rollout, self.config.rollout.ahead, self.objective.needs_greedy
+        if self.config.rollout.span_tokens:
+            return SamplingInSpans(self.config, rollout, self.progress, self.num_steps)
         if not ahead:
             return SamplingInStep(rollout, self.progress, needs_greedy=needs_greedy)
         return SamplingAhead(
@@ -201,12 +205,12 @@ class Trainer(Steps):
         """Return the log-probabilities under the policy that generated each sample, as the loss takes them.
 
         Those of stale samples are the generator's, since the weights that generated them are gone; the ranks are told.
-        With `rollout.ahead` they are the trainer's for all: the correction accounts for the generator's weights.
+        Where samples are older by plan they are the trainer's for all: the correction accounts for their age.
         """
         rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.used]
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
             return rollout_logprobs
-        if self.config.rollout.ahead:
+        if has_older_samples(self.config):
             return old
         num_stale = step_samples.num_stale
         logprobs = rollout_logprobs[:num_stale] + old[num_stale:]
@@ -303,11 +307,11 @@ class Trainer(Steps):
         return metrics
 
     def _keep_leftover(self, samples: StepSamples) -> dict[str, float]:
-        """Keep what is left over for the next step, and return where the samples of this one went."""
+        """Keep what is left over for the next step; with dynamic sampling return where the samples of this one went."""
+        self.sampling.keep_leftover(samples)
         if not self.config.algorithm.dynamic_sampling:
             return {}
         metrics = self.ledger.add(samples)
-        self.sampling.keep_leftover(samples)
         self.progress.algorithm.samples = self.ledger.state()
         return metrics
 

@@ -19,12 +19,14 @@ class SampledStep:
         version: of the weights that generated them, but for those that an earlier step left over.
         rollout_s: seconds that sampling took beside the loop; None where it is a stage of the loop, or was done before
             the run was resumed.
+        num_unfinished: responses that go on in the next step.
     """
 
     samples: StepSamples
     greedy: list[Sample]
     version: int
     rollout_s: float | None = None
+    num_unfinished: int = 0
 
     def num_stale(self, version: int) -> int:
         """Return how many of the used samples, at their head, are of older weights than ``version``."""
