@@ -182,12 +182,6 @@ def _check_packing(config: GrpoConfig) -> None:
             f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: "
             "set pack to true, or packing to first_fit"
         )
-    if training.packing == sections.SHARED_PROMPTS and config.parallel_config.context_parallel > 1:
-        raise UserError(
-            f"'training.packing' is shared_prompts, but parallel_config.context_parallel = "
-            f"{config.parallel_config.context_parallel} splits rows over ranks: set packing to best_fit, or "
-            "context_parallel to 1"
-        )
 
 
 def _check_row_lengths(config: GrpoConfig) -> None:

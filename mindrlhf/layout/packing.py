@@ -113,15 +113,26 @@ def _choose(
     whole = next((bundle for bundle in left if bundle.used <= row.room), None)
     if whole is not None:
         return whole, list(whole.items)
-    best, most = None, 0
+    best, most, free = None, 0, 0
     for bundle in left:
-        items = bundle.items
-        prefix = row.need(pieces[items[0]]) - pieces[items[0]].size
-        part = largest_subset([pieces[item].size for item in items], row.room - prefix)
-        size = sum(pieces[items[number]].size for number in part)
-        if size > most:
-            best, most = (bundle, [items[number] for number in part]), size
-    return best
+        first = pieces[bundle.items[0]]
+        room = row.room - (row.need(first) - first.size)
+        if room > most:
+            size = largest_sum([pieces[item].size for item in bundle.items], room)
+            if size > most:
+                best, most, free = bundle, size, room
+    if best is None:
+        return None
+    part = largest_subset([pieces[item].size for item in best.items], free)
+    return best, [best.items[number] for number in part]
+
+
+def largest_sum(sizes: Sequence[int], room: int) -> int:
+    """Return the largest sum of some of the sizes that is at most ``room``, 0 or more."""
+    reached = 1  # bit n: some of the sizes make n
+    for size in sizes:
+        reached |= reached << size
+    return (reached & ((1 << (room + 1)) - 1)).bit_length() - 1
 
 
 def largest_subset(sizes: Sequence[int], room: int) -> tuple[int, ...]:

@@ -114,12 +114,6 @@ RULES = {
         ["training.pack=true"],
         1,
     ),
-    "prompts shared by rows that are split": (
-        ["training.packing=shared_prompts", "parallel_config.context_parallel=2", "run.device=ascend"],
-        ["'training.packing' is shared_prompts, but parallel_config.context_parallel = 2 splits rows"],
-        ["training.packing=best_fit"],
-        2,
-    ),
     "a decay to nowhere": (
         ["optimizer.lr_schedule=cosine"],
         ["'optimizer.end_lr' is needed with lr_schedule=cosine"],

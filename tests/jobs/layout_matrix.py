@@ -66,6 +66,7 @@ _ALL_LAYOUTS = {
     "qwen3-dp8-mp8": (QWEN3, 8, 8, 1, 1, {}, {}),
     # Rows whose samples share prompts.
     "qwen2-dp2-mp2-pp2-zero-shared": (QWEN2, 2, 2, 2, 1, ZERO, {}),
+    "qwen3-dp2-mp2-cp2-shared": (QWEN3, 2, 2, 1, 2, {}, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }

@@ -83,9 +83,10 @@ def total(collectives, kind: str, group: tuple[int, ...]) -> dict[int, int]:
     return counts
 
 
-def test_shared_prompts_cost_no_communication(reports):
+@pytest.mark.parametrize("name", ["qwen2-dp2-mp2-pp2-zero", "qwen3-dp2-mp2-cp2"])
+def test_shared_prompts_cost_no_communication(reports, name):
     """Mask and rotary angles are computed where they are used."""
-    plain, shared = (reports[f"qwen2-dp2-mp2-pp2-zero{suffix}"].collectives for suffix in ("", "-shared"))
+    plain, shared = (reports[f"{name}{suffix}"].collectives for suffix in ("", "-shared"))
     assert sorted(map(str, plain)) == sorted(map(str, shared))
 
 

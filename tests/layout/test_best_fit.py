@@ -13,6 +13,7 @@ from mindrlhf.layout.packing import (
     cut,
     deal_rows,
     largest_subset,
+    largest_sum,
     micro_batch_sizes,
     plan_best_fit,
     row_cost,
@@ -103,7 +104,8 @@ def test_a_length_is_chosen_by_cost():
 def test_the_largest_subset_is_that_of_all_subsets(sizes, room):
     found = largest_subset(sizes, room)
     sums = [sum(one) for count in range(len(sizes) + 1) for one in itertools.combinations(sizes, count)]
-    assert sum(sizes[number] for number in found) == max(total for total in sums if total <= room)
+    expected = max(total for total in sums if total <= room)
+    assert sum(sizes[number] for number in found) == largest_sum(sizes, room) == expected
     assert len(set(found)) == len(found)
 
 
