@@ -252,8 +252,8 @@ class GatedMlp(nn.Cell):
 
     def _adapted(self, rows, gate_weight, up_weight):
         """The same with adapters: no gradients of weights, so autodiff passes no more often than necessary."""
-        added = ops.reshape(self.linear_fc1.adapter(rows), (-1, self.intermediate_size, 2))
-        gate = self.matmul_transpose_b(rows, gate_weight) + added[:, :, 0]
-        up = self.matmul_transpose_b(rows, up_weight) + added[:, :, 1]
+        added_to_gate, added_to_up = self.linear_fc1.adapter(rows)
+        gate = self.matmul_transpose_b(rows, gate_weight) + added_to_gate
+        up = self.matmul_transpose_b(rows, up_weight) + added_to_up
         product = gate * ops.sigmoid(gate) * up
         return self.linear_fc2(product, self.matmul_transpose_b(product, self.linear_fc2.weight))

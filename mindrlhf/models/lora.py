@@ -39,7 +39,7 @@ class Lora:
         trained = {SCORE_NAME}
         for adapter in self.adapters:
             cell, kind = _place(network, adapter)
-            low_rank = _CELLS[kind](adapter, network.dims, self._scale)
+            low_rank = _CELL_OF[adapter.base.transform](adapter, network.dims, self._scale)
             setattr(cell, kind, low_rank)
             # Becoming a part of a cell has given them names of its own.
             low_rank.down.name, low_rank.up.name = adapter.down.mf_name, adapter.up.mf_name
@@ -78,10 +78,12 @@ def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.random.default_rng([seed, *name.encode()]).uniform(-bound, bound, shape).astype(np.float32)
 
 
-_CELLS = {
-    "adapter": lora_cells.LowRankAdapter,
-    "gate_up_adapter": lora_cells.ExpertGateUpAdapter,
-    "down_adapter": lora_cells.ExpertDownAdapter,
+_CELL_OF = {
+    "copy": lora_cells.LowRankAdapter,
+    "qkv": lora_cells.LowRankAdapter,
+    "gate_up": lora_cells.GateUpAdapter,
+    "expert_gate_up": lora_cells.ExpertGateUpAdapter,
+    "expert_down": lora_cells.ExpertDownAdapter,
 }
 
 

@@ -30,11 +30,37 @@ class LowRankAdapter(nn.Cell):
 
     def construct(self, rows):
         """rows `[N, in]` -> `[N, out]`."""
-        up = self.up
+        up = self.up * self.scale
         if self.num_parts > 1:
             # A row of B takes its own part of x A^T, which has those of all matrices side by side.
             up = ops.tile(up, (1, self.num_parts)) * self.own_part
-        return self.matmul_transpose_b(self.matmul_transpose_b(rows, self.down) * self.scale, up)
+        return self.matmul_transpose_b(self.matmul_transpose_b(rows, self.down), up)
+
+
+class GateUpAdapter(nn.Cell):
+    """The adapters of the two first matrices of a gated MLP: rows `[N, H]` -> `[N, I]` each.
+
+    Their rows alternate in the fused B, which is far smaller than what it is multiplied with, so it is what is
+    re-ordered.
+    """
+
+    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
+        super().__init__(auto_prefix=False)
+        self.down = _parameter(adapter.down, dims)
+        self.up = _parameter(adapter.up, dims)
+        self.scale = scale
+        self.size, self.rank = adapter.up.shape(dims)[0]
+        self.split_latent = ops.Split(1, 2)
+        self.split_up = ops.Split(0, 2)
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+
+    def construct(self, rows):
+        """rows `[N, H]` -> what to add to the gate and to the up projection, `[N, I]` each."""
+        latent = self.matmul_transpose_b(rows, self.down)
+        pairs = ops.transpose(ops.reshape(self.up * self.scale, (self.size, 2, self.rank)), (1, 0, 2))
+        gate_up, up_up = self.split_up(ops.reshape(pairs, (2 * self.size, self.rank)))
+        gate, up = self.split_latent(latent)
+        return self.matmul_transpose_b(gate, gate_up), self.matmul_transpose_b(up, up_up)
 
 
 class ExpertGateUpAdapter(nn.Cell):
@@ -53,8 +79,8 @@ class ExpertGateUpAdapter(nn.Cell):
 
     def construct(self, rows):
         """rows `[N, H]` -> `[N * E, 2 * I]`, experts of a row side by side."""
-        latent = ops.reshape(self.matmul_transpose_b(rows, self.down) * self.scale, (-1, self.num_matrices, self.rank))
-        up = ops.reshape(self.up, (self.num_matrices, self.size, self.rank))
+        latent = ops.reshape(self.matmul_transpose_b(rows, self.down), (-1, self.num_matrices, self.rank))
+        up = ops.reshape(self.up * self.scale, (self.num_matrices, self.size, self.rank))
         added = self.expert_matmul(ops.transpose(latent, (1, 0, 2)), up)
         return ops.reshape(ops.transpose(added, (1, 0, 2)), (-1, 2 * self.size))
 
@@ -77,8 +103,8 @@ class ExpertDownAdapter(nn.Cell):
         """products `[N, E * I]`, already weighted by the router -> `[N, H]`."""
         by_expert = ops.transpose(ops.reshape(products, (-1, self.num_experts, self.size)), (1, 0, 2))
         down = ops.reshape(self.down, (self.num_experts, self.rank, self.size))
-        latent = ops.transpose(self.expert_matmul(by_expert, down), (1, 0, 2)) * self.scale
-        up = ops.transpose(ops.reshape(self.up, (self.num_experts, self.hidden_size, self.rank)), (0, 2, 1))
+        latent = ops.transpose(self.expert_matmul(by_expert, down), (1, 0, 2))
+        up = ops.transpose(ops.reshape(self.up * self.scale, (self.num_experts, self.hidden_size, self.rank)), (0, 2, 1))
         side_by_side = ops.reshape(up, (self.num_experts * self.rank, self.hidden_size))
         return self.matmul(ops.reshape(latent, (-1, self.num_experts * self.rank)), side_by_side)
 
