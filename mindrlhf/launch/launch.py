@@ -73,7 +73,7 @@ def launch(
         env: for the ranks, over this process's environment and this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
-        start_timeout_s: longest time until all ranks have met; 0 means no limit. Stuck at the scheduler, they start twice.
+        start_timeout_s: longest time until all ranks have met; 0 means no limit. A stuck scheduler is tried twice.
         computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
         rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run.
             SIGTERM has it end the run in its own time: the next signal is not passed on.
