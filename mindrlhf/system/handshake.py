@@ -70,7 +70,9 @@ class SignedConnection:
             self._num_sent += 1
             try:
                 send_message(self._connection, {"signature": signature, "header": header}, arrays, timeout_s)
-            except OSError as error:
+            except TimeoutError:
+                raise
+            except (OSError, ValueError) as error:  # a ValueError where another thread has closed the connection
                 raise ConnectionClosed(str(error)) from None
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -88,7 +90,7 @@ class SignedConnection:
             raise
         except ConnectionClosed:
             raise
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConnectionClosed(str(error)) from None
         header = signed.get("header")
         expected = self._sign(self._names[1], self._num_received, header, arrays)

@@ -59,7 +59,7 @@ class Channel:
                 header, _ = self._connection.receive()
             except ConnectionClosed:
                 return self._lose("has closed the connection: it has ended, or was killed")
-            except (ProtocolError, ValueError) as error:
+            except ProtocolError as error:
                 return self._lose(f"sends what nobody can read ({error})")
             self._num_received += 1
             self._deliver(header)
