@@ -20,6 +20,7 @@ import numpy as np
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
+from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_completions
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
 from mindrlhf.system import processes
@@ -28,7 +29,6 @@ from mindrlhf.system.log_tail import last_lines
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
-_FINISH_REASONS = ("stop", "length")
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
 _NUM_LOG_LINES_SHOWN = 3
@@ -98,17 +98,8 @@ class VllmGenerator:
         self._check_requests(requests, sampling)
         self._check_weights()
         self.wait_ready()
-        lengths = [len(request.prompt_ids) for request in requests]
-        arrays = {
-            "request_ids": np.array([request.request_id for request in requests], np.int64),
-            "num_samples": np.array([request.num_samples for request in requests], np.int32),
-            "seeds": np.array([request.seed for request in requests], np.int64),
-            "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
-            "prompt_lengths": np.array(lengths, np.int64),
-            "prompt_ids": np.fromiter((i for r in requests for i in r.prompt_ids), np.int32, sum(lengths)),
-        }
         self._is_generating = True
-        self._send({"kind": "generate", "sampling": _vllm_sampling(sampling)}, arrays)
+        self._send({"kind": "generate", "sampling": pack_sampling(sampling)}, pack_requests(requests, sampling))
         return self._completions()
 
     def update_weights(self, version: int) -> None:
@@ -265,7 +256,7 @@ class VllmGenerator:
                     return
                 if self._is_cancelled:
                     raise Cancelled
-                yield from _unpack(header, arrays)
+                yield from unpack_completions(header, arrays)
         finally:
             if self._is_generating and self._process is not None:
                 self._abort()
@@ -352,22 +343,3 @@ class VllmGenerator:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The arguments of vLLM's own SamplingParams."""
-    return dataclasses.asdict(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}
-
-
-def _unpack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator[Completion]:
-    ends = np.cumsum(arrays["lengths"])
-    for i, end in enumerate(ends):
-        start = end - arrays["lengths"][i]
-        yield Completion(
-            request_id=int(arrays["request_ids"][i]),
-            sample_index=int(arrays["sample_indices"][i]),
-            token_ids=arrays["token_ids"][start:end],
-            logprobs=arrays["logprobs"][start:end],
-            finish_reason=_FINISH_REASONS[arrays["finish_reasons"][i]],
-            weights_version=header["weights_version"],
-        )

@@ -51,6 +51,7 @@ def check_run(
     overrides: Sequence[str] = (),
     *,
     num_ranks: int = 1,
+    num_nodes: int = 1,
     resume: bool = False,
     oversubscribe: bool = False,
 ) -> CheckedRun:
@@ -60,7 +61,8 @@ def check_run(
         task: "train", "sft", "dpo" or "reward-model".
         path: YAML file.
         overrides: ``section.key=value``.
-        num_ranks: trainer ranks.
+        num_ranks: trainer ranks, of all nodes.
+        num_nodes: machines that they are on, in equal parts.
         resume: the run is to be continued.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
 
@@ -77,7 +79,8 @@ def check_run(
         else:
             check_preference_inputs(config, mistakes)
     obstacles = Mistakes()
-    remark = obstacles.check(lambda: check_ranks(config.run.device, num_ranks, oversubscribe=oversubscribe))
+    num_here = num_ranks // num_nodes
+    remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
     obstacles.check(check_launcher, num_ranks)
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))

@@ -22,7 +22,7 @@ from mindrlhf.training.checkpoints.run import (
     check_output,
     holding_directories,
 )
-from mindrlhf.training.runtime import Rank, is_rank_0_process, start_runtime
+from mindrlhf.training.runtime import Rank, is_first_of_node, is_rank_0_process, start_runtime
 from mindrlhf.training.team import Team, connect, serve
 
 
@@ -84,6 +84,9 @@ class Training(Protocol):
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """On rank 0, start what takes long, before anything else; by default nothing."""
 
+    def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
+        """On the first rank of each other node, the same; by default nothing."""
+
     def build_worker(self, rank: Rank) -> Any:
         """Return this rank's worker, with the model that the run starts from."""
 
@@ -119,6 +122,8 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
                 stack.enter_context(holding_directories(config, "a run started by msrun"))
             check_output(config, resume=resume)
             training.start_early(stack)
+        elif is_first_of_node():
+            training.start_early_elsewhere(stack)
         output_dir.mkdir(parents=True, exist_ok=True)
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)

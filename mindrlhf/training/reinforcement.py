@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import socket
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic, reference_is_base
@@ -21,6 +22,7 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
+from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
@@ -36,6 +38,7 @@ from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
+from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
@@ -61,16 +64,25 @@ class ReinforcementTraining(life_cycle.Training):
         self._config = config
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
+        self._generator: Replicas | NodesGenerator | None = None  # of this node; on rank 0, once connected, of all
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
         if sandbox := check_sandbox(self._config):
             print(f"mindrlhf: {sandbox}", flush=True)
-        self._generator = _start_generator(self._config, self._inputs, stack)
+        self._generator = _start_generator(self._config, self._inputs, stack, self._output_dir / "logs")
+
+    def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
+        """Start the generator of this node."""
+        log_dir = self._output_dir / "logs" / f"rollout_{socket.gethostname()}"
+        self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
 
     def build_worker(self, rank: Rank):
         """Return the actor, which trains the policy, and with some algorithms the critic."""
-        return _build_actor(self._config, self._inputs, rank)
+        actor = _build_actor(self._config, self._inputs, rank)
+        if self._generator is not None and not rank.is_rank_0:
+            actor.use_generator(self._generator)
+        return actor
 
     def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
         """Connect the ranks, the board of weights between them and the generator, and the rewards."""
@@ -80,11 +92,15 @@ class ReinforcementTraining(life_cycle.Training):
         if config.reward.verifier_function:
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
-        self.team = _make_team(config, worker, connections)
+        ranks = Team(worker, connections)
+        self.team = _make_team(config, ranks)
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
-        self.team.call("attach_board", path=board.path)
+        nodes = find_nodes(ranks)
+        attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
+        if len(nodes) > 1:
+            self._generator = connect_generators(ranks, nodes, self._generator)
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
@@ -161,22 +177,21 @@ class ReinforcementTraining(life_cycle.Training):
         return Observers(guards, samples, fingerprint, key_data)
 
 
-def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:
+def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack, log_dir: Path) -> Replicas:
     generator = start_replicas(
         config.rollout,
         model_dir=config.model.path,
         max_model_len=inputs.row_lengths[-1],
         seed=config.run.seed,
         device=config.run.device,
-        log_dir=Path(config.run.output_dir) / "logs",
+        log_dir=log_dir,
         load_weights=False,
     )
     stack.callback(generator.close)
     return generator
 
 
-def _make_team(config: GrpoConfig, worker, connections: list) -> Team | ReplicaTeam:
-    team = Team(worker, connections)
+def _make_team(config: GrpoConfig, team: Team) -> Team | ReplicaTeam:
     if not is_split(config.parallel_config):
         return team
     return ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))

@@ -38,6 +38,11 @@ def is_rank_0_process() -> bool:
     return os.environ.get("RANK_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED"
 
 
+def is_first_of_node() -> bool:
+    """Whether this process is the first rank of its node: msrun numbers the devices of each node from 0."""
+    return os.environ.get("DEVICE_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED"
+
+
 def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     """Set the MindSpore context from the config and join the other ranks; call it once per process.
 

@@ -135,6 +135,11 @@ class WeightBoard:
         return sum(info.size_bytes for info in self.infos)
 
     @property
+    def is_own(self) -> bool:
+        """Whether this process made the board."""
+        return self.path.startswith(f"/proc/{os.getpid()}/")
+
+    @property
     def version(self) -> int | None:
         """The version that readers see, or None while none is sealed."""
         version = _HEADER.unpack_from(self._memory)[1]

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import mindspore as ms
@@ -43,8 +43,12 @@ class RankModel(ABC):
         """Take the weights of a model of the same shape."""
 
     @abstractmethod
-    def write_to(self, board: WeightBoard) -> None:
-        """Write this rank's share of the tensors to a board."""
+    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+        """Write this rank's share of the tensors to a board.
+
+        Args:
+            ranks: those of this node, which share the board; None for all.
+        """
 
     @abstractmethod
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -104,9 +108,10 @@ class WholeModel(RankModel):
         for target, source in zip(self.network.get_parameters(), other.network.get_parameters(), strict=True):
             target.set_data(ms.Tensor(source.asnumpy().copy()))
 
-    def write_to(self, board: WeightBoard) -> None:
+    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors."""
-        for name, array in iter_hf_tensors(self.network, self._rank.index, self._rank.world_size):
+        ranks = range(self._rank.world_size) if ranks is None else ranks
+        for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks)):
             board.write(name, array)
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
