@@ -36,6 +36,7 @@ class Sample:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
 
     @property
     def num_generated(self) -> int:
