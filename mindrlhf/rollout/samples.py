@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
@@ -92,10 +93,14 @@ class Sampler:
             chunk_size: prompts sent to the generator at a time; 0 sends all.
             first_group: position of the first prompt among all that share the seed path; groups are numbered from it.
         """
-        prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
+        prompts = [self._prompt_text(record) for record in records]
         requests = [
             GenerationRequest(
-                index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, first_group + index)
+                index,
+                tuple(record.prompt_ids.tolist()),
+                num_samples,
+                _seed(seed_path, first_group + index),
+                images=record.images,
             )
             for index, record in enumerate(records)
         ]
@@ -118,12 +123,16 @@ class Sampler:
             f"{expected} samples were asked for, {len(completions)} generated, {len(results)} verified"
         )
         samples = [
-            _sample(place // num_samples, completions[place], texts[place], prompts, records, results[place])
+            _sample(requests[place // num_samples], completions[place], texts[place], prompts, records, results[place])
             for place in range(expected)
         ]
         if first_group:
             samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
         return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
+
+    def _prompt_text(self, record: PromptRecord) -> str:
+        ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def _reward_input(
@@ -145,13 +154,14 @@ def _seed(path: Sequence[int], index: int) -> int:
 
 
 def _sample(
-    group: int,
+    request: GenerationRequest,
     completion: Completion,
     text: str,
     prompts: Sequence[str],
     records: Sequence[PromptRecord],
     result: RewardResult,
 ) -> Sample:
+    group = request.request_id
     return Sample(
         group=group,
         prompt_ids=np.asarray(records[group].prompt_ids, np.int32),
@@ -168,13 +178,14 @@ def _sample(
         num_turns=completion.num_turns,
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
+        images=request.images,
     )
 
 
 def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
     """Return the digests of what a step sampled, for its line of the fingerprint; the order of samples counts."""
     return {
-        "prompts": digest_arrays(sample.prompt_ids for sample in samples),
+        "prompts": digest_arrays(array for sample in samples for array in (sample.prompt_ids, *sample.images)),
         "samples": digest_arrays(sample.response_ids for sample in samples),
         "rollout_logprobs": digest_arrays(sample.rollout_logprobs for sample in samples),
         "rewards": digest_json([[sample.reward, dict(sample.rewards)] for sample in samples]),
