@@ -157,6 +157,7 @@ QWEN2_5_VL = replace(
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
     text_config=_text_config,
+    text_architecture=QWEN2.hf_architecture,
     read_dims=_vision_dims,
     vision_rules=VISION_RULES,
 )

@@ -21,7 +21,7 @@ from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.vision_checks import check_text_only, check_vision
+from mindrlhf.training.vision_checks import check_images, check_text_only, check_vision
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded, open_tensors
@@ -81,8 +81,11 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
     _check_layout(config, row_lengths, world_size)
     _check_msprobe(config)
     _check_model(config.model, config.model.path, tokenizer)
+    for file in filter(None, (prompts, held_out)):
+        check_images(config.model.path, file)
     if config.algorithm.beta > 0 and config.model.reference_path:
         _check_model(config.model, config.model.reference_path, tokenizer)
+        check_images(config.model.reference_path, prompts)
         _check_reference(config)
     per_step = config.training.chunk_size * config.training.num_rollouts
     num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)

@@ -6,6 +6,7 @@ from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ModelSection
+from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.specs import find_spec
@@ -49,6 +50,27 @@ def check_vision(config: GrpoConfig) -> None:
     for what, (is_asked, fix) in refused.items():
         if is_asked:
             raise UserError(f"the model in {config.model.path} sees images and is not trained with {what} yet: {fix}")
+
+
+def check_images(path: str, file: PromptFile) -> None:
+    """Check that a model sees the images of a prompt file as they were cut for it.
+
+    Raises:
+        UserError: it sees none, or cuts them otherwise.
+    """
+    header = file.header.images
+    if header is None:
+        return
+    if not has_vision(path):
+        raise UserError(f"{file.path} has images, but the model in {path} reads text only: use a model with vision")
+    hf_config = read_hf_config(path)
+    vision = find_spec(hf_config).dims(hf_config).vision
+    cut, expected = (header.image_token, header.geometry), (vision.image_token, vision.geometry)
+    if cut != expected:
+        raise UserError(
+            f"{file.path} has images for another model than that in {path} (image token {cut[0]}, {cut[1]}; "
+            f"not {expected[0]}, {expected[1]}): build it again with this model's tokenizer and processor"
+        )
 
 
 def check_text_only(model: ModelSection, command: str) -> None:

@@ -1,4 +1,4 @@
-"""An actor that sees, on a real tiny model: which images go through the tower and when, what is trained, what is saved."""
+"""An actor that sees, on a real tiny model: which images the tower takes and when, what is trained, what is saved."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def make_actor(model_dir, tmp_path_factory):
         "data.train_file=prompts.mindrecord",
         "reward.verifier_function=accuracy_reward",
         "rollout.max_response_length=8",
-        "rollout.num_generations=2",
+        "algorithm.num_generations=2",
         "training.chunk_size=1",
         f"training.batch_size={ROWS}",
         "algorithm.beta=0.05",
@@ -128,15 +128,15 @@ def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
     assert trained and not [name for name in trained if name.startswith("visual.")]
 
 
-def test_the_tower_is_published_once(actor):
+def test_the_tower_is_published_once(actor, monkeypatch):
     from mindrlhf.weights.convert import iter_hf_tensors
 
     with actor.create_board() as board:
-        contributions = []
+        written, contributions = [], []
+        write = board.write
+        monkeypatch.setattr(board, "write", lambda name, array: written.append(name) or write(name, array))
         for version in (1, 2):
-            written = []
-            write = type(board).write
-            board.write = lambda name, array, **options: written.append(name) or write(board, name, array)
+            written.clear()
             board.begin(version)
             actor.model.write_to(board)
             board.seal()
