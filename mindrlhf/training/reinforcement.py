@@ -27,7 +27,6 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.image_rows import ImageTokens
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -84,9 +83,8 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        image_tokens = ImageTokens.of(worker.model.network.dims)
         self._rows = RowOptions(
-            inputs.row_lengths, training.batch_size, self.team.world_size, training.pack, image_tokens
+            inputs.row_lengths, training.batch_size, self.team.world_size, training.pack, inputs.image_tokens
         )
         self._reward_model = None
         if config.reward.model_path:

@@ -60,7 +60,9 @@ def test_config_check_refuses_too(directory, capsys):
     assert main([*command, *overrides(directory)]) == 0
     assert main([*command, *overrides(directory, "run.device=ascend")]) != 0
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
-    for kind in ("sft", "dpo", "reward-model"):
+    assert main([*command, "--kind", "sft", *offline]) == 0
+    assert main([*command, "--kind", "sft", *offline, "run.device=ascend"]) != 0
+    for kind in ("dpo", "reward-model"):
         assert main([*command, "--kind", kind, *offline]) != 0
         assert f"mindrlhf {kind} does not train yet" in capsys.readouterr().err
 
