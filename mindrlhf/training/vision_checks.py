@@ -94,6 +94,6 @@ def check_text_only(model: ModelSection, command: str) -> None:
     """
     if image_tokens(model.path) is not None:
         raise UserError(
-            f"the model in {model.path} sees images, which mindrlhf {command} does not train yet: use mindrlhf train or "
-            "sft"
+            f"the model in {model.path} sees images, which mindrlhf {command} does not train yet: "
+            "use mindrlhf train or sft"
         )
