@@ -20,8 +20,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.load import CONFIG_LOADERS
+    from mindrlhf.training.vision_checks import check_text_only, check_vision
 
-    CONFIG_LOADERS[arguments.kind](arguments.config, arguments.overrides, world_size=arguments.workers)
+    config = CONFIG_LOADERS[arguments.kind](arguments.config, arguments.overrides, world_size=arguments.workers)
+    if arguments.kind == "train":
+        check_vision(config)
+    else:
+        check_text_only(config.model, arguments.kind)
     print(f"{arguments.config}: ok for {arguments.workers} rank{'s' if arguments.workers > 1 else ''}")
     return 0
 

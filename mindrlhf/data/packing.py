@@ -80,11 +80,12 @@ def _first_fit(indices: Sequence[int], lengths: Sequence[int], row_length: int) 
 class PackedRows:
     """Rows of one length, ready for a training cell. Position t predicts ``labels[t]``, the token at t + 1."""
 
-    input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is
+    input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is; see also mindrlhf.training.image_rows
     segment_ids: np.ndarray  # int32 [rows, length]: 1, 2, ... per sequence of the row, 0 = padding
     labels: np.ndarray  # int32 [rows, length]
     mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated
     tokens: dict[str, np.ndarray]  # name -> float32 [rows, length]: a value per such token, at its position, else 0
+    images: tuple[str, ...] = ()  # digests of the images that the rows look at, in the order of their rows
 
     @property
     def num_rows(self) -> int:
@@ -100,6 +101,7 @@ class TokenSequence:
     response_ids: np.ndarray  # int32 [response]
     values: dict[str, np.ndarray]  # name -> float32 [generated tokens]
     is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each: those of the prompt
 
     @property
     def num_tokens(self) -> int:

@@ -53,7 +53,7 @@ class DecoderOutputs(nn.Cell):
         length_axis = "cp_tp" if config.sequence_parallel else "cp"
         self.transpose = ops.Transpose().shard((layout(length_axis, "dp", "None"),))
 
-    def construct(self, hidden_states, input_ids):
+    def construct(self, hidden_states, segment_ids):
         return self.transpose(hidden_states, (1, 0, 2))
 
 

@@ -1,6 +1,7 @@
 """The causal language model of every role: MindFormers' GPTModel behind one small interface."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -9,6 +10,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
+
+if TYPE_CHECKING:
+    from mindrlhf.models.vision.images import ImageRows
 
 # Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
 _PARALLEL_KEYS = {
@@ -32,6 +36,8 @@ class CausalLM(nn.Cell):
         hf_config: the config.json it was built from.
         splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
         score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
+        visual: the vision tower, which runs before the decoder and outside its graph; None in models of text alone.
+        images: what the tower made of the images of a step; None in models of text alone.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class CausalLM(nn.Cell):
         dims: ModelDims,
         hf_config: dict,
         splits: tuple[int, int, int] = (1, 1, 1),
+        visual: nn.Cell | None = None,
+        images: "ImageRows | None" = None,
     ):
         super().__init__(auto_prefix=False)
         self.model = model
@@ -52,6 +60,8 @@ class CausalLM(nn.Cell):
         self.dims = dims
         self.hf_config = hf_config
         self.splits = splits
+        self.visual = visual
+        self.images = images
         if spec.is_scorer:
             dtype = model.embedding.word_embeddings.weight.dtype
             self.score_weight = ms.Parameter(ops.zeros((1, dims.hidden_size), dtype), name=SCORE_NAME)
@@ -65,12 +75,13 @@ class CausalLM(nn.Cell):
         """Return hidden states `[B, S, H]` after the final norm, in the compute dtype.
 
         Args:
-            input_ids: tokens `[B, S]`, int32.
+            input_ids: tokens `[B, S]`, int32; with vision `[B, S, 4]`, see
+                :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.with_images`.
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number only.
         """
         hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
         hidden_states, _, _ = self.model.decoder(hidden_states, mask, rotary)
-        return self.outputs(hidden_states, input_ids)
+        return self.outputs(hidden_states, segment_ids)
 
 
 def build_model(
@@ -82,6 +93,7 @@ def build_model(
     device: str = "cpu",
     parallel_config: Mapping[str, int | bool] | None = None,
     recompute: bool = False,
+    num_image_rows: int = 1,
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -94,6 +106,7 @@ def build_model(
         parallel_config: MindFormers' keys (`data_parallel`, `model_parallel`, `pipeline_stage`, ...); on the CPU only
             data parallelism exists, and the model does not need to know of it.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
+        num_image_rows: image tokens in one run of a model with vision, at most.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -104,6 +117,8 @@ def build_model(
         parallel_config = {}
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
+    if dims.vision and device != "cpu":
+        raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
     config = _transformer_config(
         spec,
         dims,
@@ -124,9 +139,28 @@ def build_model(
     shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
-    inputs = cells.DecoderInputs(model, config, seq_length, dims)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
+    if dims.vision:
+        return _with_vision(model, config, spec, dims, hf_config, seq_length, num_image_rows)
+    inputs = cells.DecoderInputs(model, config, seq_length, dims)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
+
+
+def _with_vision(
+    model, config, spec: ModelSpec, dims: ModelDims, hf_config: dict, seq_length: int, num_image_rows: int
+) -> CausalLM:
+    from mindrlhf.models.cpu_decoder import DecoderOutputs
+    from mindrlhf.models.vision.cpu_inputs import ImageDecoderInputs
+    from mindrlhf.models.vision.cpu_tower import VisionTower
+    from mindrlhf.models.vision.images import ImageRows
+
+    inputs = ImageDecoderInputs(model, config, seq_length, dims, num_image_rows)
+    tower = VisionTower(config, dims)
+    tower.update_parameters_name("visual.")
+    for parameter in tower.get_parameters():
+        parameter.requires_grad = False
+    images = ImageRows(tower, inputs.image_rows, dims.vision.geometry, dims.vision.window_side)
+    return CausalLM(model, inputs, DecoderOutputs(config), spec, dims, hf_config, visual=tower, images=images)
 
 
 def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict, **options):

@@ -53,15 +53,22 @@ class DecoderInputs(nn.Cell):
         self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
 
     def construct(self, input_ids, segment_ids):
-        batch, length = input_ids.shape
-        hidden_states = ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
-        other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
-        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
-        mask = ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
+        length = segment_ids.shape[1]
         tables = ()
         for table in self.tables:
             tables += (table[:length],)
-        return hidden_states, mask, tables + (self.turn, self.scale)
+        return self.embed(input_ids), self.mask(segment_ids), tables + (self.turn, self.scale)
+
+    def embed(self, input_ids):
+        """The embeddings `[B*S, H]` of tokens `[B, S]`."""
+        return ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+
+    def mask(self, segment_ids):
+        """What is added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""
+        batch, length = segment_ids.shape
+        other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
+        mask = ops.cast(other, self.causal.dtype) * HIDDEN_SCORE + self.causal[:length, :length]
+        return ops.tile(ops.reshape(mask, (batch, 1, length, length)), (1, self.num_groups, self.heads_per_group, 1))
 
 
 class DecoderOutputs(nn.Cell):
@@ -71,5 +78,5 @@ class DecoderOutputs(nn.Cell):
         super().__init__()
         self.hidden_size = config.hidden_size
 
-    def construct(self, hidden_states, input_ids):
-        return ops.reshape(hidden_states, input_ids.shape + (self.hidden_size,))
+    def construct(self, hidden_states, segment_ids):
+        return ops.reshape(hidden_states, segment_ids.shape + (self.hidden_size,))

@@ -17,13 +17,15 @@ def has_random_weights(model: ModelSection, path: str) -> bool:
     return model.random_init and path == model.path
 
 
-def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
+def load_model(model: ModelSection, path: str, run: RunSection, row_length: int, num_image_rows: int = 1) -> CausalLM:
     """Build the model of a Hugging Face directory and load its weights, or initialise them; see ``has_random_weights``.
+
+    ``num_image_rows`` is for a model with vision; see :func:`mindrlhf.models.causal_lm.build_model`.
 
     Raises:
         UserError: the directory, its config or its weights do not fit.
     """
-    network = _build(read_hf_config(path), model, run, row_length)
+    network = _build(read_hf_config(path), model, run, row_length, num_image_rows)
     _fill(network, model, path, run)
     return network
 
@@ -53,7 +55,7 @@ def scorer_config(hf_config: dict) -> dict:
     return {**hf_config, "architectures": [architecture], **labels, "tie_word_embeddings": False}
 
 
-def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int) -> CausalLM:
+def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int, num_image_rows: int = 1) -> CausalLM:
     return build_model(
         hf_config,
         seq_length=row_length,
@@ -61,6 +63,7 @@ def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: in
         param_dtype=model.param_dtype,
         device=run.device,
         recompute=model.recompute,
+        num_image_rows=num_image_rows,
     )
 
 

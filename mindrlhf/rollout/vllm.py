@@ -32,6 +32,7 @@ from mindrlhf.rollout.vllm_options import (
     write_plugin,
 )
 from mindrlhf.system import processes
+from mindrlhf.system.files import take_directory
 from mindrlhf.system.log_tail import last_lines
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
@@ -56,6 +57,7 @@ class VllmGenerator:
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._private_dir: str | None = None
+        self._private_dir_lock: int | None = None
         self._shared_memory: set[str] = set()
         self._is_ready = False
         self._is_generating = False
@@ -178,12 +180,12 @@ class VllmGenerator:
         self._note_shared_memory()
         self._kill_group()
         self._process.wait()
-        shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._remove_private_dir()
         for path in self._shared_memory:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         self._shared_memory.clear()
-        self._process = self._connection = self._private_dir = None
+        self._process = self._connection = None
         self._is_ready = self._is_generating = False
 
     def __enter__(self) -> "VllmGenerator":
@@ -195,8 +197,10 @@ class VllmGenerator:
     def _launch(self) -> None:
         options = self.options
         # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
-        # too: vLLM leaves some behind when it is killed.
-        self._private_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
+        # too: vLLM leaves some behind when it is killed. The lock goes on to the server: the directory is in use while
+        # either lives, and the next start of anybody removes it when both were killed.
+        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), "mindrlhf-rollout-")
+        self._private_dir = str(path)
         for name in (PACKAGES_NAME, TEMPORARY_NAME):
             os.mkdir(os.path.join(self._private_dir, name))
         package = Path(mindrlhf.__file__).resolve().parent
@@ -221,13 +225,18 @@ class VllmGenerator:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), self._private_dir_lock],
                     start_new_session=True,
                 )
         except OSError as error:
             self._connection.close()
-            shutil.rmtree(self._private_dir, ignore_errors=True)
+            self._remove_private_dir()
             raise RunFailure(f"the rollout server could not be started: {error}") from error
+
+    def _remove_private_dir(self) -> None:
+        os.close(self._private_dir_lock)
+        shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._private_dir = self._private_dir_lock = None
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         if len({request.request_id for request in requests}) != len(requests):

@@ -1,12 +1,13 @@
 """From scored samples to the micro-batches of every rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, padding_rows, plan_rows
+from mindrlhf.training.image_rows import ImageTokens, image_table, with_images
 from mindrlhf.training.records import Share, TokenArrays
 
 T = TypeVar("T")
@@ -20,6 +21,7 @@ class RowOptions:
     rows_per_micro_batch: int
     num_ranks: int
     pack: bool
+    image_tokens: ImageTokens | None = None  # of a model with vision
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Batch:
     micro_batches: tuple[PackedRows, ...]
     num_tokens: int
     placed: tuple[tuple[int, int, int, int], ...]  # per sequence: micro-batch, row, first position, last + 1
+    images: dict[str, np.ndarray] = field(default_factory=dict)  # digest -> uint8 [height, width, 3]
 
     def share(self, rank: int, num_ranks: int) -> Share:
         """Return rank's micro-batches, to which it may add token arrays of its own."""
@@ -93,11 +96,14 @@ def batch_of_rows(sequences: Sequence[TokenSequence], rows: Sequence[Row], optio
             part = bucket[start : start + size]
             for row_index, row in enumerate(part):
                 _note_places(placed, sequences, row.items, len(micro_batches), row_index)
-            micro_batches.append(fill_rows(sequences, part, size))
+            micro_batches.append(with_images(fill_rows(sequences, part, size), sequences, part, options.image_tokens))
     while len(micro_batches) % options.num_ranks:
-        micro_batches.append(padding_rows(micro_batches[-1].mask.shape, tuple(micro_batches[-1].tokens)))
+        padding = padding_rows(micro_batches[-1].mask.shape, tuple(micro_batches[-1].tokens))
+        micro_batches.append(with_images(padding, (), (), options.image_tokens))
     num_tokens = sum(sequences[item].num_generated for item in placed)
-    return Batch(tuple(micro_batches), num_tokens, tuple(placed[item] for item in sorted(placed)))
+    items = sorted(placed)
+    images = image_table([sequences[item] for item in items])
+    return Batch(tuple(micro_batches), num_tokens, tuple(placed[item] for item in items), images)
 
 
 def _note_places(

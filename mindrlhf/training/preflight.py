@@ -21,6 +21,7 @@ from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.training.vision_checks import check_images, check_text_only, check_vision
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded, open_tensors
@@ -57,6 +58,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
     Raises:
         UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths, layout.
     """
+    check_vision(config)
     if config.run.device == "cpu":
         _check_data_parallel(config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
@@ -79,8 +81,11 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
     _check_layout(config, row_lengths, world_size)
     _check_msprobe(config)
     _check_model(config.model, config.model.path, tokenizer)
+    for file in filter(None, (prompts, held_out)):
+        check_images(config.model.path, file)
     if config.algorithm.beta > 0 and config.model.reference_path:
         _check_model(config.model, config.model.reference_path, tokenizer)
+        check_images(config.model.reference_path, prompts)
         _check_reference(config)
     per_step = config.training.chunk_size * config.training.num_rollouts
     num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)
@@ -93,6 +98,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
 
 def check_sft_inputs(config: SftConfig) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
+    check_text_only(config.model, "sft")
     _check_data_parallel(config.parallel_config, "mindrlhf sft")
     tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
     held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
@@ -106,6 +112,7 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
 
 def check_preference_inputs(config: DpoConfig | RewardModelConfig) -> RunInputs:
     """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
+    check_text_only(config.model, "dpo" if isinstance(config, DpoConfig) else "reward-model")
     _check_data_parallel(config.parallel_config, "preference learning")
     tokenizer, records = _open_data(config.data, config.data.train_file, "preference")
     held_out = _open_data(config.data, config.data.eval_file, "preference")[1] if config.data.eval_file else None

@@ -27,6 +27,7 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.image_rows import ImageTokens
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -83,7 +84,10 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        self._rows = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
+        image_tokens = ImageTokens.of(worker.model.network.dims)
+        self._rows = RowOptions(
+            inputs.row_lengths, training.batch_size, self.team.world_size, training.pack, image_tokens
+        )
         self._reward_model = None
         if config.reward.model_path:
             self._reward_model = RewardModel(self.team, self._rows, config.reward, requests.uninterruptible)
@@ -194,12 +198,16 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    network = load_model(model, model.path, config.run, length)
+    num_image_rows = config.training.batch_size * length
+    network = load_model(model, model.path, config.run, length, num_image_rows)
     loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0:
-        reference_network = load_model(model, model.reference_path or model.path, config.run, length)
+        reference_path = model.reference_path or model.path
+        reference_network = load_model(model, reference_path, config.run, length, num_image_rows)
+        if network.images is not None and reference_path == model.path:
+            reference_network.images.borrow(network.images)
         reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
     options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
     if needs_critic(config):

@@ -2,17 +2,17 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule
+from mindrlhf.specs.rules import VISION_PREFIX
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our sums of gradients.
 MOMENT_BYTES = 4
 GRADIENT_SUM_BYTES = 4
-UNTRAINED_BYTES = 4
 NUM_MOMENTS = 2
 
 
@@ -88,37 +88,47 @@ def count_parameters(layouts: Sequence[ParameterLayout]) -> int:
 
 
 def active_parameters(spec: ModelSpec | KnownRules, dims: ModelDims) -> int:
-    """Return the parameters that one token meets: of the routed experts, those it is sent to."""
+    """Return the parameters that one token meets: of the routed experts, those it is sent to; no vision tower."""
     total = 0
     for rule in spec.rules(dims):
+        if rule.mf_name.startswith(VISION_PREFIX):
+            continue
         elements = math.prod(rule.mf_shape(dims))
         total += elements if rule.expert_axis is None else elements * dims.experts.num_active // dims.num_experts
     return total
 
 
-def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> frozenset[str]:
-    """Return the names of the parameters that gradients do not change: float32, without moments and gradients."""
-    return frozenset(rule.mf_name for rule in spec.rules(dims) if not rule.trained)
+def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> dict[str, bool]:
+    """Return the parameters that gradients do not change: name -> whether it is float32 whatever the others are."""
+    return {rule.mf_name: rule.keeps_float32 for rule in spec.rules(dims) if not rule.trained}
+
+
+def _untrained_bytes(keeps_float32: bool, param_dtype: str) -> int:
+    return ELEMENT_BYTES["float32" if keeps_float32 else param_dtype]
 
 
 def stage_states(
     layouts: Sequence[ParameterLayout],
     num_stages: int,
     param_dtype: str,
-    untrained: frozenset[str] = frozenset(),
+    untrained: Mapping[str, bool] | None = None,
     accumulates: bool = False,
 ) -> list[StageState]:
     """Return the state of a rank, by pipeline stage; all ranks of a stage hold shards of the same shapes.
 
     Args:
-        untrained: names of the parameters without moments and gradients, which are float32.
+        untrained: parameters without moments and gradients; see :func:`untrained_names`.
         accumulates: micro-batches are split into pipeline micro-batches.
     """
-    states = []
+    states, untrained = [], untrained or {}
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
         trained = [layout for layout in held if layout.name not in untrained]
-        fixed_elements = sum(math.prod(layout.shard_shape) for layout in held if layout.name in untrained)
+        fixed = [layout for layout in held if layout.name in untrained]
+        fixed_elements = sum(math.prod(layout.shard_shape) for layout in fixed)
+        fixed_bytes = sum(
+            math.prod(layout.shard_shape) * _untrained_bytes(untrained[layout.name], param_dtype) for layout in fixed
+        )
         elements = sum(math.prod(layout.shard_shape) for layout in trained)
         gathered = [gathered_elements(layout) for layout in trained]
         states.append(
@@ -127,7 +137,7 @@ def stage_states(
                 num_gathered_elements=sum(gathered) + fixed_elements,
                 largest_gathered_elements=max(gathered),
                 largest_elements=max(math.prod(layout.shard_shape) for layout in trained),
-                parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
+                parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_bytes,
                 moments=elements * NUM_MOMENTS * MOMENT_BYTES,
                 gradient_sums=elements * GRADIENT_SUM_BYTES,
                 accumulators=sum(gathered) * ELEMENT_BYTES[param_dtype] if accumulates else 0,
@@ -142,17 +152,19 @@ def gathered_elements(layout: ParameterLayout) -> int:
 
 
 def parameter_rows(
-    layouts: Sequence[ParameterLayout], param_dtype: str, untrained: frozenset[str] = frozenset()
+    layouts: Sequence[ParameterLayout], param_dtype: str, untrained: Mapping[str, bool] | None = None
 ) -> list[ParameterRow]:
     """Return the table of parameters, in the order of the forward pass."""
+    untrained = untrained or {}
     alike: dict[tuple, list[ParameterLayout]] = {}
     for layout in layouts:
-        name = re.sub(r"\.layers\.\d+\.", ".layers.*.", layout.name)
+        name = re.sub(r"\.(layers|blocks)\.\d+\.", r".\1.*.", layout.name)
         alike.setdefault((name, layout.shape, layout.shard_shape), []).append(layout)
     rows = []
     for (name, shape, shard_shape), members in alike.items():
-        is_trained = members[0].name not in untrained
-        element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES if is_trained else UNTRAINED_BYTES
+        element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES
+        if members[0].name in untrained:
+            element_bytes = _untrained_bytes(untrained[members[0].name], param_dtype)
         stages = [stage for one in members for stage in one.stages]
         rows.append(
             ParameterRow(

@@ -62,8 +62,8 @@ class Model:
         return KnownRules(self.spec, self.dims)
 
     @cached_property
-    def untrained(self) -> frozenset[str]:
-        """Names of the parameters that gradients do not change."""
+    def untrained(self) -> dict[str, bool]:
+        """The parameters that gradients do not change; see ``untrained_names``."""
         return untrained_names(self.known, self.dims)
 
     @property

@@ -78,6 +78,8 @@ class Policy:
         self._batches = batches
         for position, batch in enumerate(batches):
             self._team.call("receive_batch", per_rank=batch.shares(self._team.world_size), is_first=position == 0)
+        if any(batch.images for batch in batches):
+            self._team.call("receive_images", per_rank=images_of_ranks(batches, self._team.world_size))
 
     def logprobs(self, name: str) -> list[np.ndarray]:
         """Have the ranks compute and keep "old_logprobs" or "reference_logprobs".
@@ -134,3 +136,13 @@ class Policy:
     def end_dump(self) -> None:
         """Have the ranks write no more cells."""
         self._team.call("end_dump")
+
+
+def images_of_ranks(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, tuple[np.ndarray, ...]]]:
+    """Return the argument ``images`` of a call to the ranks: what each one's rows look at, every image once."""
+    pixels = {digest: image for batch in batches for digest, image in batch.images.items()}
+    digests: list[dict[str, None]] = [{} for _ in range(num_ranks)]
+    for batch in batches:
+        for index, rows in enumerate(batch.micro_batches):
+            digests[index % num_ranks].update(dict.fromkeys(rows.images))
+    return [{"images": tuple(pixels[digest] for digest in own)} for own in digests]

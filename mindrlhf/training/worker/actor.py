@@ -7,6 +7,7 @@ from pathlib import Path
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.image_rows import ImageTokens, with_images
 from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, Share, TokenArrays
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.model import RankModel
@@ -43,7 +44,8 @@ class Actor(ReceivedBatches, SavesState):
     def warm_up(self, row_lengths: list[int], rows_per_micro_batch: int, graphs: list[str]) -> None:
         """Run the graphs for every row length on rows of weight 0, while the generator is still starting."""
         for length in row_lengths:
-            rows = padding_rows((rows_per_micro_batch, length))
+            blank = padding_rows((rows_per_micro_batch, length))
+            rows = with_images(blank, (), (), ImageTokens.of(self.model.network.dims))
             for name in graphs:
                 self.learner.count_compile(name, rows)
                 self._model_of(name).logprobs(rows)
@@ -54,6 +56,12 @@ class Actor(ReceivedBatches, SavesState):
         if is_first:
             self._old_logprobs = {}
         super().receive_batch(share, is_first)
+
+    def receive_images(self, images: tuple) -> None:
+        """Take the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
+        self.model.network.images.see(images)
+        if self.reference is not None:
+            self.reference.network.images.see(images)
 
     def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""

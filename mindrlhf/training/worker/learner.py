@@ -21,7 +21,7 @@ from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
-from mindrlhf.training.worker.model import WholeModel, row_tensors
+from mindrlhf.training.worker.model import WholeModel, row_tensors, show_images
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 
 
@@ -86,6 +86,7 @@ class Learner(CountsCompiles, SavesState):
         """
         self.count_compile("update", rows)
         self.policy.bind()
+        show_images(self.network, rows)
         inputs = [ms.Tensor(value) for value in values]
         statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()

@@ -14,6 +14,7 @@ from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
@@ -97,6 +98,7 @@ class WholeModel(RankModel):
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`RankModel.logprobs`."""
         self.policy.bind()
+        show_images(self.network, rows)
         return self.policy(*row_tensors(rows))[0].asnumpy().copy()
 
     def copy_from(self, other: "WholeModel") -> None:
@@ -105,9 +107,10 @@ class WholeModel(RankModel):
             target.set_data(ms.Tensor(source.asnumpy().copy()))
 
     def write_to(self, board: WeightBoard) -> None:
-        """See :meth:`RankModel.write_to`: the ranks divide the tensors."""
+        """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write those of a frozen tower once."""
         for name, array in iter_hf_tensors(self.network, self._rank.index, self._rank.world_size):
-            board.write(name, array)
+            if not (name.startswith(VISION_PREFIX) and board.keep(name)):
+                board.write(name, array)
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors, of this rank's memory."""
@@ -115,7 +118,7 @@ class WholeModel(RankModel):
 
     def size_bytes(self) -> int:
         """See :meth:`RankModel.size_bytes`."""
-        return sum(parameter.nbytes for parameter in self.network.get_parameters())
+        return sum(info.size_bytes for info in hf_tensor_infos(self.network))
 
     def state_writer(self, name: str, hold: Callable) -> StateWriter:
         """See :meth:`RankModel.state_writer`: the only shard, which one rank writes, as a Hugging Face directory."""
@@ -127,6 +130,12 @@ class WholeModel(RankModel):
     def restore(self, directory: str | os.PathLike) -> None:
         """See :meth:`RankModel.restore`."""
         load_hf_weights(self.network, directory)
+
+
+def show_images(network: CausalLM, rows: PackedRows) -> None:
+    """Give a model with vision the images of the rows; to be called before each run of a graph that holds it."""
+    if network.images is not None:
+        network.images.show(rows.images)
 
 
 def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:
