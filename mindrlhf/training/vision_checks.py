@@ -32,9 +32,9 @@ def check_vision(config: GrpoConfig) -> None:
     Raises:
         UserError: naming the key and its fix.
     """
+    check_device(config.model, config.run)
     if image_tokens(config.model.path) is None:
         return
-    check_device(config.model, config.run)
     refused = {
         "parallel_config that shards the model": (is_split(config.parallel_config), "use data parallelism alone"),
         f"algorithm.advantage={config.algorithm.advantage}": (
@@ -54,11 +54,15 @@ def check_vision(config: GrpoConfig) -> None:
 
 
 def check_device(model: ModelSection, run: RunSection) -> None:
-    """Refuse to train a model that sees images on a device for which it has no cells.
+    """Refuse to train a model that sees images on a device for which it has no cells, or a tower that is not there.
 
     Raises:
         UserError: naming the key and its fix.
     """
+    if model.train_vision != "none" and image_tokens(model.path) is None:
+        raise UserError(
+            f"'model.train_vision' is {model.train_vision}, but the model in {model.path} reads text only: leave it out"
+        )
     if run.device != "cpu" and image_tokens(model.path) is not None:
         raise UserError(
             f"the model in {model.path} sees images and is not trained with run.device={run.device} yet: its cells "
@@ -92,7 +96,7 @@ def check_text_only(model: ModelSection, command: str) -> None:
     Raises:
         UserError: naming the command.
     """
-    if image_tokens(model.path) is not None:
+    if model.train_vision != "none" or image_tokens(model.path) is not None:
         raise UserError(
             f"the model in {model.path} sees images, which mindrlhf {command} does not train yet: "
             "use mindrlhf train or sft"

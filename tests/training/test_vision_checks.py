@@ -52,7 +52,14 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
 
 
 def test_a_plain_run_is_allowed(directory):
-    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory)))
+    for part in ("none", "projector", "all"):
+        check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.train_vision={part}")))
+
+
+def test_a_tower_that_is_not_there_is_not_trained(directory):
+    elsewhere = overrides(directory, f"model.path={directory}", "model.train_vision=all")
+    with pytest.raises(UserError, match="reads text only: leave it out"):
+        check_vision(load_grpo_config(directory / "config.yaml", elsewhere))
 
 
 def test_config_check_refuses_too(directory, capsys):

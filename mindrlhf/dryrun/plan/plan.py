@@ -26,6 +26,7 @@ from mindrlhf.dryrun.plan.parameters import (
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan, check_rollout, plan_rollout
 from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
+from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -131,6 +132,11 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     Raises:
         UserError: the model cannot be sharded this way, or the numbers do not fit together; names the fix.
     """
+    if config.model.train_vision != "none":
+        raise UserError(
+            f"'model.train_vision' is {config.model.train_vision}, but the plan knows frozen towers only: set it to "
+            "none"
+        )
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
     if is_split(config.parallel_config):

@@ -65,7 +65,7 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
 def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
     """Build the learner of a rank; ``length`` is that of the longest row."""
     num_image_rows = config.supervised.batch_size * length
-    network = load_model(config.model, config.model.path, config.run, length, num_image_rows)
+    network = load_model(config.model, config.model.path, config.run, length, num_image_rows=num_image_rows)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device))
     return SupervisedLearner(network, loss, config, rank)
 

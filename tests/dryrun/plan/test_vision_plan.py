@@ -9,6 +9,7 @@ from mindrlhf.dryrun.plan.cost import DEVICE_FLOPS
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
 from mindrlhf.dryrun.plan.text import render_text
 from mindrlhf.dryrun.plan.verdict import give_verdict
+from mindrlhf.errors import UserError
 
 FOLDER = Path(__file__).parents[3] / "model_configs" / "qwen2_5_vl"
 KEYS = ("data.train_file=x", "data.tokenizer_dir=x", "reward.verifier_function=accuracy_reward")
@@ -46,6 +47,11 @@ def test_the_work_of_the_tower_by_hand():
     # 512 prompts, each seen by the 4 replicas among which its 5 samples lie.
     assert plan.vision.num_passes == 512 * 4
     assert plan.vision.seconds == pytest.approx(512 * 1024 * operations / DEVICE_FLOPS)
+
+
+def test_trained_towers_are_not_planned():
+    with pytest.raises(UserError, match="frozen towers only"):
+        plan_of("3b", 8, "model.train_vision=all")
 
 
 def test_the_text_shows_the_tower():

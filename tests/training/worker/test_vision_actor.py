@@ -202,6 +202,6 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     right, wrong = batch([(dark, 70), (light, 80)]), batch([(light, 70), (dark, 80)])
     assert probabilities(right).max() < 0.1
     learner.receive_images(tuple(right.images.values()))
-    for _ in range(30):
+    for _ in range(90):
         learner.update(right.share(0, 1), lr=3e-3)
     assert probabilities(right).min() > 0.8 and probabilities(wrong).max() < 0.2
