@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from PIL import Image, ImageDraw, ImageFont
 
 from mindrlhf.errors import UserError
@@ -137,10 +135,16 @@ def shuffled(found: Sequence[Problem], seed: int) -> list[Problem]:
     return [replace(problem, picture=found[place].picture) for problem, place in zip(found, order)]
 
 
+def offsets(num_problems: int, noise: float, seed: int) -> list[int]:
+    """Return what is added to each answer to make it a response: 1 or -1 for a share ``noise`` of them, else 0."""
+    rng = np.random.default_rng([seed, 2])
+    return np.where(rng.random(num_problems) < noise, rng.choice((-1, 1), num_problems), 0).tolist()
+
+
 def write(path: Path, found: Sequence[Problem], noise: float = 0.0, seed: int = 0) -> None:
     """Write problems as Parquet; a share ``noise`` of the responses is off by one."""
-    rng = np.random.default_rng([seed, 2])
-    off = np.where(rng.random(len(found)) < noise, rng.choice((-1, 1), len(found)), 0)
+    import pyarrow.parquet  # which the rollout environment lacks; make_checkpoint.py draws there
+
     rows = [
         {
             "images": [{"bytes": problem.picture, "path": None}],
@@ -148,7 +152,7 @@ def write(path: Path, found: Sequence[Problem], noise: float = 0.0, seed: int = 
             "answer": str(problem.answer),
             "response": str(problem.answer + difference),
         }
-        for problem, difference in zip(found, off.tolist())
+        for problem, difference in zip(found, offsets(len(found), noise, seed))
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

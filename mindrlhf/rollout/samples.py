@@ -216,4 +216,5 @@ def sample_record(sample: Sample, step: int) -> SampleRecord:
         reward=sample.reward,
         rewards=sample.rewards,
         finish_reason=sample.finish_reason,
+        images=sample.images,
     )

@@ -139,3 +139,22 @@ def test_other_modes_become_rgb_as_transformers_has_them(mode):
     image = picture(56, 84).convert(mode)
     kind = "TIFF" if mode == "CMYK" else "PNG"
     assert np.array_equal(decode(image, kind), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
+def test_damage_gives_pixels_or_a_reason_and_nothing_else(kind):
+    data = as_file(picture(56, 84), kind)
+    rng = np.random.default_rng(6)
+    num_refused = 0
+    for _ in range(150):
+        damaged = bytearray(data)
+        for position in rng.integers(0, len(data), rng.integers(1, 6)):
+            damaged[position] = rng.integers(256)
+        try:
+            pixels = decode_image(bytes(damaged[: rng.integers(len(data) // 2, len(data) + 1)]), LIMITS)
+        except ImageError as error:
+            num_refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 200
+        else:
+            assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
+    assert num_refused > 20

@@ -8,11 +8,9 @@ take its place while they are imported.
 
 import dataclasses
 import functools
-import json
 import sys
 import types
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,8 @@ from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.patches import patch_rows
 from mindrlhf.images.positions import image_starts
 from mindrlhf.rollout.sent_images import SentImage
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.hf import read_hf_config
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 _TORCHVISION = (
@@ -51,16 +51,13 @@ class VisionModel:
         """Return what config.json says, or None when the model sees nothing.
 
         Raises:
-            ValueError: a model that sees, of an architecture that this server does not know.
+            UserError: a model that sees, of an unknown architecture.
         """
-        config = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
-        vision = config.get("vision_config")
-        if vision is None:
+        hf_config = read_hf_config(model_dir)
+        if hf_config.get("vision_config") is None:
             return None
-        if config["architectures"] != [ARCHITECTURE]:
-            raise ValueError(f"images are supported for {ARCHITECTURE}, this model is {config['architectures']}")
-        sizes = (vision["patch_size"], vision.get("spatial_merge_size", 2), vision.get("temporal_patch_size", 2))
-        return cls(config["image_token_id"], VisionGeometry(*sizes))
+        vision = find_spec(hf_config).dims(hf_config).vision
+        return cls(vision.image_token, vision.geometry)
 
     def engine_arguments(self, max_model_len: int) -> dict[str, Any]:
         """Return the arguments of vLLM's engine for this model, whose class is registered too."""
