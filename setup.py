@@ -13,6 +13,7 @@ CORE = [
     "jsonlines>=4",
     "math-verify[antlr4_13_2]>=0.8",
     "numpy>=1.26",
+    "pillow>=10.1",
     "pyarrow>=15",
     "pyyaml>=6",
     "safetensors>=0.4",

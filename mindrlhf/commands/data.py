@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from mindrlhf.commands.vocabulary import add_aliases, allow_json
 from mindrlhf.errors import UserError
@@ -21,6 +22,7 @@ def register(subparsers) -> None:
     show.add_argument("--num", type=int, default=3, metavar="N", help="records to print (default: 3)")
     show.add_argument("--tokenizer", metavar="DIR", help="decode with this tokenizer, which must be the file's own")
     allow_json(show)
+    show.add_argument("--images", metavar="DIR", help="write the images of these records there, as PNG")
     show.set_defaults(run=run_show)
 
 
@@ -33,14 +35,14 @@ def _register_build(actions) -> None:
         "--handler",
         default="gsm8k",
         metavar="NAME",
-        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback or map_keys",
+        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback, geo3k, verl or map_keys",
     )
     build.add_argument(
         "--map",
         type=parse_key_map,
         default={},
         metavar="question=KEY,...",
-        help="for map_keys; also answer, response, rejected, verifier",
+        help="for map_keys; also answer, response, rejected, verifier, images",
     )
     build.add_argument(
         "--template", default="qwen", metavar="NAME", help="qwen (default: the tokenizer's own), plain, r1, Jinja file"
@@ -67,6 +69,13 @@ def _register_build(actions) -> None:
         help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
     )
     allow_json(build)
+    build.add_argument(
+        "--min-pixels", type=int, metavar="N", help="of an image once resized (default: preprocessor_config.json's)"
+    )
+    build.add_argument("--max-pixels", type=int, metavar="N", help="likewise; 784 pixels are one token of Qwen2.5-VL")
+    build.add_argument(
+        "--image-root", metavar="DIR", help="where image files lie that the data names (default: beside the data file)"
+    )
     build.set_defaults(run=run_build)
 
 
@@ -97,6 +106,9 @@ def run_build(arguments) -> int:
         num_workers=arguments.processes,
         skip_bad=arguments.skip_bad,
         keep_control_tokens=arguments.keep_control_tokens,
+        min_pixels=arguments.min_pixels,
+        max_pixels=arguments.max_pixels,
+        image_root=arguments.image_root,
     )
     if arguments.json:
         print(json.dumps(asdict(report), indent=1, default=str))
@@ -125,6 +137,11 @@ def print_report(report) -> None:
     print(f"prompts    {report.prompt_lengths}")
     if report.response_lengths:
         print(f"responses  {report.response_lengths}")
+    if images := header.images:
+        print(
+            f"images     {images.num_images} in {images.num_records} records, at most {images.most_images} in one and "
+            f"{images.most_tokens} tokens each"
+        )
     print(f"time       {report.elapsed_s:.1f} s")
     print(f"written    {report.path}")
 
@@ -145,10 +162,11 @@ def run_show(arguments) -> int:
         return 0
     for name, value in asdict(prompts.header).items():
         print(f"{name:22} {value}")
-    for record in records:
+    for number, record in enumerate(records):
         print(f"\n--- {record.source_id}")
         print(f"answer    {record.answer}")
-        _print_ids("prompt", record.prompt_ids, tokenizer)
+        _print_ids("prompt", record.prompt_ids, tokenizer, is_prompt=True)
+        _print_images(record, number, arguments.images)
         if len(record.response_ids):
             _print_ids("response", record.response_ids, tokenizer)
         if len(record.rejected_ids):
@@ -164,10 +182,27 @@ def _plain(record, tokenizer) -> dict:
     return found
 
 
-def _print_ids(label: str, ids, tokenizer) -> None:
+def _print_images(record, number: int, directory: str | None) -> None:
+    """Print the sizes of a record's images; write them into ``directory`` if it is given."""
+    for image_number, (pixels, file) in enumerate(zip(record.images, record.image_files)):
+        where = ""
+        if directory is not None:
+            path = Path(directory, f"{number:06d}_{image_number}.png")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(file)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}") from error
+            where = f"  {path}"
+        print(f"image     {pixels.shape[1]} x {pixels.shape[0]} pixels{where}")
+
+
+def _print_ids(label: str, ids, tokenizer, is_prompt: bool = False) -> None:
+    from mindrlhf.data.pictures.reader import shown_ids
+
     print(f"{label:9} {len(ids)} tokens")
     if tokenizer:
-        print(tokenizer.decode(ids, skip_special_tokens=False))
+        print(tokenizer.decode(shown_ids(ids, tokenizer) if is_prompt else ids, skip_special_tokens=False))
     else:
         rest = " ..." if len(ids) > NUM_SHOWN_IDS else ""
         print(" ".join(map(str, ids[:NUM_SHOWN_IDS])) + rest)

@@ -103,7 +103,7 @@ class AttentionFunction(nn.Cell):
         return self.matmul(dscores, key), self.matmul_transpose_a(dscores, query), dvalue, ops.zeros_like(mask)
 
 
-class _LinearFunction(nn.Cell):
+class LinearFunction(nn.Cell):
     """x @ weight^T + bias on rows, and its gradient with the bias summed by a matrix product."""
 
     def __init__(self):
@@ -120,6 +120,17 @@ class _LinearFunction(nn.Cell):
     def bprop(self, x, weight, bias, out, dout):
         dbias = self.matmul(self.ones((1, x.shape[0]), x.dtype), dout)
         return self.matmul(dout, weight), self.matmul_transpose_a(dout, x), ops.reshape(dbias, bias.shape)
+
+
+class Linear(Weights):
+    """A projection of rows with a bias."""
+
+    def __init__(self, config, shape: tuple[int, int]):
+        super().__init__(config, shape, bias=True)
+        self.function = LinearFunction()
+
+    def construct(self, rows):
+        return self.function(rows, self.weight, self.bias)
 
 
 class Rotate(nn.Cell):
@@ -156,7 +167,7 @@ class SelfAttention(nn.Cell):
         if self.has_norms:
             self.q_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
             self.k_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
-        self.linear = _LinearFunction()
+        self.linear = LinearFunction()
         self.rotate = Rotate(self.head_dim)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split_heads = ops.auto_generate.SplitWithSize()

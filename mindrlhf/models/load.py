@@ -21,17 +21,24 @@ def has_random_weights(model: ModelSection, path: str) -> bool:
 
 
 def load_model(
-    model: ModelSection, path: str, run: RunSection, row_length: int, lora: LoraSection | None = None
+    model: ModelSection,
+    path: str,
+    run: RunSection,
+    row_length: int,
+    lora: LoraSection | None = None,
+    *,
+    num_image_rows: int = 1,
 ) -> CausalLM:
     """Build the model of a Hugging Face directory and load its weights, or initialise them; see ``has_random_weights``.
 
     Args:
         lora: gives a model that is trained its adapters, if the section asks for them.
+        num_image_rows: for a model with vision; see :func:`mindrlhf.models.causal_lm.build_model`.
 
     Raises:
         UserError: the directory, its config, its weights or its adapter do not fit.
     """
-    network = _build(read_hf_config(path), model, run, row_length)
+    network = _build(read_hf_config(path), model, run, row_length, num_image_rows)
     _fill(network, model, path, run)
     _attach(network, lora, path, run)
     return network
@@ -58,7 +65,7 @@ def load_scorer(
     return network
 
 
-def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int) -> CausalLM:
+def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int, num_image_rows: int = 1) -> CausalLM:
     return build_model(
         hf_config,
         seq_length=row_length,
@@ -66,6 +73,8 @@ def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: in
         param_dtype=model.param_dtype,
         device=run.device,
         recompute=model.recompute,
+        num_image_rows=num_image_rows,
+        train_vision=model.train_vision,
     )
 
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -18,9 +19,11 @@ from mindrlhf.observe.charts import Chart, interval_plot
 from mindrlhf.observe.panels import Panel, build_panels
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
+from mindrlhf.observe.samples import IMAGES_NAME
 
 MAX_AUDIT_ROWS = 10
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
+MAX_PICTURE_BYTES = 4 << 20
 
 
 def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
@@ -161,7 +164,8 @@ def _sample_sets(run: RunData) -> list[tuple[str, list[dict[str, Any]]]]:
     sets = []
     for name, samples in (("First samples", run.first_samples), ("Last samples", run.last_samples)):
         if samples:
-            sets.append((f"{name}: step {samples[0]['step']}", [_sample(sample) for sample in samples]))
+            shown = [_sample(sample) | {"pictures": _pictures(sample, run.directory)} for sample in samples]
+            sets.append((f"{name}: step {samples[0]['step']}", shown))
     return sets
 
 
@@ -176,6 +180,20 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": [(name, _reward_text(value)) for name, value in by_verifier],
         "cut": record.get("finish_reason") == "length",
     }
+
+
+def _pictures(record: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Return the images of a sample's prompt as addresses that hold them; but for what is missing or no PNG file."""
+    found = []
+    digests = record.get("images")
+    for digest in digests if isinstance(digests, list) else ():
+        path = run_dir / IMAGES_NAME / f"{digest}.png"
+        # The name comes from a file that anybody may have written.
+        if re.fullmatch("[0-9a-f]{64}", str(digest)) and path.is_file() and path.stat().st_size <= MAX_PICTURE_BYTES:
+            data = path.read_bytes()
+            if data.startswith(b"\x89PNG"):
+                found.append(f"data:image/png;base64,{base64.b64encode(data).decode()}")
+    return found
 
 
 def _reward_text(value: Any) -> str:

@@ -29,6 +29,7 @@ MAX_MAGNITUDE = 1e300
 class RunData:
     """The files of one run, read and checked."""
 
+    directory: Path
     name: str
     last_written: datetime  # UTC
     series: dict[str, Series]  # by metric name, each with at least one finite value
@@ -65,6 +66,7 @@ def read_run(run_dir: Path) -> RunData:
     samples_path = run_dir / "samples.jsonl"
     first_samples, last_samples = _read_samples(samples_path) if samples_path.exists() else ([], [])
     return RunData(
+        directory=run_dir,
         name=run_dir.resolve().name,
         last_written=datetime.fromtimestamp(metrics_path.stat().st_mtime, timezone.utc),
         series=series,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.rollout.sent_images import pack_images, unpack_images
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 
 _FINISH_REASONS = ("stop", "length")
@@ -31,16 +32,19 @@ def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParam
         "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
         "prompt_lengths": np.array(lengths, np.int64),
         "prompt_ids": np.fromiter((i for r in requests for i in r.prompt_ids), np.int32, sum(lengths)),
-    }
+    } | pack_images([request.images for request in requests])
 
 
 def unpack_requests(arrays: Mapping[str, np.ndarray]) -> list[GenerationRequest]:
     """Return what :func:`pack_requests` was given, each request with its own limit of tokens."""
     prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
     names = ("request_ids", "num_samples", "seeds", "max_tokens")
+    images = [tuple(image.pixels for image in own) for own in unpack_images(arrays)]
     return [
-        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens)
-        for name, num_samples, seed, max_tokens, prompt in zip(*(arrays[name].tolist() for name in names), prompts)
+        GenerationRequest(name, tuple(prompt.tolist()), num_samples, seed, max_tokens, images=own)
+        for name, num_samples, seed, max_tokens, prompt, own in zip(
+            *(arrays[name].tolist() for name in names), prompts, images
+        )
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
@@ -38,6 +39,7 @@ class Sample:
     num_tool_failures: int = 0
     weights_version: int = 0  # of the weights that generated it, or began to
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
 
     @property
     def num_generated(self) -> int:
@@ -95,7 +97,11 @@ class Sampler:
         """
         requests = [
             GenerationRequest(
-                index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, first_group + index)
+                index,
+                tuple(record.prompt_ids.tolist()),
+                num_samples,
+                _seed(seed_path, first_group + index),
+                images=record.images,
             )
             for index, record in enumerate(records)
         ]
@@ -116,7 +122,8 @@ class Sampler:
             found: all completions of all prompts, in any order; ``request_id`` is the place of the prompt. Each is
                 verified while the next are awaited.
         """
-        prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
+        prompts = [self._prompt_text(record) for record in records]
+        images = [record.images for record in records]  # unpacked once for all samples of a prompt
         completions: dict[int, Completion] = {}
         texts: dict[int, str] = {}
         for completion in found:
@@ -137,9 +144,14 @@ class Sampler:
             _sample(place // num_samples, completions[place], texts[place], prompts, records, results[place])
             for place in range(expected)
         ]
+        samples = [dataclasses.replace(sample, images=images[sample.group]) for sample in samples]
         if first_group:
             samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
         return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
+
+    def _prompt_text(self, record: PromptRecord) -> str:
+        ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def _reward_input(
@@ -192,7 +204,7 @@ def _sample(
 def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
     """Return the digests of what a step sampled, for its line of the fingerprint; the order of samples counts."""
     return {
-        "prompts": digest_arrays(sample.prompt_ids for sample in samples),
+        "prompts": digest_arrays(array for sample in samples for array in (sample.prompt_ids, *sample.images)),
         "samples": digest_arrays(sample.response_ids for sample in samples),
         "rollout_logprobs": digest_arrays(sample.rollout_logprobs for sample in samples),
         "rewards": digest_json([[sample.reward, dict(sample.rewards)] for sample in samples]),
@@ -223,4 +235,5 @@ def sample_record(sample: Sample, step: int) -> SampleRecord:
         reward=sample.reward,
         rewards=sample.rewards,
         finish_reason=sample.finish_reason,
+        images=sample.images,
     )

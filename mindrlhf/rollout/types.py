@@ -25,6 +25,8 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt to be sampled ``num_samples`` times.
 
+    ``prompt_ids`` hold as many image tokens for each of the ``images`` as it takes, in order.
+
     Sample ``i`` is sampled from a random stream that depends on ``seed`` and ``i`` only, so that the same
     request gives the same samples whatever else is in the batch (up to rounding in the kernels).
     """
@@ -34,6 +36,7 @@ class GenerationRequest:
     num_samples: int
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""

@@ -22,7 +22,15 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_completions
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
+from mindrlhf.rollout.vllm_options import (
+    PACKAGES_NAME,
+    TEMPORARY_NAME,
+    VllmOptions,
+    check_options,
+    sees_images,
+    server_environment,
+    write_plugin,
+)
 from mindrlhf.system import processes
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.log_tail import last_lines
@@ -200,6 +208,8 @@ class VllmGenerator:
             os.mkdir(os.path.join(self._private_dir, name))
         package = Path(mindrlhf.__file__).resolve().parent
         os.symlink(package, os.path.join(self._private_dir, PACKAGES_NAME, package.name))
+        if sees_images(options.model_dir):
+            write_plugin(Path(self._private_dir, PACKAGES_NAME))
         config = {
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
@@ -234,6 +244,10 @@ class VllmGenerator:
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         if len({request.request_id for request in requests}) != len(requests):
             raise UserError("two generation requests have the same request_id; number them apart")
+        if any(request.images for request in requests) and not sees_images(self.options.model_dir):
+            raise UserError(
+                f"prompts have images, and the model in {self.options.model_dir} sees none: use another one"
+            )
         for request in requests:
             max_tokens = request.token_limit(sampling)
             longest = self.options.max_model_len - max_tokens

@@ -65,6 +65,8 @@ class ParameterRule:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
+# Names of a vision tower, in checkpoints and here.
+VISION_PREFIX = "visual."
 LAYER = "model.layers.{layer}."
 BLOCK = "decoder.layers.{layer}."
 

@@ -25,6 +25,14 @@ from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision_checks import (
+    check_device,
+    check_images,
+    check_text_only,
+    check_vision,
+    image_tokens,
+)
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
@@ -43,6 +51,7 @@ class RunInputs:
     held_out: PromptFile | None
     row_lengths: tuple[int, ...]  # ascending
     num_steps: int
+    image_tokens: ImageTokens | None = None  # of a model with vision
 
 
 def check_sandbox(config: GrpoConfig) -> str:
@@ -68,6 +77,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     """
     mistakes = Mistakes() if mistakes is None else mistakes
     check = mistakes.check
+    check(check_vision, config, needs=["model.path"])
     if config.run.device == "cpu":
         check(_check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
@@ -94,25 +104,36 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
             check(_check_layout, config, row_lengths, world_size, needs=["model.path"])
         check(check_positions, config.model.path, row_lengths[-1], needs=["model.path"])
     _check_models(config, files.tokenizer, num_steps, mistakes)
+    for file in files.present:
+        check(check_images, config.model.path, file, needs=["model.path"])
+        if config.algorithm.beta > 0 and config.model.reference_path:
+            check(check_images, config.model.reference_path, file, needs=["model.reference_path"])
     mistakes.raise_if_any()
-    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps)
+    seen = image_tokens(config.model.path)
+    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen)
 
 
 def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
+    mistakes.check(check_device, config.model, config.run, needs=["model.path"])
     mistakes.check(_check_data_parallel, config.parallel_config, "mindrlhf sft")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
     mistakes.check(_check_lora, config.lora, config.model.path, False, needs=["model.path"])
+    for file in files.present:
+        mistakes.check(check_images, config.model.path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
     mistakes.raise_if_any()
-    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
+    seen = image_tokens(config.model.path)
+    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
 
 
 def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
+    command = "dpo" if isinstance(config, DpoConfig) else "reward-model"
+    mistakes.check(check_text_only, config.model, command, needs=["model.path"])
     mistakes.check(_check_data_parallel, config.parallel_config, "preference learning")
     files = _Files.open(config.data, "preference", mistakes)
     for key, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path)):

@@ -111,6 +111,7 @@ class ReinforcementTraining(life_cycle.Training):
             packing=training.packing,
             cost=row_cost(find_spec(hf_config).dims(hf_config)),
             in_step=is_split(config.parallel_config),
+            image_tokens=inputs.image_tokens,
         )
         self._reward_model = None
         if config.reward.model_path:
@@ -226,14 +227,19 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    network = load_model(model, model.path, config.run, length, config.lora)
+    num_image_rows = config.training.batch_size * length
+    network = load_model(model, model.path, config.run, length, config.lora, num_image_rows=num_image_rows)
     loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0 and reference_is_base(config):
         reference = BaseModel(loss.policy, rank)
     elif algorithm.beta > 0:
-        reference_network = load_model(model, model.reference_path or model.path, config.run, length)
+        reference_path = model.reference_path or model.path
+        frozen = dataclasses.replace(model, train_vision="none")
+        reference_network = load_model(frozen, reference_path, config.run, length, num_image_rows=num_image_rows)
+        if network.images is not None and reference_path == model.path and model.train_vision == "none":
+            reference_network.images.borrow(network.images)
         reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
     options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
     if needs_critic(config):

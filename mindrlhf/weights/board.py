@@ -70,6 +70,7 @@ class WeightBoard:
             offset = _align(offset + info.size_bytes)
         self._version_in_progress: int | None = None
         self._contribution: dict[str, dict[str, Any]] = {}
+        self._earlier: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def create(cls, infos: Iterable[TensorInfo]) -> "WeightBoard":
@@ -153,6 +154,7 @@ class WeightBoard:
         assert self._writable, "the weight board was attached for reading only"
         assert version >= 0, f"version {version} is negative"
         self._version_in_progress = version
+        self._earlier |= self._contribution
         self._contribution = {}
         self._set_version(_NO_VERSION)
 
@@ -176,6 +178,17 @@ class WeightBoard:
         entry = self._contribution.setdefault(name, {"regions": [], "checksum": 0})
         entry["regions"].append(bounds)
         entry["checksum"] = (entry["checksum"] + _copy_and_sum(target, array)) % 2**64
+
+    def keep(self, name: str) -> bool:
+        """Count the tensor ``name`` as written, as this process wrote it for an earlier version.
+
+        Returns:
+            False when it never did.
+        """
+        assert self._version_in_progress is not None, "keep() before begin()"
+        if name in self._earlier:
+            self._contribution[name] = self._earlier[name]
+        return name in self._earlier
 
     def contribution(self) -> dict[str, dict[str, Any]]:
         """What this process has written since ``begin``, as JSON-able values.

@@ -9,15 +9,18 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from mindrlhf.commands import report as report_command
 from mindrlhf.errors import UserError
+from mindrlhf.images.pixels import decode_png, encode_png, image_digest
 from mindrlhf.observe.learning_curve import write_learning_curve
 from mindrlhf.observe.panels import build_panels
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
+from mindrlhf.observe.samples import SampleRecord, SampleWriter
 
 VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
@@ -162,6 +165,32 @@ def test_hostile_text_stays_text(tmp_path):
     assert "<" not in page.scripts[0], "browsers end a script at more spellings than Python's parser does"
     data = json.loads(page.scripts[0])
     assert HOSTILE in {series["name"] for chart in data for series in chart["series"]}
+
+
+def test_pictures_are_shown_and_only_those_of_the_run(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 56, 3), dtype=np.uint8)
+    make_run(run_dir, training_records(2))
+    writer = SampleWriter(run_dir / "samples.jsonl", first_step=0)
+    texts = {"prompt": "<|image_pad|>?", "completion": "2", "answer": "2", "reward": 1.0, "rewards": {}}
+    record = SampleRecord(step=1, finish_reason="stop", images=(pixels, pixels[::-1]), **texts)
+    writer.write([record, record, SampleRecord(step=1, finish_reason="stop", **texts)])
+    writer.close()
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [line.get("images") for line in lines] == [[image_digest(pixels), image_digest(pixels[::-1])]] * 2 + [None]
+    assert len(list((run_dir / "sample_images").iterdir())) == 2
+    # Names that lead elsewhere, a picture that is gone, and one that is none.
+    (tmp_path / "secret.png").write_bytes(encode_png(pixels))
+    (run_dir / "sample_images" / f"{'0' * 64}.png").write_bytes(b"<svg onload=alert(1)>")
+    strange = [["../../secret", "a" * 64, "0" * 64, 3, None, {}], "../../secret", 7]
+    with (run_dir / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(lines[2] | {"images": value}) + "\n" for value in strange)
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    sources = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
+    shown = [decode_png(base64.b64decode(source.removeprefix("data:image/png;base64,"))) for source in sources]
+    assert len(shown) == 4
+    assert all(np.array_equal(*pair) for pair in zip(shown, [pixels, pixels[::-1]] * 2))
 
 
 def test_long_samples_are_shortened(tmp_path):

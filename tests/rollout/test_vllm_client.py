@@ -92,6 +92,13 @@ def test_requests_and_completions_pass_unchanged(options):
     assert {(c.finish_reason, c.weights_version) for c in got} == {("length", 4)}
 
 
+def test_images_go_to_models_that_see_only(options):
+    request = GenerationRequest(0, (1, 2), 1, seed=0, images=(np.zeros((28, 28, 3), np.uint8),))
+    with VllmGenerator.start(options) as generator:
+        with pytest.raises(UserError, match="prompts have images, and the model in .*model sees none"):
+            generator.generate([request], SamplingParams(max_tokens=8))
+
+
 def test_relative_paths_are_those_of_the_trainer(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with VllmGenerator.start(change(options, python="./python", model_dir="model", log_path="here.log")) as generator:

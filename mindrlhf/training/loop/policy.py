@@ -8,7 +8,7 @@ import numpy as np
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.training.batch import Batch, RowOptions
+from mindrlhf.training.batch import Batch, RowOptions, images_of_ranks
 from mindrlhf.training.records import PolicyUpdateResult, Published, Share, add_by_node
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
@@ -73,6 +73,8 @@ class Policy:
         self._batches = batches
         for position, batch in enumerate(batches):
             self._team.call("receive_batch", per_rank=batch.shares(self._team.world_size), is_first=position == 0)
+        if any(batch.images for batch in batches):
+            self._team.call("receive_images", per_rank=images_of_ranks(batches, self._team.world_size))
 
     def logprobs(self, name: str) -> list[np.ndarray]:
         """Have the ranks compute and keep "old_logprobs" or "reference_logprobs".

@@ -55,8 +55,8 @@ class PromptSampling:
         )
 
     def read_small_file(self) -> None:
-        """Read the prompts into memory, unless they are many."""
-        if len(self._prompts) <= MAX_RECORDS_IN_MEMORY:
+        """Read the prompts into memory, unless they are many or have images."""
+        if len(self._prompts) <= MAX_RECORDS_IN_MEMORY and self._prompts.header.images is None:
             self._records += self._prompts.read(range(len(self._prompts)))
 
     def beside_the_loop(self) -> "PromptSampling":

@@ -68,6 +68,12 @@ class Actor(ReceivedBatches, SavesState):
             self._old_logprobs = {}
         super().receive_batch(share, is_first)
 
+    def receive_images(self, images: tuple) -> None:
+        """Take the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
+        self.model.network.images.see(images)
+        if self.reference is not None:
+            self.reference.network.images.see(images)
+
     def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
         model, micro_batches = self._model_of(name), self._batches[batch].micro_batches

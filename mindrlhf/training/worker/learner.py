@@ -22,7 +22,7 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.worker.host_optimizer import HostOptimizerStep, SharedAdamW, make_host_step
-from mindrlhf.training.worker.model import row_tensors
+from mindrlhf.training.worker.model import model_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.open import is_sharded
 
@@ -77,6 +77,13 @@ class Learner(CountsCompiles, SavesState):
         self.optimizer = self._step.optimizer
         self._writes_moments = rank.is_rank_0 or not isinstance(self.optimizer, SharedAdamW)
 
+    def count_compile(self, graph: str, rows: PackedRows) -> None:
+        """See :meth:`CountsCompiles.count_compile`; images may be of the shape."""
+        shape = rows.input_ids.shape
+        if self.network.images is not None:
+            shape += self.network.images.shape_of(rows.images)
+        self._shapes_seen.add((graph, shape))
+
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
         """Add the gradients of one micro-batch.
 
@@ -91,7 +98,9 @@ class Learner(CountsCompiles, SavesState):
         self.count_compile("update", rows)
         self.policy.bind()
         inputs = [ms.Tensor(value) for value in values]
-        statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
+        statistics, logprobs = self._gradients(
+            *model_tensors(self.network, rows), *inputs, ms.Tensor(num_tokens, ms.float32)
+        )
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
 
     def apply(self, lr: float, loss: float = 0.0) -> float:
