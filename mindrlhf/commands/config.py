@@ -20,11 +20,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.load import CONFIG_LOADERS
-    from mindrlhf.training.vision_checks import check_text_only, check_vision
+    from mindrlhf.training.vision_checks import check_device, check_text_only, check_vision
 
     config = CONFIG_LOADERS[arguments.kind](arguments.config, arguments.overrides, world_size=arguments.workers)
     if arguments.kind == "train":
         check_vision(config)
+    elif arguments.kind == "sft":
+        check_device(config.model, config.run)
     else:
         check_text_only(config.model, arguments.kind)
     print(f"{arguments.config}: ok for {arguments.workers} rank{'s' if arguments.workers > 1 else ''}")

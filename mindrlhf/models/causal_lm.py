@@ -12,7 +12,7 @@ from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
 
 if TYPE_CHECKING:
-    from mindrlhf.models.vision.images import ImageRows
+    from mindrlhf.models.vision.images import ImagePatches, ImageRows
 
 # Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
 _PARALLEL_KEYS = {
@@ -37,7 +37,7 @@ class CausalLM(nn.Cell):
         splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
         score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
         visual: the vision tower, which runs before the decoder and outside its graph; None in models of text alone.
-        images: what the tower made of the images of a step; None in models of text alone.
+        images: the images of a step, as the tower takes them or has made of them; None in models of text alone.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CausalLM(nn.Cell):
         hf_config: dict,
         splits: tuple[int, int, int] = (1, 1, 1),
         visual: nn.Cell | None = None,
-        images: "ImageRows | None" = None,
+        images: "ImageRows | ImagePatches | None" = None,
     ):
         super().__init__(auto_prefix=False)
         self.model = model
@@ -94,6 +94,7 @@ def build_model(
     parallel_config: Mapping[str, int | bool] | None = None,
     recompute: bool = False,
     num_image_rows: int = 1,
+    train_vision: str = "none",
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -107,6 +108,7 @@ def build_model(
             data parallelism exists, and the model does not need to know of it.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
         num_image_rows: image tokens in one run of a model with vision, at most.
+        train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
@@ -141,26 +143,30 @@ def build_model(
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     if dims.vision:
-        return _with_vision(model, config, spec, dims, hf_config, seq_length, num_image_rows)
+        inputs, tower, images = _vision_parts(model, config, dims, seq_length, num_image_rows, train_vision)
+        outputs = cells.DecoderOutputs(config)
+        return CausalLM(model, inputs, outputs, spec, dims, hf_config, visual=tower, images=images)
     inputs = cells.DecoderInputs(model, config, seq_length, dims)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
 
 
-def _with_vision(
-    model, config, spec: ModelSpec, dims: ModelDims, hf_config: dict, seq_length: int, num_image_rows: int
-) -> CausalLM:
-    from mindrlhf.models.cpu_decoder import DecoderOutputs
-    from mindrlhf.models.vision.cpu_inputs import ImageDecoderInputs
+def _vision_parts(model, config, dims: ModelDims, seq_length: int, num_image_rows: int, train_vision: str):
+    """Return the decoder's inputs, the vision tower, and what knows the images of a step."""
+    from mindrlhf.models.vision.cpu_inputs import ImageDecoderInputs, SeeingDecoderInputs
     from mindrlhf.models.vision.cpu_tower import VisionTower
-    from mindrlhf.models.vision.images import ImageRows
+    from mindrlhf.models.vision.images import ImagePatches, ImageRows
 
-    inputs = ImageDecoderInputs(model, config, seq_length, dims, num_image_rows)
     tower = VisionTower(config, dims)
     tower.update_parameters_name("visual.")
+    trained = {"none": (), "projector": ("visual.merger.",), "all": ("visual.",)}[train_vision]
     for parameter in tower.get_parameters():
-        parameter.requires_grad = False
-    images = ImageRows(tower, inputs.image_rows, dims.vision.geometry, dims.vision.window_side)
-    return CausalLM(model, inputs, DecoderOutputs(config), spec, dims, hf_config, visual=tower, images=images)
+        parameter.requires_grad = parameter.name.startswith(trained)
+    cut = (dims.vision.geometry, dims.vision.window_side)
+    if trained:
+        inputs = SeeingDecoderInputs(tower, model, config, seq_length, dims)
+        return inputs, tower, ImagePatches(num_image_rows, *cut)
+    inputs = ImageDecoderInputs(model, config, seq_length, dims, num_image_rows)
+    return inputs, tower, ImageRows(tower, inputs.image_rows, *cut)
 
 
 def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict, **options):

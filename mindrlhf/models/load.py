@@ -17,7 +17,9 @@ def has_random_weights(model: ModelSection, path: str) -> bool:
     return model.random_init and path == model.path
 
 
-def load_model(model: ModelSection, path: str, run: RunSection, row_length: int, num_image_rows: int = 1) -> CausalLM:
+def load_model(
+    model: ModelSection, path: str, run: RunSection, row_length: int, *, num_image_rows: int = 1
+) -> CausalLM:
     """Build the model of a Hugging Face directory and load its weights, or initialise them; see ``has_random_weights``.
 
     ``num_image_rows`` is for a model with vision; see :func:`mindrlhf.models.causal_lm.build_model`.
@@ -64,6 +66,7 @@ def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: in
         device=run.device,
         recompute=model.recompute,
         num_image_rows=num_image_rows,
+        train_vision=model.train_vision,
     )
 
 

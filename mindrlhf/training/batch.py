@@ -79,6 +79,16 @@ def in_order(shares: Sequence[Sequence[T]]) -> list[T]:
     return [one for same_index in zip(*shares, strict=True) for one in same_index]
 
 
+def images_of_ranks(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, tuple[np.ndarray, ...]]]:
+    """Return the argument ``images`` of a call to the ranks: what each one's rows look at, every image once."""
+    pixels = {digest: image for batch in batches for digest, image in batch.images.items()}
+    digests: list[dict[str, None]] = [{} for _ in range(num_ranks)]
+    for batch in batches:
+        for index, rows in enumerate(batch.micro_batches):
+            digests[index % num_ranks].update(dict.fromkeys(rows.images))
+    return [{"images": tuple(pixels[digest] for digest in own)} for own in digests]
+
+
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:
     """Pack sequences into rows and these into micro-batches; padding rows (weight 0) fill the last ones."""
     lengths = [sequence.num_tokens for sequence in sequences]

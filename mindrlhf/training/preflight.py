@@ -21,7 +21,14 @@ from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.vision_checks import check_images, check_text_only, check_vision
+from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision_checks import (
+    check_device,
+    check_images,
+    check_text_only,
+    check_vision,
+    image_tokens,
+)
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded, open_tensors
@@ -39,6 +46,7 @@ class RunInputs:
     held_out: PromptFile | None
     row_lengths: tuple[int, ...]  # ascending
     num_steps: int
+    image_tokens: ImageTokens | None = None  # of a model with vision
 
 
 def check_sandbox(config: GrpoConfig) -> str:
@@ -93,12 +101,12 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
         _check_critic(config, tokenizer, num_steps)
     if config.reward.model_path:
         _check_reward_model(config, tokenizer)
-    return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
+    return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps, image_tokens(config.model.path))
 
 
 def check_sft_inputs(config: SftConfig) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
-    check_text_only(config.model, "sft")
+    check_device(config.model, config.run)
     _check_data_parallel(config.parallel_config, "mindrlhf sft")
     tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
     held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
@@ -107,7 +115,9 @@ def check_sft_inputs(config: SftConfig) -> RunInputs:
     what = f"the longest record of {longer.path} ({longest} tokens)"
     row_lengths = choose_row_length(config.supervised.row_lengths, longest, what)
     _check_model(config.model, config.model.path, tokenizer)
-    return RunInputs(tokenizer, records, held_out, row_lengths, 0)
+    for file in filter(None, (records, held_out)):
+        check_images(config.model.path, file)
+    return RunInputs(tokenizer, records, held_out, row_lengths, 0, image_tokens(config.model.path))
 
 
 def check_preference_inputs(config: DpoConfig | RewardModelConfig) -> RunInputs:

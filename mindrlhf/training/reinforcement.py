@@ -1,6 +1,7 @@
 """A reinforcement learning run put together from its config: what each rank builds, and what rank 0 adds."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
@@ -27,7 +28,6 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.image_rows import ImageTokens
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -84,9 +84,8 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        image_tokens = ImageTokens.of(worker.model.network.dims)
         self._rows = RowOptions(
-            inputs.row_lengths, training.batch_size, self.team.world_size, training.pack, image_tokens
+            inputs.row_lengths, training.batch_size, self.team.world_size, training.pack, inputs.image_tokens
         )
         self._reward_model = None
         if config.reward.model_path:
@@ -199,14 +198,15 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
     num_image_rows = config.training.batch_size * length
-    network = load_model(model, model.path, config.run, length, num_image_rows)
+    network = load_model(model, model.path, config.run, length, num_image_rows=num_image_rows)
     loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0:
         reference_path = model.reference_path or model.path
-        reference_network = load_model(model, reference_path, config.run, length, num_image_rows)
-        if network.images is not None and reference_path == model.path:
+        frozen = dataclasses.replace(model, train_vision="none")
+        reference_network = load_model(frozen, reference_path, config.run, length, num_image_rows=num_image_rows)
+        if network.images is not None and reference_path == model.path and model.train_vision == "none":
             reference_network.images.borrow(network.images)
         reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
     options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}

@@ -5,24 +5,25 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.msprobe_section import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ModelSection
+from mindrlhf.config.sections import ModelSection, RunSection
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.specs import find_spec
+from mindrlhf.training.image_rows import ImageTokens
 from mindrlhf.weights.hf import read_hf_config
 
 
-def has_vision(path: str) -> bool:
-    """Whether the model in a directory sees images; False where no config.json is.
+def image_tokens(path: str) -> ImageTokens | None:
+    """How the model in a directory sees images; None when it does not, or where no config.json is.
 
     Raises:
         UserError: its config.json is damaged, or of an unknown model.
     """
     if not (Path(path) / "config.json").is_file():
-        return False
+        return None
     hf_config = read_hf_config(path)
-    return find_spec(hf_config).dims(hf_config).vision is not None
+    return ImageTokens.of(find_spec(hf_config).dims(hf_config))
 
 
 def check_vision(config: GrpoConfig) -> None:
@@ -31,10 +32,10 @@ def check_vision(config: GrpoConfig) -> None:
     Raises:
         UserError: naming the key and its fix.
     """
-    if not has_vision(config.model.path):
+    check_device(config.model, config.run)
+    if image_tokens(config.model.path) is None:
         return
     refused = {
-        "run.device=ascend": (config.run.device != "cpu", "its cells exist for the CPU: set run.device to cpu"),
         "parallel_config that shards the model": (is_split(config.parallel_config), "use data parallelism alone"),
         f"algorithm.advantage={config.algorithm.advantage}": (
             needs_critic(config),
@@ -52,6 +53,23 @@ def check_vision(config: GrpoConfig) -> None:
             raise UserError(f"the model in {config.model.path} sees images and is not trained with {what} yet: {fix}")
 
 
+def check_device(model: ModelSection, run: RunSection) -> None:
+    """Refuse to train a model that sees images on a device for which it has no cells, or a tower that is not there.
+
+    Raises:
+        UserError: naming the key and its fix.
+    """
+    if model.train_vision != "none" and image_tokens(model.path) is None:
+        raise UserError(
+            f"'model.train_vision' is {model.train_vision}, but the model in {model.path} reads text only: leave it out"
+        )
+    if run.device != "cpu" and image_tokens(model.path) is not None:
+        raise UserError(
+            f"the model in {model.path} sees images and is not trained with run.device={run.device} yet: its cells "
+            "exist for the CPU, so set run.device to cpu"
+        )
+
+
 def check_images(path: str, file: PromptFile) -> None:
     """Check that a model sees the images of a prompt file as they were cut for it.
 
@@ -61,15 +79,14 @@ def check_images(path: str, file: PromptFile) -> None:
     header = file.header.images
     if header is None:
         return
-    if not has_vision(path):
+    expected = image_tokens(path)
+    if expected is None:
         raise UserError(f"{file.path} has images, but the model in {path} reads text only: use a model with vision")
-    hf_config = read_hf_config(path)
-    vision = find_spec(hf_config).dims(hf_config).vision
-    cut, expected = (header.image_token, header.geometry), (vision.image_token, vision.geometry)
-    if cut != expected:
+    if (header.image_token, header.geometry) != (expected.image_token, expected.geometry):
         raise UserError(
-            f"{file.path} has images for another model than that in {path} (image token {cut[0]}, {cut[1]}; "
-            f"not {expected[0]}, {expected[1]}): build it again with this model's tokenizer and processor"
+            f"{file.path} has images for another model than that in {path} (image token {header.image_token}, "
+            f"{header.geometry}; not {expected.image_token}, {expected.geometry}): build it again with this model's "
+            "tokenizer and processor"
         )
 
 
@@ -79,7 +96,8 @@ def check_text_only(model: ModelSection, command: str) -> None:
     Raises:
         UserError: naming the command.
     """
-    if has_vision(model.path):
+    if model.train_vision != "none" or image_tokens(model.path) is not None:
         raise UserError(
-            f"the model in {model.path} sees images, which mindrlhf {command} does not train yet: use mindrlhf train"
+            f"the model in {model.path} sees images, which mindrlhf {command} does not train yet: "
+            "use mindrlhf train or sft"
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sanity_inputs
 from PIL import Image
+from slow_tests import SLOW
 from tiny_vl import TinyVl, write_tiny_vl
 
 from mindrlhf.weights.hf import SafetensorsDirectory
@@ -45,7 +46,7 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
     return directory
 
 
-def train(inputs_dir: Path, output_dir: Path, *options: object) -> None:
+def train(inputs_dir: Path, output_dir: Path, *options: object, **more: object) -> None:
     finished = sanity_inputs.train(
         inputs_dir,
         output_dir,
@@ -58,6 +59,7 @@ def train(inputs_dir: Path, output_dir: Path, *options: object) -> None:
         optimizer__start_lr=1e-3,
         checkpoint__every_steps=1,
         checkpoint__keep_last=10,
+        **more,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
@@ -97,3 +99,13 @@ def test_a_resumed_run_is_the_same_run(output_dir, inputs_dir):
     train(inputs_dir, output_dir, "--workers", 2, "--resume")
     for name, content in before.items():
         assert (output_dir / name).read_bytes() == content, name
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=SLOW)])
+def test_a_tower_that_is_trained_reaches_the_server(inputs_dir, tmp_path, world_size):
+    train(inputs_dir, tmp_path / "run", "--workers", world_size, model__train_vision="all")
+    for line in sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["rollout_diff/mean_abs"] < 1e-5
+    trained, start = SafetensorsDirectory(tmp_path / "run" / "final"), SafetensorsDirectory(inputs_dir / "model")
+    for name in start.names():
+        assert not np.array_equal(trained.read(name), start.read(name)), name

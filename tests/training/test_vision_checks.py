@@ -52,7 +52,14 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
 
 
 def test_a_plain_run_is_allowed(directory):
-    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory)))
+    for part in ("none", "projector", "all"):
+        check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.train_vision={part}")))
+
+
+def test_a_tower_that_is_not_there_is_not_trained(directory):
+    elsewhere = overrides(directory, f"model.path={directory}", "model.train_vision=all")
+    with pytest.raises(UserError, match="reads text only: leave it out"):
+        check_vision(load_grpo_config(directory / "config.yaml", elsewhere))
 
 
 def test_config_check_refuses_too(directory, capsys):
@@ -60,7 +67,9 @@ def test_config_check_refuses_too(directory, capsys):
     assert main([*command, *overrides(directory)]) == 0
     assert main([*command, *overrides(directory, "run.device=ascend")]) != 0
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
-    for kind in ("sft", "dpo", "reward-model"):
+    assert main([*command, "--kind", "sft", *offline]) == 0
+    assert main([*command, "--kind", "sft", *offline, "run.device=ascend"]) != 0
+    for kind in ("dpo", "reward-model"):
         assert main([*command, "--kind", kind, *offline]) != 0
         assert f"mindrlhf {kind} does not train yet" in capsys.readouterr().err
 

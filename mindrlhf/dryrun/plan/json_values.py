@@ -42,6 +42,8 @@ def plan_json(
             "notes": list(verdict.notes),
         },
     }
+    if plan.vision is not None:
+        values["vision"] = dataclasses.asdict(plan.vision)
     if result is not None:
         values["search"] = {
             "num_tried": result.num_tried,

@@ -11,6 +11,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import check_num_ranks
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
+from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
 from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
 from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.parameters import (
@@ -25,11 +26,13 @@ from mindrlhf.dryrun.plan.parameters import (
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan, check_rollout, plan_rollout
 from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
+from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.weights.hf import read_hf_config
 
 
@@ -81,6 +84,7 @@ class Plan:
         layouts: of every parameter.
         layer_stages: pipeline stage of every decoder layer.
         states: exact parameter and optimiser state of a rank, by pipeline stage.
+        vision: the vision tower; None for a model of text.
         memory: every phase of the loop for every pipeline stage.
     """
 
@@ -98,6 +102,7 @@ class Plan:
     rollout: RolloutPlan
     memory: tuple[PhaseMemory, ...]
     transfer: TransferPlan
+    vision: VisionPlan | None
 
     @property
     def peak(self) -> PhaseMemory:
@@ -127,6 +132,11 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     Raises:
         UserError: the model cannot be sharded this way, or the numbers do not fit together; names the fix.
     """
+    if config.model.train_vision != "none":
+        raise UserError(
+            f"'model.train_vision' is {config.model.train_vision}, but the plan knows frozen towers only: set it to "
+            "none"
+        )
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
     if is_split(config.parallel_config):
@@ -183,4 +193,5 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         transfer=plan_transfer(
             config, inputs.layout, layouts, rollout_rank_bytes=inputs.rollout.weights, node_size=machine.node_size
         ),
+        vision=plan_vision(inputs, count_parameters([one for one in layouts if one.name.startswith(VISION_PREFIX)])),
     )

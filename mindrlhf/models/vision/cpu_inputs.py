@@ -23,7 +23,7 @@ class ImageDecoderInputs(DecoderInputs):
         num_image_rows: merged patches of one micro-batch, at most.
     """
 
-    def __init__(self, model, config, max_length: int, dims: ModelDims, num_image_rows: int):
+    def __init__(self, model, config, max_length: int, dims: ModelDims, num_image_rows: int = 1):
         super().__init__(model, config, max_length, dims)
         self.vocab_size = dims.vocab_size
         self.frequencies = Tensor(rotary_frequencies(dims))
@@ -58,3 +58,27 @@ class ImageDecoderInputs(DecoderInputs):
         cos, sin = ops.cos(angles), ops.sin(angles)
         tables = (cos, sin, cos * self.scale, sin * self.scale, self.turn, self.scale)
         return hidden_states, self.mask(segment_ids), tables
+
+
+class SeeingDecoderInputs(ImageDecoderInputs):
+    """The same for a tower that is trained: it runs in the graph, on patches in the place of rows.
+
+    Args:
+        tower: see :class:`mindrlhf.models.vision.cpu_tower.VisionTower`.
+        model, config, max_length, dims: see :class:`ImageDecoderInputs`.
+    """
+
+    def __init__(self, tower, model, config, max_length: int, dims: ModelDims):
+        super().__init__(model, config, max_length, dims)
+        self.tower = tower
+
+    def construct(self, input_ids, segment_ids):
+        """See :meth:`ImageDecoderInputs.with_images`.
+
+        Args:
+            input_ids: `[B, S, 4]`; the tower's three arguments; and int32 `[N]`, which of its rows is image row n.
+            segment_ids: `[B, S]`.
+        """
+        ids, patches, places, is_patch, order = input_ids
+        image_rows = ops.gather(self.tower(patches, places, is_patch), order, 0)
+        return self.with_images(ids, segment_ids, image_rows)

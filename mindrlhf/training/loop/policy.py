@@ -8,7 +8,7 @@ import numpy as np
 
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.training.batch import Batch, RowOptions, in_order
+from mindrlhf.training.batch import Batch, RowOptions, images_of_ranks, in_order
 from mindrlhf.training.records import PolicyUpdateResult, Share
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
@@ -136,13 +136,3 @@ class Policy:
     def end_dump(self) -> None:
         """Have the ranks write no more cells."""
         self._team.call("end_dump")
-
-
-def images_of_ranks(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, tuple[np.ndarray, ...]]]:
-    """Return the argument ``images`` of a call to the ranks: what each one's rows look at, every image once."""
-    pixels = {digest: image for batch in batches for digest, image in batch.images.items()}
-    digests: list[dict[str, None]] = [{} for _ in range(num_ranks)]
-    for batch in batches:
-        for index, rows in enumerate(batch.micro_batches):
-            digests[index % num_ranks].update(dict.fromkeys(rows.images))
-    return [{"images": tuple(pixels[digest] for digest in own)} for own in digests]

@@ -19,7 +19,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.training.runtime import run_eagerly
-from mindrlhf.training.worker.model import row_tensors, show_images
+from mindrlhf.training.worker.model import model_tensors
 
 
 class CellDump:
@@ -57,9 +57,8 @@ class CellDump:
         seen: set[int] = set()
         for rows in micro_batches:
             policy.bind()
-            show_images(policy.model, rows)
             with _watched(policy, dump, seen), run_eagerly():
-                policy(*row_tensors(rows))
+                policy(*model_tensors(policy.model, rows))
         dump.write()
 
     def gradients(self, policy: PolicyLogProbs, gradients: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -21,7 +21,7 @@ from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
 from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
-from mindrlhf.training.worker.model import WholeModel, row_tensors, show_images
+from mindrlhf.training.worker.model import WholeModel, model_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 
 
@@ -73,6 +73,13 @@ class Learner(CountsCompiles, SavesState):
         step = HostOptimizerStep if device == "cpu" else OptimizerStep
         self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
 
+    def count_compile(self, graph: str, rows: PackedRows) -> None:
+        """See :meth:`CountsCompiles.count_compile`; images may be of the shape."""
+        shape = rows.input_ids.shape
+        if self.network.images is not None:
+            shape += self.network.images.shape_of(rows.images)
+        self._shapes_seen.add((graph, shape))
+
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
         """Add the gradients of one micro-batch.
 
@@ -86,9 +93,10 @@ class Learner(CountsCompiles, SavesState):
         """
         self.count_compile("update", rows)
         self.policy.bind()
-        show_images(self.network, rows)
         inputs = [ms.Tensor(value) for value in values]
-        statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
+        statistics, logprobs = self._gradients(
+            *model_tensors(self.network, rows), *inputs, ms.Tensor(num_tokens, ms.float32)
+        )
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
 
     def apply(self, lr: float, loss: float = 0.0) -> float:

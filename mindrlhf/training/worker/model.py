@@ -98,8 +98,7 @@ class WholeModel(RankModel):
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`RankModel.logprobs`."""
         self.policy.bind()
-        show_images(self.network, rows)
-        return self.policy(*row_tensors(rows))[0].asnumpy().copy()
+        return self.policy(*model_tensors(self.network, rows))[0].asnumpy().copy()
 
     def copy_from(self, other: "WholeModel") -> None:
         """See :meth:`RankModel.copy_from`."""
@@ -107,9 +106,12 @@ class WholeModel(RankModel):
             target.set_data(ms.Tensor(source.asnumpy().copy()))
 
     def write_to(self, board: WeightBoard) -> None:
-        """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write those of a frozen tower once."""
+        """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write a tower's that are frozen once."""
+        # A tower's parameters have the names of their tensors.
+        trained = {parameter.name for parameter in self.network.trainable_params()}
         for name, array in iter_hf_tensors(self.network, self._rank.index, self._rank.world_size):
-            if not (name.startswith(VISION_PREFIX) and board.keep(name)):
+            is_frozen = name.startswith(VISION_PREFIX) and name not in trained
+            if not (is_frozen and board.keep(name)):
                 board.write(name, array)
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -132,10 +134,12 @@ class WholeModel(RankModel):
         load_hf_weights(self.network, directory)
 
 
-def show_images(network: CausalLM, rows: PackedRows) -> None:
-    """Give a model with vision the images of the rows; to be called before each run of a graph that holds it."""
+def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:
+    """Return `row_tensors` as a model takes them: one with vision is given the images of the rows."""
+    input_ids, *others = row_tensors(rows)
     if network.images is not None:
-        network.images.show(rows.images)
+        input_ids = network.images.inputs(input_ids, rows.images)
+    return (input_ids, *others)
 
 
 def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:

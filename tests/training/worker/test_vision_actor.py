@@ -168,3 +168,40 @@ def test_a_checkpoint_brings_back_the_same_updates(actor, make_actor, tmp_path):
     restored.restore(str(tmp_path / "state"))
     for one, other in zip(update(restored), expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
+    """Two prompts that differ in the picture alone; the tower, whose weights are random, stays as it is."""
+    from mindrlhf.config import sections
+    from mindrlhf.config.offline_sections import SupervisedSection
+    from mindrlhf.config.schema import SftConfig
+    from mindrlhf.training.offline.supervised import build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.vision_checks import image_tokens
+
+    config = SftConfig(
+        model=sections.ModelSection(path=str(model_dir)),
+        data=sections.DataSection(train_file="unread", tokenizer_dir="unread"),
+        supervised=SupervisedSection(batch_size=ROWS),
+    )
+    learner = build_learner(config, LENGTH, Rank(0, 1))
+    prompt = np.array([60, *[IMAGE] * 6, 50], np.int32)
+    dark, light = np.zeros((56, 84, 3), np.uint8), np.full((56, 84, 3), 255, np.uint8)
+    options = RowOptions((LENGTH,), ROWS, 1, True, image_tokens(str(model_dir)))
+
+    def batch(pairs):
+        sequences = [TokenSequence(prompt, np.array([word], np.int32), {}, images=(image,)) for image, word in pairs]
+        return make_batch(sequences, options)
+
+    def probabilities(made):
+        learner.receive_images(tuple(made.images.values()))
+        return np.exp(
+            [float(one[0]) for one in made.collect([[learner.model.logprobs(r) for r in made.micro_batches]])]
+        )
+
+    right, wrong = batch([(dark, 70), (light, 80)]), batch([(light, 70), (dark, 80)])
+    assert probabilities(right).max() < 0.1
+    learner.receive_images(tuple(right.images.values()))
+    for _ in range(90):
+        learner.update(right.share(0, 1), lr=3e-3)
+    assert probabilities(right).min() > 0.8 and probabilities(wrong).max() < 0.2
