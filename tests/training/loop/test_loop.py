@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,8 @@ NUM_GENERATIONS = 3
 
 class Prompts:
     """Prompt i is the single token i + 1; reads are counted."""
+
+    header = SimpleNamespace(images=None)
 
     def __init__(self, num_prompts: int):
         self.records = [
