@@ -50,7 +50,7 @@ def wrap(text: str) -> str:
 
 def _filled(paragraph: list[str]) -> list[str]:
     indent, marker, first = _MARKER.match(paragraph[0]).groups(default="")
-    text = " ".join([first, *(line.strip().removeprefix("> ") for line in paragraph[1:])])
+    text = " ".join([first.rstrip(), *(line.strip().removeprefix("> ") for line in paragraph[1:])])
     text = _SOLID.sub(lambda found: found[0].replace(" ", "\0"), text)
     text = _STARTS_BLOCK.sub("\0", text)
     rest = indent + (marker if marker.startswith(">") else " " * len(marker))

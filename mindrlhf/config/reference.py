@@ -23,8 +23,8 @@ def render() -> str:
     described = set(grpo_sections)
     for command, config in (("sft", SftConfig), ("dpo", DpoConfig), ("reward-model", RewardModelConfig)):
         shared = [f"`{field.name}`" for field in dataclasses.fields(config) if field.name in described]
-        sentence = _sentence(config) + textwrap.fill(f"It shares the sections {', '.join(shared)}, and has:", 110) + "\n"
-        parts.append(f"## `mindrlhf {command}`\n\n{sentence}")
+        also = textwrap.fill(f"It shares the sections {', '.join(shared)}, and has:", 110)
+        parts.append(f"## `mindrlhf {command}`\n\n{_sentence(config)}{also}\n")
         for field in dataclasses.fields(config):
             if field.name not in described:
                 parts.append(_section(field.name, field.metadata["section"]))
