@@ -67,7 +67,8 @@ def _register_build(actions) -> None:
         help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
     )
     allow_json(build)
-    build.set_defaults(run=run_build)
+    says = None if sys.stderr.isatty() else "building"  # a terminal has a bar
+    build.set_defaults(run=run_build, says=says)
 
 
 def parse_key_map(text: str) -> dict[str, str]:
