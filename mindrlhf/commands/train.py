@@ -57,6 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = _checked_config(arguments, overrides, is_resumed)
     log_dir = Path(config.run.output_dir) / "logs"
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
+    options += ["--oversubscribe"] * arguments.oversubscribe
     again = shlex.join(["mindrlhf", command, arguments.config, *overrides, *options])
 
     ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
