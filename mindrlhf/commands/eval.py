@@ -22,7 +22,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     add_aliases(parser, output, "--out")
     allow_json(parser)
-    parser.set_defaults(run=_evaluate)
+    parser.set_defaults(run=_evaluate, says="evaluating")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -121,6 +121,7 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     import shlex
 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
+    options += ["--oversubscribe"] * arguments.oversubscribe
     if place:
         options += ["--nodes", str(place.num_nodes), "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]

@@ -199,6 +199,9 @@ class Memory:
     def check(self):
         self.checked_after = len(self.metrics)
 
+    def write_details(self, step, details):
+        assert len(details.rewards) == len(details.lengths) > 0 and np.isfinite(details.rewards).all()
+
     def write(self, step, metrics=None):
         if metrics is None:
             self.samples.append(list(step))
