@@ -179,6 +179,11 @@ def _check_rewards(
             f"'evaluation.num_samples' is {evaluation.num_samples}, but at evaluation.temperature 0 all samples are "
             "alike: set it to 1, or raise the temperature"
         )
+    if evaluation.patience and not evaluation.every_steps:
+        raise UserError(
+            f"'evaluation.patience' is {evaluation.patience}, but with evaluation.every_steps 0 nothing is evaluated "
+            "on the way: set every_steps, or patience to 0"
+        )
     if not data.eval_file:
         unused = sorted(name for name in given if name.startswith("evaluation."))
         if unused:

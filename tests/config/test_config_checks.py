@@ -156,6 +156,12 @@ RULES = {
         ["evaluation.verifier=accuracy_reward"],
         1,
     ),
+    "patience without evaluations": (
+        ["data.eval_file=e", "evaluation.every_steps=0", "evaluation.patience=3"],
+        ["'evaluation.patience' is 3", "nothing is evaluated on the way"],
+        ["evaluation.every_steps=5"],
+        1,
+    ),
     "evaluation of nothing": (
         ["evaluation.every_steps=5"],
         ["'evaluation.every_steps' is set", "no data.eval_file"],

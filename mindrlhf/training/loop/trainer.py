@@ -9,6 +9,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
@@ -119,6 +120,18 @@ class Trainer(Steps):
     def check(self) -> None:
         """Stop the run if its guards demand it."""
         self.parts.observers.guards.check()
+
+    def is_over(self) -> bool:
+        """Return whether held-out accuracy has not risen for ``evaluation.patience`` evaluations."""
+        patience, evaluations = self.config.evaluation.patience, self.progress.evaluations
+        is_over = patience > 0 and num_since_best(evaluations) >= patience
+        if is_over and self.progress.step < self.num_steps:
+            print(
+                f"mindrlhf: ended after step {self.progress.step}: the accuracy of step {best_step(evaluations)} was "
+                f"not exceeded by {patience} evaluations since",
+                flush=True,
+            )
+        return is_over
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Time the saving of a checkpoint; it is reported with the next step."""

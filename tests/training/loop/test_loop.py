@@ -454,6 +454,14 @@ def test_the_last_step_is_always_evaluated(evaluation, steps):
     assert [entry.step for entry in run.progress.evaluations] == steps
 
 
+def test_a_run_ends_when_accuracy_has_not_risen_for_long_enough(capsys):
+    run = Run(num_prompts=20, held_out=True, evaluation={"every_steps": 1, "patience": 2})
+    run()
+    # The rewards never change: step 1 is the best, and two evaluations are no better.
+    assert [one.step for one in run.trainer.progress.evaluations] == [0, 1, 2, 3]
+    assert "mindrlhf: ended after step 3: the accuracy of step 1 was not exceeded by 2" in capsys.readouterr().out
+
+
 def test_the_sampling_is_the_configs():
     rollout = {"max_response_length": 9, "temperature": 0.6, "top_p": 0.9, "top_k": 5}
     run = Run(num_prompts=2, rollout=rollout)
