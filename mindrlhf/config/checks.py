@@ -179,6 +179,7 @@ def _check_rewards(
             f"'evaluation.num_samples' is {evaluation.num_samples}, but at evaluation.temperature 0 all samples are "
             "alike: set it to 1, or raise the temperature"
         )
+    _check_sets(evaluation, parts)
     if evaluation.patience and not evaluation.every_steps:
         raise UserError(
             f"'evaluation.patience' is {evaluation.patience}, but with evaluation.every_steps 0 nothing is evaluated "
@@ -189,6 +190,21 @@ def _check_rewards(
         if unused:
             raise UserError(
                 f"'{unused[0]}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
+            )
+
+
+def _check_sets(evaluation: sections.EvaluationSection, parts: tuple[str, ...]) -> None:
+    for name in evaluation.sets:
+        if not name.replace("_", "").isalnum():
+            raise UserError(f"'evaluation.sets' has the name '{name}', which metrics carry: use letters, digits and _")
+    for name, verifier in evaluation.verifiers.items():
+        if name not in evaluation.sets:
+            known = ", ".join(evaluation.sets) or "none"
+            raise UserError(f"'evaluation.verifiers' names the set '{name}', but evaluation.sets has {known}")
+        if verifier not in parts:
+            raise UserError(
+                f"'evaluation.verifiers' has '{verifier}' for {name}, which is not in reward.verifier_function "
+                f"({', '.join(parts)})"
             )
 
 

@@ -329,6 +329,8 @@ class EvaluationSection:
     verifier: str = key(
         "", "the verifier whose mean is called accuracy; empty means the first of `reward.verifier_function`"
     )
+    sets: dict[str, str] = key({}, "further sets, reported beside `data.eval_file`, as `name: MindRecord file`")
+    verifiers: dict[str, str] = key({}, "accuracy in a further set, as `name: verifier`; `verifier` unless given")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class RunInputs:
     held_out: PromptFile | None
     row_lengths: tuple[int, ...]  # ascending
     num_steps: int
+    more_held_out: dict[str, PromptFile] = dataclasses.field(default_factory=dict)  # further sets by name
 
 
 def check_sandbox(config: GrpoConfig) -> str:
@@ -68,11 +69,16 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
     check_tools(config.tools.names)
     tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
     held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None
+    sets = {name: _open_data(config.data, path, "prompts")[1] for name, path in config.evaluation.sets.items()}
     if selection is not None:
         selection.check_prompts(prompts.header.verifier_choices, prompts.path)
     if selection is not None and held_out is not None:
         selection.check_prompts(held_out.header.verifier_choices, held_out.path, accuracy_verifier(config))
-    longer = max((prompts, *([held_out] if held_out else [])), key=lambda file: file.header.longest_prompt)
+    if selection is not None:
+        for name, file in sets.items():
+            selection.check_prompts(file.header.verifier_choices, file.path, accuracy_verifier(config, name))
+    files = (prompts, *([held_out] if held_out else []), *sets.values())
+    longer = max(files, key=lambda file: file.header.longest_prompt)
     longest = longer.header.longest_prompt + config.rollout.max_response_length
     what = (
         f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
@@ -92,7 +98,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
         _check_critic(config, tokenizer, num_steps)
     if config.reward.model_path:
         _check_reward_model(config, tokenizer)
-    return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
+    return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps, sets)
 
 
 def check_sft_inputs(config: SftConfig) -> RunInputs:

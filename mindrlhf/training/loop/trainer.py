@@ -112,10 +112,14 @@ class Trainer(Steps):
         rollout = self.parts.rollout
         with self.timer.stage("evaluation"):
             evaluation = rollout.held_out.run(rollout.sampler, self.progress.step)
+            more = {name: one.run(rollout.sampler, self.progress.step) for name, one in rollout.more_held_out.items()}
         self.progress.evaluations.append(evaluation)
         if parted := self._reward_watch.review(evaluation):
             print(f"warning: {parted}", file=sys.stderr, flush=True)
-        return {**evaluation.metrics(), "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
+        metrics = evaluation.metrics()
+        for name, one in more.items():
+            metrics.update(one.set_metrics(name))
+        return {**metrics, "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
 
     def check(self) -> None:
         """Stop the run if its guards demand it."""
