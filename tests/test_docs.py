@@ -134,7 +134,9 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
-    others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}
+    of_sets = re.search(r"def set_metrics.*?(?=\n    def )", heldout, flags=re.DOTALL)[0]
+    for text, part in ((heldout.replace(of_sets, ""), "<verifier>"), (of_sets, "<set>")):
+        others |= {re.sub(r"\{\w+\}", part, name) for name in re.findall(r'f?"(eval/[^"]+)"', text)}
     return set(reported) | set(timings) | set(rates) | others
 
 

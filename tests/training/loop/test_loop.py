@@ -241,7 +241,7 @@ class Course:
 class Run:
     """A trainer with all its parts."""
 
-    def __init__(self, num_prompts=5, world_size=1, held_out=False, steps=0, **options):
+    def __init__(self, num_prompts=5, world_size=1, held_out=False, more_held_out=(), steps=0, **options):
         self.config = make_config(**options)
         self.journal, self.memory = [], Memory(self.config.checkpoint.every_steps)
         self.ranks = [Rank(self.journal if rank == 0 else []) for rank in range(world_size)]
@@ -257,12 +257,16 @@ class Run:
             self.config, self.prompts, self.stream, sampler, (END,), timer, self.memory.interruptible
         )
         questions = HeldOut(self.prompts.records[:2], 2, "half", SamplingParams(7), 0) if held_out else None
+        more = {
+            name: HeldOut(self.prompts.records[first : first + 1], 2, verifier, SamplingParams(7), 0)
+            for name, first, verifier in more_held_out
+        }
         team = LocalTeam(self.ranks)
         parts = Parts(
             team=team,
             policy=Policy(team, Board(self.journal)),
             rows=RowOptions((8, 16), training.batch_size, world_size, training.pack),
-            rollout=Rollout(self.generator, prompts, sampler, questions),
+            rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
             timer=timer,
         )
@@ -459,6 +463,25 @@ def test_the_last_step_is_always_evaluated(evaluation, steps):
     run = Run(num_prompts=10, held_out=True, evaluation=evaluation)
     run()
     assert [entry.step for entry in run.progress.evaluations] == steps
+
+
+def test_further_sets_are_reported_beside_with_verifiers_of_their_own():
+    # The length of prompt 0 is scored 1 however long it is.
+    sets = [("first", 0, "length"), ("second", 1, "half")]
+    run = Run(num_prompts=4, held_out=True, more_held_out=sets, evaluation={"every_steps": 1})
+    metrics = run()
+    assert len(run.progress.evaluations) == len(metrics) == 3
+    for values in metrics.values():
+        assert (values["eval/accuracy"], values["eval/first/accuracy"], values["eval/second/accuracy"]) == (0.5, 1, 0.5)
+        assert values["eval/first/pass@k"] == 1 and values["eval/second/pass@k"] == 0  # a half is not right
+
+
+def test_a_run_ends_when_accuracy_has_not_risen_for_long_enough(capsys):
+    run = Run(num_prompts=20, held_out=True, evaluation={"every_steps": 1, "patience": 2})
+    run()
+    # The rewards never change: step 1 is the best, and two evaluations are no better.
+    assert [one.step for one in run.trainer.progress.evaluations] == [0, 1, 2, 3]
+    assert "mindrlhf: ended after step 3: the accuracy of step 1 was not exceeded by 2" in capsys.readouterr().out
 
 
 def test_the_sampling_is_the_configs():
