@@ -33,6 +33,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument(
         "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
     )
+    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -57,11 +58,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from mindrlhf.config.load import CONFIG_LOADERS
     from mindrlhf.launch.launch import launch
+    from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
     from mindrlhf.launch.nodes.place import find_place
     from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
+    if arguments.hostfile:
+        return _run_over_ssh(arguments, overrides, is_resumed)
+    hold_on_to_lifeline()
     place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
     num_ranks = arguments.workers * (place.num_nodes if place else 1)
     # All checks run here once before any rank starts, so that a mistake costs a second.
@@ -88,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
             **peers,
         )
 
-    check = partial(_check_inputs, command, config, num_ranks)
+    check = partial(_check_inputs, command, config, num_ranks, place.num_nodes if place else 1)
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
     if place is None:
         check()
@@ -183,6 +188,17 @@ class _Run:
         )
 
 
+def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+    from mindrlhf.errors import UserError
+    from mindrlhf.launch.nodes.over_ssh import read_hosts, run_over_ssh
+
+    if arguments.nodes is not None or arguments.node_rank is not None:
+        raise UserError("--hostfile numbers the nodes itself: leave out --nodes and --node-rank")
+    words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
+    words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
+    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
+
+
 def _node_facts(arguments: argparse.Namespace, config: Any, is_resumed: bool, num_nodes: int) -> list:
     from mindrlhf.training.facts import run_facts
 
@@ -195,9 +211,10 @@ def _node_facts(arguments: argparse.Namespace, config: Any, is_resumed: bool, nu
     return run_facts(arguments.command, config, options)
 
 
-def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
+def _check_inputs(command: str, config: Any, num_ranks: int, num_nodes: int) -> None:
     from mindrlhf.training.preflight import (
         check_grpo_inputs,
+        check_nodes,
         check_preference_inputs,
         check_sandbox,
         check_sft_inputs,
@@ -205,6 +222,7 @@ def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
 
     if command == "train":
         check_grpo_inputs(config, num_ranks)
+        check_nodes(config, num_nodes)
         check_sandbox(config)
     elif command == "sft":
         check_sft_inputs(config)
