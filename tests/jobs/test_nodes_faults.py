@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
-from machine_jobs import TIMEOUT_S, assert_same, one_machine
+import sanity_inputs
+from machine_jobs import RECIPE, TIMEOUT_S, assert_same, one_machine
 from machines import Machines
 from slow_tests import SLOW
 
@@ -117,3 +119,33 @@ def test_sigterm_to_the_launcher_of_another_node_saves_and_ends_the_run(endless)
     codes = break_and_wait(machines, lambda: os.kill(machines.find(1, "-m mindrlhf.cli train"), signal.SIGTERM))
     assert codes == [0, 0], machines.all_text()
     assert "SIGTERM: step" in machines.text(0) and "is saved in" in machines.text(0)
+
+
+SSH = """#!/usr/bin/env bash
+# ssh -o BatchMode=yes HOST COMMAND, to a pretended machine
+exec nsenter -t "$(cat {directory}/pid_$3)" -a bash -c "$4"
+"""
+
+
+def test_a_file_of_hosts_runs_the_same_line_on_all_of_them(start_machines, fault_inputs_dir, tmp_path):
+    machines = start_machines(2, "sleep 1000")
+    machines.wait_for(lambda: machines.processes(0) and machines.processes(1))
+    hosts = ["10.77.0.1", "10.77.0.2"]
+    for node, host in enumerate(hosts):
+        (machines.directory / f"pid_{host}").write_text(str(min(machines.processes(node))))
+    (tmp_path / "hosts.txt").write_text("# two machines\n" + "\n".join(hosts))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH.format(directory=machines.directory))
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    recipe = {**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord"}
+    words = sanity_inputs.overrides(fault_inputs_dir, machines.directory / "run", **recipe)
+    finished = subprocess.run(
+        sanity_inputs.command("train", "examples/sanity/config.yaml", *words, "--hostfile", tmp_path / "hosts.txt"),
+        cwd=sanity_inputs.REPOSITORY,
+        env={**sanity_inputs.environment(), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2))
