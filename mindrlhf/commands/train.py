@@ -35,6 +35,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument(
         "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
     )
+    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
         "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
     )
@@ -63,12 +64,16 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"mindrlhf: checking {arguments.config}", flush=True)
 
     from mindrlhf.launch.launch import launch
+    from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
     from mindrlhf.launch.nodes.place import find_place
     from mindrlhf.training.checking import check_run
     from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
+    if arguments.hostfile:
+        return _run_over_ssh(arguments, overrides, is_resumed)
+    hold_on_to_lifeline()
     place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
@@ -209,6 +214,18 @@ class _Run:
             # Exported last, whole or not at all; an earlier run's would have been refused.
             is_complete=lambda: (Path(self.config.run.output_dir) / FINAL_NAME).exists(),
         )
+
+
+def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+    from mindrlhf.errors import UserError
+    from mindrlhf.launch.nodes.over_ssh import read_hosts, run_over_ssh
+
+    if arguments.nodes is not None or arguments.node_rank is not None:
+        raise UserError("--hostfile numbers the nodes itself: leave out --nodes and --node-rank")
+    words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
+    words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
+    words += ["--oversubscribe"] * arguments.oversubscribe
+    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
 
 
 def _facts_of(arguments: argparse.Namespace, config: Any, is_resumed: bool, place: "Place") -> Callable[[], list]:

@@ -14,6 +14,7 @@ from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken
 from mindrlhf.training.preflight import (
     check_grpo_inputs,
+    check_nodes,
     check_preference_inputs,
     check_sandbox,
     check_sft_inputs,
@@ -73,6 +74,7 @@ def check_run(
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
         if task == "train":
+            mistakes.check(check_nodes, config, num_nodes)
             check_grpo_inputs(config, num_ranks, mistakes)
         elif task == "sft":
             check_sft_inputs(config, mistakes)

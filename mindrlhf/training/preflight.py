@@ -212,6 +212,16 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
         check(_check_reward_model, config, tokenizer, needs=["reward.model_path"])
 
 
+def check_nodes(config: GrpoConfig, num_nodes: int) -> None:
+    """Refuse a model that is sharded over ranks in a `mindrlhf train` run on several machines."""
+    if num_nodes > 1 and is_split(config.parallel_config):
+        raise UserError(
+            f"'parallel_config' shards the model over ranks, but {num_nodes} nodes can only train in data parallel: "
+            "set model_parallel, pipeline_stage, context_parallel and expert_parallel to 1 and "
+            "enable_parallel_optimizer to false, or use one node"
+        )
+
+
 def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
     if directory.exists() and any(directory.iterdir()):

@@ -40,7 +40,7 @@ from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_nodes, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
@@ -98,6 +98,7 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
         nodes = find_nodes(ranks)
+        check_nodes(config, len(nodes))
         attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
         if len(nodes) > 1:
