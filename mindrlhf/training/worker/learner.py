@@ -66,7 +66,8 @@ class Learner(CountsCompiles, SavesState):
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
         self.policy = loss.policy
         self._head_accumulator = accumulator_of[network.head_weight.name]
-        in_graph = ms.ParameterTuple(self.policy.graph_parameters())
+        # The last layer first, as the backward pass goes: MindSpore then uses and frees each gradient before the next.
+        in_graph = ms.ParameterTuple(list(self.policy.graph_parameters())[::-1])
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
         self._step = _make_step(parameters, accumulators, optimizer, rank, device)
