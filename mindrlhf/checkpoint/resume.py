@@ -27,6 +27,7 @@ FREE_KEYS = frozenset(
         "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
+        "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.timeout_s",
         "parallel_config",
@@ -38,7 +39,13 @@ FREE_KEYS = frozenset(
     }
 )
 # Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.
-YOUNGER_KEYS = {"training.packing": "first_fit"}
+YOUNGER_KEYS = {
+    "training.packing": "first_fit",
+    "rollout.ahead": 0,
+    "rollout.span_tokens": 0,
+    "rollout.max_spans": 4,
+    "rollout.in_flight": 1.5,
+}
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})
 
