@@ -1,11 +1,16 @@
 """The ``mindrlhf`` command: dispatch to one thin sub-command per user task."""
 
 import argparse
+import contextlib
+import difflib
 import importlib
+import os
+import re
 import sys
+from collections.abc import Sequence
 
 import mindrlhf
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure, UserError, messages_of
 
 COMMANDS = (
     "doctor",
@@ -21,12 +26,31 @@ COMMANDS = (
     "config",
     "plan",
     "strategy",
+    "completion",
 )
+_CLOSED_PIPE = 141  # of a program that SIGPIPE ends, as a shell sees it
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"  # what becomes of -- in word processors and on web pages
 
 
-def build_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line that says what was meant."""
+
+    def error(self, message: str) -> None:
+        """Print the line and end the process."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        choices = [str(choice) for choice in action.choices or ()]
+        if not choices or value in action.choices:
+            return
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)} is expected"
+        raise argparse.ArgumentError(action, f"'{value}' is not known; {hint}")
+
+
+def build_parser() -> Parser:
     """Return the parser with every sub-command registered."""
-    parser = argparse.ArgumentParser(prog="mindrlhf", description=mindrlhf.__doc__.splitlines()[0])
+    parser = Parser(prog="mindrlhf", description=mindrlhf.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"mindrlhf {mindrlhf.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
@@ -35,27 +59,97 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; expected failures print one line, not a traceback."""
+    """Run one command and return its exit code; expected failures print one line each, not a traceback."""
     arguments = _parse(argv)
     try:
-        return arguments.run(arguments) or 0
+        code = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return code
     except (UserError, RunFailure) as failure:
-        print(f"mindrlhf {arguments.command}: error: {failure}", file=sys.stderr)
+        for line in messages_of(failure):
+            print(f"mindrlhf {arguments.command}: error: {line}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print(f"mindrlhf {arguments.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has gone, as `head` does. What is still buffered must go nowhere when Python ends.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides (section.key=value) may stand before, between and after options."""
+    words = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if any(word.startswith("-") or "=" not in word for word in rest) or (rest and "overrides" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    _check_options(parser, words)
+    arguments, rest = parser.parse_known_args(words)
     if rest:
+        chosen, _ = _chosen_parser(parser, words)
+        if "overrides" not in arguments:
+            is_key = "=" in rest[0]
+            chosen.error(
+                f"unrecognized arguments: {' '.join(rest)}; "
+                + ("this command has no config to set keys of" if is_key else "quote a text that has spaces")
+            )
+        for word in rest:
+            if word.startswith("-") or "=" not in word:
+                chosen.error(f"unrecognized arguments: {word}")
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _chosen_parser(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
+    """Return the parser of the sub-command, or of its action, that the first words name, and their number."""
+    number = 0
+    for word in words:
+        actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        if not actions or word not in actions[0].choices:
+            break
+        parser, number = actions[0].choices[word], number + 1
+    return parser, number
+
+
+def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse options that do not exist, before anything is said about what they leave missing."""
+    chosen, number = _chosen_parser(parser, words)
+    known = chosen._option_string_actions
+    for index, word in enumerate(words[number:], start=number):
+        name = word.partition("=")[0]
+        if len(word) < 2 or word[0] not in _DASHES or " " in name or not name.lstrip(_DASHES)[:1].isalpha():
+            continue  # no option: a value, "-" for standard output, a negative number
+        if name not in known and not (name.startswith("--") and any(one.startswith(name) for one in known)):
+            following = words[index + 1] if index + 1 < len(words) else ""
+            chosen.error(f"unrecognized arguments: {word}{_meant(word, following, chosen)}")
+
+
+def _meant(word: str, following: str, parser: argparse.ArgumentParser) -> str:
+    """Return the end of a message that says what an unknown option was probably meant to be, if that can be told."""
+    name, equals, value = word.lstrip(_DASHES).partition("=")
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    option = f"--{name.replace('_', '-')}"
+    if option in options:
+        return f"; did you mean {option}{equals}{value}?"
+    takes_keys = any(action.dest == "overrides" for action in parser._actions)
+    key = _config_key(name) if takes_keys else None
+    near = difflib.get_close_matches(option, options, n=1)
+    is_key = key is not None and ("." in name or key.rpartition(".")[2] == name.replace("-", "_"))
+    if near and not is_key:
+        return f"; did you mean {near[0]}{equals}{value}?"
+    if key is None:
+        return ""
+    if not equals:
+        value = following if following and following[0] not in _DASHES else "VALUE"
+    return f"; keys of the config have no dashes: did you mean {key}={value}?"
+
+
+def _config_key(name: str) -> str | None:
+    from mindrlhf.config import schema  # noqa: F401 - registers the keys
+    from mindrlhf.config.parse import nearest_key
+
+    section, dot, last = name.replace("-", "_").rpartition(".")
+    return f"{section}{dot}{last}" if dot and re.fullmatch(r"\w+", section) else nearest_key(last)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
+from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets, openblas_environment
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.9.0", "mindformers": "1.9.0"}
@@ -61,6 +62,18 @@ except Exception as failure:
     found["failure"] = f"{type(failure).__name__}: {failure}"
 """
 )
+# The product that the vocabulary kernels make most, on one thread. Processor time, so that other work does not count.
+_PRODUCT_PROBE = """
+import json, time
+import numpy
+hidden, weight = (numpy.random.rand(rows, 512).astype(numpy.float32) for rows in (512, 1024))
+def measure():
+    start = time.thread_time()
+    hidden @ weight.T
+    return time.thread_time() - start
+found = {"gflops": 2e-9 * hidden.size * len(weight) / min(measure() for _ in range(10))}
+"""
+SLOW_PRODUCTS = 0.7  # of the speed with OpenBLAS's own choice
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,7 @@ def diagnose(training_python: str | None = None, rollout_python: str | None = No
         *check_training(training_python, training),
         *check_rollout(rollout_python, rollout, "ascend" if has_npu else "cpu"),
         *check_machine(),
+        *_measured_products(training_python),
         check_ascend(has_npu, training, os.environ),
     ]
     return Diagnosis(tuple(checks), _usable_devices(checks, has_npu))
@@ -178,8 +192,7 @@ def check_machine() -> list[Check]:
     """Return the findings on cores, instruction set, memory and shared memory."""
     num_cores = len(os.sched_getaffinity(0))
     checks = [Check("machine", "cores", "ok", str(num_cores))]
-    # Processors other than x86 have no such line.
-    if flags := _read_table("/proc/cpuinfo").get("flags", "").split():
+    if flags := instruction_sets():
         checks.append(_check_instruction_set(flags))
     memory_bytes = int(_read_table("/proc/meminfo").get("MemAvailable", "0 kB").split()[0]) * 1024
     is_enough = memory_bytes >= MIN_MEMORY_BYTES
@@ -250,7 +263,35 @@ def _check_pins(section: str, pins: Mapping[str, str], versions: Mapping[str, st
     return checks
 
 
-def _check_instruction_set(flags: Sequence[str]) -> Check:
+def _measured_products(python: str) -> list[Check]:
+    """Measure matrix products as ranks make them, and with OpenBLAS's own choice of kernels."""
+    kernels = openblas_environment() | {
+        name: value for name, value in os.environ.items() if name == OPENBLAS_CORE_VARIABLE
+    }
+    probes = [_probe(python, _PRODUCT_PROBE, {"OMP_NUM_THREADS": "1"} | core) for core in (kernels, {})]
+    if any(isinstance(probe, str) or "gflops" not in probe for probe in probes):
+        return []  # the checks of the environment say why
+    return [check_products(kernels.get(OPENBLAS_CORE_VARIABLE, ""), *(probe["gflops"] for probe in probes))]
+
+
+def check_products(core: str, gflops: float, own_gflops: float) -> Check:
+    """Return the finding on NumPy's matrix products.
+
+    Args:
+        core: ``OPENBLAS_CORETYPE`` of the ranks, empty when it is not set.
+        gflops: speed on one thread with it, in 1e9 operations a second.
+        own_gflops: speed without it.
+    """
+    finding = f"{gflops:.0f} GFLOPS on one thread"
+    if core:
+        finding += f" with {OPENBLAS_CORE_VARIABLE}={core}, {own_gflops:.0f} without it"
+    if gflops >= SLOW_PRODUCTS * own_gflops:
+        return Check("machine", "matrix products", "ok", finding)
+    fix = f"export {OPENBLAS_CORE_VARIABLE}= (empty: OpenBLAS chooses), and tell us your processor"
+    return Check("machine", "matrix products", "warning", finding, fix)
+
+
+def _check_instruction_set(flags: Collection[str]) -> Check:
     if "avx2" not in flags:
         finding = "this processor has no AVX2, which vLLM needs"
         return Check("machine", "AVX", "error", finding, "take another machine, or pass AVX2 on to the virtual machine")
@@ -274,11 +315,12 @@ def _find_rollout_python() -> str:
     return find_rollout_python()
 
 
-def _probe(python: str, script: str) -> dict[str, object] | str:
-    """Return what ``script`` found in an interpreter, or why it could not be asked."""
+def _probe(python: str, script: str, env: Mapping[str, str] | None = None) -> dict[str, object] | str:
+    """Return what ``script`` found in an interpreter, or why it could not be asked; ``env`` is added to its own."""
     # Its own packages are asked about, not those of whoever calls.
-    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"GLOG_v": "3"}
+    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OPENBLAS_CORE_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"GLOG_v": "3"} | dict(env or {})
     command = [python, "-c", f"{script}\nprint({_PROBE_MARK!r} + json.dumps(found))"]
     try:
         ended = subprocess.run(

@@ -1,5 +1,11 @@
 """The two kinds of failure a command can end with, and their exit codes."""
 
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
 
 class UserError(ValueError):
     """The user can mend this: bad config, data, path or value.
@@ -19,3 +25,63 @@ class RunFailure(RuntimeError):
     """
 
     exit_code = 1
+
+
+class UserErrors(UserError):
+    """Several mistakes found in one go; the text has a line for each."""
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        self.messages = tuple(messages)
+        super().__init__("\n".join(self.messages))
+
+
+class Mistakes:
+    """Collects what is wrong, so that a user hears of every mistake at once.
+
+    A key that could not be read has a stand-in value: later findings that mention it follow from that and are left
+    out. Of findings that begin with the same key only the first counts.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self._unreadable: set[str] = set()
+        self._blamed: set[str] = set()
+
+    def check(self, check: Callable[..., Result], *arguments: Any, needs: Sequence[str] = ()) -> Result | None:
+        """Return ``check(*arguments)``; None when it finds a mistake, or one was found in a key that it ``needs``."""
+        if (self._unreadable | self._blamed).intersection(needs):
+            return None
+        try:
+            return check(*arguments)
+        except UserError as error:
+            for message in messages_of(error):
+                self.add(message)
+            return None
+
+    def add(self, message: str, *unreadable: str) -> None:
+        """Note a mistake; ``unreadable`` are the dotted names of the keys that have stand-in values because of it."""
+        key = _FIRST_KEY.match(message)
+        mentioned = set(_DOTTED.findall(message))
+        is_new = message not in self.messages and not (key and key[1] in self._blamed)
+        if is_new and not mentioned & self._unreadable:
+            self.messages.append(message)
+            self._blamed.update([key[1]] if key else [])
+        self._unreadable.update(unreadable)
+
+    def raise_if_any(self) -> None:
+        """Raise what was noted.
+
+        Raises:
+            UserError: there is a mistake; a ``UserErrors`` when there are several.
+        """
+        if self.messages:
+            raise UserErrors(self.messages) if len(self.messages) > 1 else UserError(self.messages[0])
+
+
+def messages_of(failure: UserError | RunFailure) -> tuple[str, ...]:
+    """Return each mistake of an error as one line."""
+    return failure.messages if isinstance(failure, UserErrors) else (str(failure),)
+
+
+_FIRST_KEY = re.compile(r"'([a-z_]+\.[a-z_0-9]+)'")
+_DOTTED = re.compile(r"\b[a-z_]+\.[a-z_0-9]+\b")

@@ -1,12 +1,13 @@
 """One step of GRPO side by side: MindRLHF against Hugging Face TRL, same sizes, one thread each, in one run.
 
     bash scripts/setup.sh && bash scripts/setup_benchmark.sh
-    .venv/bin/python scripts/benchmark.py [--case small|large ...] [--repeats 3] [--out benchmark.json]
+    .venv/bin/python scripts/benchmark.py [--case small|medium|large ...] [--repeats 3] [--out benchmark.json]
 
-Both train a random Qwen2 (4 layers, hidden 128) on 4 prompts x 8 samples x 64 tokens, no KL, one update a step.
-"small" has 512 vocabulary entries and one micro-batch of 32; "large" has 151,936 and micro-batches of 8. The two
-sides take turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one
-measurement, so what else the machine is doing falls on both sides.
+Both train a random Qwen2 on 4 prompts x 8 samples x 64 tokens, no KL, one update a step. "small" has 4 layers, hidden
+128, 512 vocabulary entries and one micro-batch of 32; "large" has 151,936 entries and micro-batches of 8; "medium" has
+12 layers, hidden 512, 32,000 entries (62M parameters) and micro-batches of 8. The two sides take turns, and each turn
+gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what else the machine is
+doing falls on both sides. How the update grows with ranks, samples and lengths is measured by benchmark_update.py.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindrlhf.observe.records import read_jsonl
@@ -33,9 +34,15 @@ class Case:
     micro_batch: int
     num_steps: int
     num_warmup_steps: int
+    model: dict = field(default_factory=dict)  # keys of config.json that are not as in examples/sanity
 
 
-CASES = {"small": Case(512, 32, 20, 5), "large": Case(151_936, 8, 3, 2)}
+MEDIUM = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
+CASES = {
+    "small": Case(512, 32, 20, 5),
+    "medium": Case(32_000, 8, 3, 2, MEDIUM),
+    "large": Case(151_936, 8, 3, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,9 @@ def run(command: list[str]) -> str:
 
 def prepare(case: Case, directory: Path) -> None:
     """Make model, tokenizer and prompts of a case."""
+    (directory / "model_config.json").write_text(json.dumps(case.model))
     run([sys.executable, "examples/sanity/prepare.py", "--out", str(directory), "--endless"]
-        + ["--vocab-size", str(case.vocab_size)])  # fmt: skip
+        + ["--vocab-size", str(case.vocab_size), "--model-config", f"{directory}/model_config.json"])  # fmt: skip
     run([sys.executable, "-m", "mindrlhf.cli", "data", "build", "--input", f"{directory}/prompts.jsonl"]
         + ["--output", f"{directory}/prompts.mindrecord", "--tokenizer", f"{directory}/model"]
         + ["--handler", "map_keys", "--map", "question=prompt,answer=answer", "--template", "plain"]
@@ -93,11 +101,12 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
     )
 
 
-def measure_trl(case: Case) -> Turn:
+def measure_trl(case: Case, directory: Path) -> Turn:
     """Run scripts/benchmark_trl.py in its own environment."""
     command = [str(BENCH_PYTHON), "scripts/benchmark_trl.py", "--vocab-size", str(case.vocab_size)]
-    command += ["--micro-batch", str(case.micro_batch), "--steps", str(case.num_steps)]
-    result = json.loads(run([*command, "--warmup-steps", str(case.num_warmup_steps)]).splitlines()[-1])
+    command += ["--model-config", f"{directory}/model_config.json", "--micro-batch", str(case.micro_batch)]
+    command += ["--steps", str(case.num_steps), "--warmup-steps", str(case.num_warmup_steps)]
+    result = json.loads(run(command).splitlines()[-1])
     generation_s = result["median_generation_wall_s"]
     return Turn(result["median_step_wall_s"], generation_s, result["peak_rss_bytes"] / 1e9)
 
@@ -113,7 +122,7 @@ def compare(name: str, repeats: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         prepare(case, Path(directory))
         for turn in range(repeats):
-            ours, theirs = measure_mindrlhf(case, Path(directory), turn), measure_trl(case)
+            ours, theirs = measure_mindrlhf(case, Path(directory), turn), measure_trl(case, Path(directory))
             pairs.append((ours, theirs))
             cells = [
                 f"{side.step_s:8.3f} s {side.generation_s:8.3f} s {side.peak_gb:5.2f} GB" for side in (ours, theirs)

@@ -12,8 +12,8 @@ TIMEFORMAT="wall %R s, processor %U s"
 while read -r name config world_size overrides; do
     echo "== $name on $world_size NPUs"
     # shellcheck disable=SC2086
-    time .venv/bin/mindrlhf strategy "examples/grpo/$config.yaml" $overrides --world-size "$world_size" \
-        --out "$out/$name" "$@" || failed=1
+    time .venv/bin/mindrlhf strategy "examples/grpo/$config.yaml" $overrides --workers "$world_size" \
+        --output "$out/$name" "$@" || failed=1
 done <<'RUNS'
 Qwen2.5-7B qwen2_5_7b_8npu 8
 Qwen2.5-32B qwen2_5_32b_16npu 16

@@ -157,10 +157,19 @@ def test_findings_on_the_machine_agree_with_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize("flags, finding", [("avx avx2 avx512f", "AVX-512"), ("avx avx2", "AVX2"), ("avx", "no AVX2")])
 def test_instruction_set(monkeypatch, flags, finding):
-    monkeypatch.setattr(doctor, "_read_table", lambda path: {"flags": flags} if "cpuinfo" in path else {})
+    monkeypatch.setattr(doctor, "instruction_sets", lambda: frozenset(flags.split()))
     (check,) = (check for check in doctor.check_machine() if check.name == "AVX")
     assert finding in check.finding
     assert check.status == ("error" if "no" in finding else "ok")
+
+
+def test_matrix_products_are_measured_with_and_without_the_choice_of_kernels():
+    (check,) = doctor._measured_products(sys.executable)
+    assert (check.status in ("ok", "warning")) and "GFLOPS on one thread" in check.finding
+    assert doctor.check_products("HASWELL", 90.0, 30.0).status == "ok"
+    slow = doctor.check_products("HASWELL", 30.0, 90.0)
+    assert slow.status == "warning" and "OPENBLAS_CORETYPE=" in slow.fix
+    assert slow.finding == "30 GFLOPS on one thread with OPENBLAS_CORETYPE=HASWELL, 90 without it"
 
 
 @pytest.mark.parametrize("devices, code", [((), 1), (("cpu",), 0)])

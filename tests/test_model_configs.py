@@ -37,6 +37,9 @@ LARGE_PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module
+    "qwen2_5_vl_3b": 3_754_622_976,
+    "qwen2_5_vl_7b": 8_292_166_656,
+    "qwen2_5_vl_32b": 33_452_718_336,
 }
 DEVICE_BYTES = 64 * 10**9
 BFLOAT16_BYTES = 2
@@ -78,6 +81,7 @@ def test_the_promised_files_are_there():
         assert {f"grpo_{model}_{size}npu" for size in sizes} | {f"predict_{model}_8npu"} <= names
     assert {"grpo_qwen3_32b_16npu", "predict_qwen3_32b_8npu", "predict_qwen3_30b_a3b_8npu"} <= names
     assert "predict_deepseek_v3_671b_64npu" in names
+    assert {"grpo_qwen2_5_vl_3b_8npu", "grpo_qwen2_5_vl_7b_8npu", "grpo_qwen2_5_vl_32b_16npu"} <= names
 
 
 @pytest.mark.parametrize("model_dir", MODEL_DIRS, ids=_name)

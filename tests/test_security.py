@@ -299,7 +299,7 @@ def test_the_board_is_memory_without_a_name_that_only_its_user_can_open():
         assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", board.path)
 
 
-def test_nothing_listens_but_rank_0():
+def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
     """All other channels are socket pairs and pipes, which have no name or port to connect to."""
     pattern = re.compile(r"\.bind\(\(|create_server\(|\.listen\(\d|AF_UNIX|start_unix_server|mkfifo|SharedMemory\(")
     found = {
@@ -309,7 +309,13 @@ def test_nothing_listens_but_rank_0():
         for call in pattern.findall(path.read_text(encoding="utf-8"))
     }
     # The launcher only looks for a free port of the local machine.
-    assert found == {("mindrlhf/training/team.py", "create_server("), ("mindrlhf/launch/launch.py", ".bind((")}
+    assert found == {
+        ("mindrlhf/training/team.py", "create_server("),
+        ("mindrlhf/launch/launch.py", ".bind(("),
+        # With --nodes: the launcher of node 0, and rank 0 while the other nodes' rollout servers are connected.
+        ("mindrlhf/launch/nodes/first.py", "create_server("),
+        ("mindrlhf/training/nodes.py", "create_server("),
+    }
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Makes the inputs of the sanity recipe: a 512-token tokenizer, 64 prompts, and the config of a random model.
 
-    python examples/sanity/prepare.py --out runs/sanity_inputs [--vocab-size 512] [--endless]
+    python examples/sanity/prepare.py --out runs/sanity_inputs [--vocab-size 512] [--model-config FILE] [--endless]
 
 Everything is a function of the arguments. With a larger --vocab-size the tokenizer stays as it is and the
-model's vocabulary is padded; with --endless there is no end token, so that every response has the full length.
-The benchmark uses both.
+model's vocabulary is padded; --model-config is a JSON file of keys of config.json that shall be others; with --endless
+there is no end token, so that every response has the full length. The benchmark uses all three.
 """
 
 import argparse
@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=NUM_TOKENS)
+    parser.add_argument("--model-config", type=Path)
     parser.add_argument("--endless", action="store_true")
     arguments = parser.parse_args()
     model_dir = arguments.out / "model"
@@ -74,7 +75,8 @@ def main() -> None:
     tokenizer.save(str(model_dir / "tokenizer.json"))
     special_tokens = {} if arguments.endless else {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     (model_dir / "tokenizer_config.json").write_text(json.dumps(special_tokens))
-    (model_dir / "config.json").write_text(json.dumps(model_config(arguments.vocab_size), indent=2))
+    changes = json.loads(arguments.model_config.read_text(encoding="utf-8")) if arguments.model_config else {}
+    (model_dir / "config.json").write_text(json.dumps(model_config(arguments.vocab_size) | changes, indent=2))
     stream = random.Random(1)
     with (arguments.out / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(NUM_PROMPTS):

@@ -110,13 +110,14 @@ class TiledTokenLogProbs(nn.Cell):
 
     The weight, often most of a small model, never enters the graph: the kernels read it where it lies, and add its
     gradient to ``weight_gradient``, a NumPy array of this cell that the optimiser step collects. As a graph
-    input and output it would be copied four times in every micro-batch. So ``bind`` must come before each run.
+    input and output it would be copied four times in every micro-batch. So ``bind`` must come before each run. A
+    weight that is not trained when the cell is made has no gradient.
     """
 
     def __init__(self, weight: ms.Parameter):
         super().__init__(auto_prefix=False)
         self.weight = weight
-        self.weight_gradient = np.zeros(weight.shape, np.float32)
+        self.weight_gradient = np.zeros(weight.shape, np.float32) if weight.requires_grad else None
         # A list, since MindSpore cells do not take plain arrays as attributes that change.
         self._bound: list[np.ndarray] = []
 
@@ -196,7 +197,7 @@ class PolicyLogProbs(nn.Cell):
         return [parameter for parameter in parameters if parameter is not self.model.head_weight]
 
     def collect_weight_gradient(self, accumulator: np.ndarray) -> None:
-        """Add to ``accumulator`` [vocabulary, width] the part of the head's gradient that is not in the graph."""
+        """Add to ``accumulator`` [vocabulary, width] the part of a trained head's gradient that the graph lacks."""
         if self.is_tiled:
             accumulator += self.token_logprobs.weight_gradient
             self.token_logprobs.weight_gradient.fill(0.0)

@@ -70,7 +70,7 @@ def backward(
     log_normaliser: np.ndarray,
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
-    grad_weight: np.ndarray,
+    grad_weight: np.ndarray | None,
 ) -> np.ndarray:
     """Return the gradient of :func:`forward` with respect to ``hidden``; add that of ``weight`` to ``grad_weight``.
 
@@ -80,7 +80,7 @@ def backward(
     Args:
         entropy, log_normaliser: what :func:`forward` returned.
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
-        grad_weight: float32 [vocabulary, width], changed in place.
+        grad_weight: float32 [vocabulary, width], changed in place; None for a weight that is not trained.
 
     Returns:
         float32 [tokens, width].
@@ -110,7 +110,7 @@ def _backward_tile(
     log_normaliser: np.ndarray,
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
-    grad_weight: np.ndarray,
+    grad_weight: np.ndarray | None,
 ) -> np.ndarray:
     """Add to ``grad_weight`` in place and return the gradient of ``hidden`` for one tile of tokens."""
     grad_hidden = np.zeros_like(hidden)
@@ -130,8 +130,10 @@ def _backward_tile(
         else:
             np.exp(z, out=z)
         grad_hidden += z @ tile
-        grad_weight[start : start + len(tile)] += z.T @ scaled_hidden
+        if grad_weight is not None:
+            grad_weight[start : start + len(tile)] += z.T @ scaled_hidden
     grad_hidden *= row_scale
     grad_hidden += grad_logprobs[:, None] * weight[labels]
-    np.add.at(grad_weight, labels, grad_logprobs[:, None] * hidden)
+    if grad_weight is not None:
+        np.add.at(grad_weight, labels, grad_logprobs[:, None] * hidden)
     return grad_hidden

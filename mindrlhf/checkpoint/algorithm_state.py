@@ -36,6 +36,15 @@ class SampleTotals:
 
 
 @dataclass(frozen=True)
+class AheadState:
+    """Of the steps whose samples were generated ahead and are not trained on, in order: one item for each."""
+
+    versions: list[int]  # of the weights
+    num_stale: list[int]  # samples that dynamic sampling had left over before
+    num_without_signal: list[int]
+
+
+@dataclass(frozen=True)
 class PairAccuracy:
     """The accuracy on held-out pairs at one step."""
 
@@ -54,6 +63,7 @@ class AlgorithmState:
     kl: KlState | None = None
     first_evaluation: PairAccuracy | None = None
     last_evaluation: PairAccuracy | None = None
+    ahead: AheadState | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a copy as JSON values."""

@@ -1,4 +1,7 @@
-"""The state of MindFormers' AdamW as named arrays, and back."""
+"""The state of MindFormers' AdamW as named arrays, and back; also of others with its attributes.
+
+Moments may be plain NumPy arrays instead of MindSpore parameters: those that ranks share are.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -34,11 +37,16 @@ def optimizer_arrays(optimizer: "AdamW") -> Iterator[tuple[str, np.ndarray]]:
         not among them.
     """
     for name, parameter in optimizer_state(optimizer).items():
-        yield name, parameter.asnumpy()
+        yield name, parameter if isinstance(parameter, np.ndarray) else parameter.asnumpy()
 
 
-def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray]) -> None:
+def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray], *, writes_moments: bool = True) -> None:
     """Give an optimiser over the same parameters the state that :func:`optimizer_arrays` yielded.
+
+    Args:
+        optimizer: takes the state.
+        arrays: the state.
+        writes_moments: False leaves the moments to another process, with which this one shares them.
 
     Raises:
         UserError: a name is missing or unknown, or a dtype or shape differs.
@@ -58,12 +66,16 @@ def restore_optimizer(optimizer: "AdamW", arrays: Mapping[str, np.ndarray]) -> N
                 f"the optimiser state {info.name!r} is {found.dtype} {list(found.shape)}, but the model needs "
                 f"{info.dtype} {list(info.shape)}"
             )
-        # The copy keeps the parameter from sharing memory with the caller's array.
-        state[info.name].set_data(ms.Tensor(array.copy()))
+        target = state[info.name]
+        if not isinstance(target, np.ndarray):
+            # The copy keeps the parameter from sharing memory with the caller's array.
+            target.set_data(ms.Tensor(array.copy()))
+        elif writes_moments:
+            target[...] = array
 
 
-def optimizer_state(optimizer: "AdamW") -> dict[str, "Parameter"]:
-    """Return the parameters that hold what :func:`optimizer_arrays` yields, by the same names."""
+def optimizer_state(optimizer: "AdamW") -> dict[str, "Parameter | np.ndarray"]:
+    """Return the parameters or arrays that hold what :func:`optimizer_arrays` yields, by the same names."""
     state = {GLOBAL_STEP_NAME: optimizer.global_step}
     for parameter, mean, square in zip(optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
         state[f"exp_avg.{parameter.name}"] = mean

@@ -5,7 +5,7 @@
     reference/              Hugging Face directory of the reference model, when it follows the policy
     critic/, critic_optimizer.safetensors
                             the same of the critic, when there is one
-    carried.safetensors     arrays of the samples that the last step left over, when there are any
+    carried.safetensors     arrays of the samples that are not trained on yet, when there are any
     state.json              everything small; see RunState
     manifest.json           sizes and checksums, written last
 
@@ -46,7 +46,7 @@ class RunState:
     config: dict  # the run's config as nested dicts
     evaluations: list  # what the final summary needs of each evaluation so far
     algorithm_state: dict = field(default_factory=dict)  # AlgorithmState.to_json()
-    carried: list = field(default_factory=list)  # leftover_records() of the samples that the last step left over
+    carried: list = field(default_factory=list)  # leftover_records() of the samples that are not trained on yet
     data: dict = field(default_factory=dict)  # data_fingerprint() of the run's files; empty in older checkpoints
 
 

@@ -1,9 +1,12 @@
 """``mindrlhf data``: build prompt files from raw data, and show what is in them."""
 
 import argparse
+import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
+from mindrlhf.commands.vocabulary import add_aliases, allow_json
 from mindrlhf.errors import UserError
 
 NUM_SHOWN_IDS = 32
@@ -18,6 +21,8 @@ def register(subparsers) -> None:
     show.add_argument("file", metavar="FILE")
     show.add_argument("--num", type=int, default=3, metavar="N", help="records to print (default: 3)")
     show.add_argument("--tokenizer", metavar="DIR", help="decode with this tokenizer, which must be the file's own")
+    allow_json(show)
+    show.add_argument("--images", metavar="DIR", help="write the images of these records there, as PNG")
     show.set_defaults(run=run_show)
 
 
@@ -30,14 +35,14 @@ def _register_build(actions) -> None:
         "--handler",
         default="gsm8k",
         metavar="NAME",
-        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback or map_keys",
+        help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback, geo3k, verl or map_keys",
     )
     build.add_argument(
         "--map",
         type=parse_key_map,
         default={},
         metavar="question=KEY,...",
-        help="for map_keys; also answer, response, rejected, verifier",
+        help="for map_keys; also answer, response, rejected, verifier, images",
     )
     build.add_argument(
         "--template", default="qwen", metavar="NAME", help="qwen (default: the tokenizer's own), plain, r1, Jinja file"
@@ -53,12 +58,23 @@ def _register_build(actions) -> None:
     build.add_argument(
         "--max-length", type=int, metavar="N", help="for sft and preference: tokens of prompt + response"
     )
-    build.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
+    processes = build.add_argument(
+        "--processes", type=int, metavar="N", help="processes that encode (default: one per core)"
+    )
+    add_aliases(build, processes, "--workers")
     build.add_argument("--skip-bad", action="store_true", help="count bad records instead of stopping at the first")
     build.add_argument(
         "--keep-control-tokens",
         action="store_true",
         help="let <|im_end|> and the like in the data become tokens (default: written apart, with a warning)",
+    )
+    allow_json(build)
+    build.add_argument(
+        "--min-pixels", type=int, metavar="N", help="of an image once resized (default: preprocessor_config.json's)"
+    )
+    build.add_argument("--max-pixels", type=int, metavar="N", help="likewise; 784 pixels are one token of Qwen2.5-VL")
+    build.add_argument(
+        "--image-root", metavar="DIR", help="where image files lie that the data names (default: beside the data file)"
     )
     build.set_defaults(run=run_build)
 
@@ -87,11 +103,17 @@ def run_build(arguments) -> int:
         task=arguments.task,
         max_prompt_length=arguments.max_prompt_length,
         max_length=arguments.max_length,
-        num_workers=arguments.workers,
+        num_workers=arguments.processes,
         skip_bad=arguments.skip_bad,
         keep_control_tokens=arguments.keep_control_tokens,
+        min_pixels=arguments.min_pixels,
+        max_pixels=arguments.max_pixels,
+        image_root=arguments.image_root,
     )
-    print_report(report)
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=1, default=str))
+    else:
+        print_report(report)
     if report.num_with_control_tokens:
         what = (
             "kept: they can end a turn and forge another"
@@ -115,6 +137,11 @@ def print_report(report) -> None:
     print(f"prompts    {report.prompt_lengths}")
     if report.response_lengths:
         print(f"responses  {report.response_lengths}")
+    if images := header.images:
+        print(
+            f"images     {images.num_images} in {images.num_records} records, at most {images.most_images} in one and "
+            f"{images.most_tokens} tokens each"
+        )
     print(f"time       {report.elapsed_s:.1f} s")
     print(f"written    {report.path}")
 
@@ -128,12 +155,18 @@ def run_show(arguments) -> int:
         raise UserError(f"--num must be 0 or more, got {arguments.num}")
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
     prompts = PromptFile.open(arguments.file, tokenizer.fingerprint if tokenizer else None)
+    records = prompts.read(range(min(arguments.num, len(prompts))))
+    if arguments.json:
+        found = {"header": asdict(prompts.header), "records": [_plain(record, tokenizer) for record in records]}
+        print(json.dumps(found, indent=1))
+        return 0
     for name, value in asdict(prompts.header).items():
         print(f"{name:22} {value}")
-    for record in prompts.read(range(min(arguments.num, len(prompts)))):
+    for number, record in enumerate(records):
         print(f"\n--- {record.source_id}")
         print(f"answer    {record.answer}")
-        _print_ids("prompt", record.prompt_ids, tokenizer)
+        _print_ids("prompt", record.prompt_ids, tokenizer, is_prompt=True)
+        _print_images(record, number, arguments.images)
         if len(record.response_ids):
             _print_ids("response", record.response_ids, tokenizer)
         if len(record.rejected_ids):
@@ -141,10 +174,35 @@ def run_show(arguments) -> int:
     return 0
 
 
-def _print_ids(label: str, ids, tokenizer) -> None:
+def _plain(record, tokenizer) -> dict:
+    """Return a record as JSON values: token ids as lists, and their texts when there is a tokenizer."""
+    found = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in asdict(record).items()}
+    for name in ("prompt", "response", "rejected") if tokenizer else ():
+        found[f"{name}_text"] = tokenizer.decode(getattr(record, f"{name}_ids"), skip_special_tokens=False)
+    return found
+
+
+def _print_images(record, number: int, directory: str | None) -> None:
+    """Print the sizes of a record's images; write them into ``directory`` if it is given."""
+    for image_number, (pixels, file) in enumerate(zip(record.images, record.image_files)):
+        where = ""
+        if directory is not None:
+            path = Path(directory, f"{number:06d}_{image_number}.png")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(file)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}") from error
+            where = f"  {path}"
+        print(f"image     {pixels.shape[1]} x {pixels.shape[0]} pixels{where}")
+
+
+def _print_ids(label: str, ids, tokenizer, is_prompt: bool = False) -> None:
+    from mindrlhf.data.pictures.reader import shown_ids
+
     print(f"{label:9} {len(ids)} tokens")
     if tokenizer:
-        print(tokenizer.decode(ids, skip_special_tokens=False))
+        print(tokenizer.decode(shown_ids(ids, tokenizer) if is_prompt else ids, skip_special_tokens=False))
     else:
         rest = " ..." if len(ids) > NUM_SHOWN_IDS else ""
         print(" ".join(map(str, ids[:NUM_SHOWN_IDS])) + rest)

@@ -1,7 +1,11 @@
 """``mindrlhf diff``: where two runs, or the dumps of two runs, part."""
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
+
+from mindrlhf.commands.vocabulary import allow_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -11,6 +15,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "run_a", type=Path, metavar="RUN_A", help="directory of a run, with trajectory.jsonl, or a dump"
     )
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="directory of the other")
+    allow_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -20,11 +25,28 @@ def run(arguments: argparse.Namespace) -> int:
     from mindrlhf.debugging.dump_paths import DEFAULT_NAME
 
     pair = arguments.run_a, arguments.run_b
+    if arguments.json:
+        return _print_json(*pair)
     if all(map(is_dump, pair)):
         return _diff_dumps(*pair)
     code = _diff_runs(*pair)
     dumps = [directory / DEFAULT_NAME for directory in pair]
     return max(code, _diff_dumps(*dumps)) if all(map(is_dump, dumps)) else code
+
+
+def _print_json(first: Path, second: Path) -> int:
+    from mindrlhf.debugging.dump_diff import compare_dumps, is_dump
+    from mindrlhf.debugging.dump_paths import DEFAULT_NAME
+    from mindrlhf.debugging.run_diff import compare_runs
+
+    found, dumps = {}, (first, second)
+    if not all(map(is_dump, dumps)):
+        found["runs"], dumps = compare_runs(first, second), (first / DEFAULT_NAME, second / DEFAULT_NAME)
+    if all(map(is_dump, dumps)):
+        found["dumps"] = compare_dumps(*dumps)
+    plain = {name: {"is_same": one.is_same} | dataclasses.asdict(one) for name, one in found.items()}
+    print(json.dumps(plain, indent=1))
+    return 0 if all(one.is_same for one in found.values()) else 1
 
 
 def _diff_runs(first: Path, second: Path) -> int:

@@ -1,24 +1,32 @@
 """`mindrlhf eval`: accuracy of a model on held-out prompts, or which of two models is better."""
 
 import argparse
+from typing import Any
+
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
     parser = subparsers.add_parser("eval", help="accuracy of a model, or of two compared")
     parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
     parser.add_argument("--model", required=True, help="Hugging Face directory")
     parser.add_argument("--baseline", help="another Hugging Face directory: is --model better on the same prompts?")
     parser.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
     parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
     parser.add_argument("--temperature", type=float, help="sampling temperature (default: evaluation.temperature)")
     parser.add_argument("--max-prompts", type=int, help="use only the first prompts (default: all)")
-    parser.add_argument("--out", help="directory for samples and logs (default: eval in run.output_dir)")
+    output = parser.add_argument(
+        "--output", metavar="DIR", help="directory for samples and logs (default: eval in run.output_dir)"
+    )
+    add_aliases(parser, output, "--out")
+    allow_json(parser)
     parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
+    import json
     from pathlib import Path
 
     from mindrlhf.config.load import load_grpo_config
@@ -42,8 +50,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         max_prompts=section.max_prompts if arguments.max_prompts is None else arguments.max_prompts,
     )
     models = [arguments.model] + ([arguments.baseline] if arguments.baseline else [])
-    out_dir = Path(arguments.out or Path(config.run.output_dir) / "eval")
+    out_dir = Path(arguments.output or Path(config.run.output_dir) / "eval")
     evaluations = evaluate_models(job, models, out_dir)
+    if arguments.json:
+        print(json.dumps(_plain(models, evaluations), indent=1))
+        return 0
     for number, (model, evaluation) in enumerate(zip(models, evaluations), start=1):
         print(f"{model}: {evaluation.num_prompts} prompts, {job.num_samples} samples each (95% intervals)")
         print("\n".join(f"  {line}" for line in describe(evaluation)))
@@ -51,3 +62,20 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.baseline:
         print(f"difference {difference_text(compare(evaluations[1], evaluations[0])['difference'])}")
     return 0
+
+
+def _plain(models: list[str], evaluations: list) -> dict[str, Any]:
+    """Return what the text says as JSON values: intervals of the models, and of their difference."""
+    from mindrlhf.evaluation.comparison import compare
+    from mindrlhf.evaluation.models import intervals
+
+    found: dict[str, Any] = {
+        "models": [
+            {"model": model, "num_prompts": evaluation.num_prompts, "num_samples": evaluation.num_samples}
+            | {"scores": intervals(evaluation)}
+            for model, evaluation in zip(models, evaluations)
+        ]
+    }
+    if len(evaluations) > 1:
+        found["difference"] = compare(evaluations[1], evaluations[0])["difference"]
+    return found

@@ -2,17 +2,21 @@
 
 import argparse
 
+from mindrlhf.commands.vocabulary import add_overrides, add_workers
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
     parser = subparsers.add_parser("plan", help="batches, groups and memory of a run on a cluster, worked out here")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="devices of the cluster")
+    add_overrides(parser)
+    add_workers(parser, "ranks, which is devices of the cluster", "--world-size", required=True)
     parser.add_argument("--device-memory", default="64GB", metavar="SIZE", help="of one device (default: 64GB)")
     parser.add_argument("--node-size", type=int, default=8, metavar="N", help="devices of a node (default: 8)")
-    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
-    parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print the plan as JSON, or write it to FILE too"
+    )
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers (-: to standard output)")
     parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
     parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
     parser.set_defaults(run=_run)
@@ -22,7 +26,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
 
     options = PlanOptions(
-        world_size=arguments.world_size,
+        world_size=arguments.workers,
         device_memory=arguments.device_memory,
         node_size=arguments.node_size,
         json_path=arguments.json,

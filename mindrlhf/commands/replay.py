@@ -1,7 +1,11 @@
 """``mindrlhf replay``: compute a skipped update again and say what is strange about it."""
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
+
+from mindrlhf.commands.vocabulary import allow_json
 
 _NUM_SHOWN = 8
 _MAX_TEXT = 60
@@ -14,6 +18,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="weights (default: the checkpoint nearest to the update)"
     )
+    allow_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -23,6 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = replay(arguments.batch_dir, arguments.model)
     batch = found.batch
+    if arguments.json:
+        print(json.dumps(_plain(found), indent=1))
+        return 0
     same = {True: "those of the update", False: "not those of the update", None: "perhaps not those of the update"}
     print(f"step {batch.step}, update {batch.update}: {len(batch.samples)} samples, {batch.num_tokens} response tokens")
     print(f"weights: {found.model_dir} ({same[found.has_same_weights]})")
@@ -40,6 +48,23 @@ def run(arguments: argparse.Namespace) -> int:
             f"{sample.max_abs_change:g}: {_short(sample.prompt)} -> {_short(sample.completion)}"
         )
     return 0
+
+
+def _plain(found) -> dict:
+    """Return what the text says as JSON values."""
+    batch = found.batch
+    return {
+        "step": batch.step,
+        "update": batch.update,
+        "num_samples": len(batch.samples),
+        "num_tokens": batch.num_tokens,
+        "weights": str(found.model_dir),
+        "has_same_weights": found.has_same_weights,
+        "losses": found.losses,
+        "grad_norm": found.grad_norm,
+        "norms": found.norms,
+        "samples": [dataclasses.asdict(sample) for sample in found.samples],
+    }
 
 
 def _numbers(values: list[float]) -> str:

@@ -2,6 +2,8 @@
 
 import argparse
 
+from mindrlhf.commands.vocabulary import add_aliases, allow_json
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
@@ -22,15 +24,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     score.add_argument("--verifier", required=True, help="one or more, with commas between")
     score.add_argument("--weight", help="one weight for each, with commas between (default: 1 for each)")
     score.add_argument("--input", required=True, help="JSON lines with completion and answer")
-    score.add_argument("--output", help="where to write them with reward and rewards (default: standard output)")
-    score.add_argument("--num-workers", type=int, default=1, help="verifier processes (default: 1)")
+    score.add_argument(
+        "--output", default="-", metavar="FILE", help="where to write them with reward and rewards (default: -)"
+    )
+    processes = score.add_argument("--processes", type=int, default=1, help="verifier processes (default: 1)")
+    add_aliases(score, processes, "--num-workers")
     score.add_argument("--failure-value", type=float, default=0.0, help="reward where a verifier fails (default: 0)")
     score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
     score.set_defaults(run=_score)
     audit = actions.add_parser("audit", help="what the rewards of a run follow besides correctness")
     audit.add_argument("run_dir", metavar="RUN", help="directory of the run, with samples.jsonl and config.yaml")
     audit.add_argument("--max-rescored", type=int, default=200, help="samples to score again, rewritten (default: 200)")
-    audit.add_argument("--json", action="store_true", help="print everything as JSON")
+    allow_json(audit)
     audit.set_defaults(run=_audit)
     for action in (check, score):
         action.add_argument(
@@ -100,9 +105,9 @@ def _score(arguments: argparse.Namespace) -> int:
     needed = {name for verifier in verifiers if ":" not in verifier for name in context_of(built_in(verifier))}
     needed.discard("finish_reason")  # "stop" is what it is nearly always
     lines = SkippedLines(read_samples(Path(arguments.input), needed), is_allowed=arguments.skip_bad)
-    output = Path(arguments.output) if arguments.output else None
+    output = None if arguments.output == "-" else Path(arguments.output)
     with (
-        RewardPool(selection, arguments.num_workers, arguments.timeout_s, arguments.failure_value) as pool,
+        RewardPool(selection, arguments.processes, arguments.timeout_s, arguments.failure_value) as pool,
         ScoreWriter(output) as writer,
     ):
         for line, result in score_lines(pool, lines):
@@ -117,9 +122,17 @@ def _audit(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from mindrlhf.evaluation.reward_audit import audit_run, audit_text
+    from mindrlhf.observe.report import write_report
+    from mindrlhf.observe.run_data import AUDIT_NAME
+    from mindrlhf.system.files import write_file
 
     found = audit_run(Path(arguments.run_dir), max_rescored=arguments.max_rescored)
-    print(json.dumps(dataclasses.asdict(found), indent=1) if arguments.json else audit_text(found))
+    text = json.dumps(dataclasses.asdict(found), indent=1)
+    print(text if arguments.json else audit_text(found))
+    run_dir = Path(arguments.run_dir)
+    write_file(run_dir / AUDIT_NAME, text)
+    if (run_dir / "report.html").exists():
+        write_report(run_dir)
     return 0
 
 

@@ -2,14 +2,17 @@
 
 import argparse
 
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_workers
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
     parser = subparsers.add_parser("strategy", help="compile the training step of a cluster here; write strategy files")
     parser.add_argument("config", help="YAML file of `mindrlhf train`; of the model only config.json is read")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="devices of the cluster")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to make; must not exist")
+    add_overrides(parser)
+    add_workers(parser, "ranks, which is devices of the cluster", "--world-size", required=True)
+    output = parser.add_argument("--output", required=True, metavar="DIR", help="directory to make; must not exist")
+    add_aliases(parser, output, "--out")
     parser.add_argument(
         "--layers-per-stage",
         type=_layers,
@@ -36,8 +39,8 @@ def _run(arguments: argparse.Namespace) -> int:
     text = report_strategy(
         arguments.config,
         arguments.overrides,
-        world_size=arguments.world_size,
-        directory=arguments.out,
+        world_size=arguments.workers,
+        directory=arguments.output,
         layers_per_stage=arguments.layers_per_stage,
     )
     print(text)

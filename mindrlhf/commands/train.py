@@ -1,7 +1,16 @@
-"""`mindrlhf train`, `sft`, `dpo` and `reward-model`: a run on one or more ranks of this machine."""
+"""`mindrlhf train`, `sft`, `dpo` and `reward-model`: a run on one or more ranks of one or more machines."""
 
 import argparse
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindrlhf.launch.nodes.place import Place
+
+from mindrlhf.commands.vocabulary import add_overrides, add_workers
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -15,8 +24,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> None:
     parser = subparsers.add_parser(name, help=summary)
     parser.add_argument("config", help="YAML file; docs/config.md lists its keys")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--workers", type=int, default=1, help="trainer ranks on this machine (default: 1)")
+    add_overrides(parser)
+    add_workers(parser, "trainer ranks on each machine (default: 1)")
+    parser.add_argument(
+        "--nodes",
+        metavar="N|auto",
+        help="machines that run this command; auto: as Slurm or Kubernetes says (default: 1)",
+    )
+    parser.add_argument("--node-rank", type=int, metavar="K", help="number of this machine among them, from 0 on")
+    parser.add_argument(
+        "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
+    )
+    parser.add_argument(
+        "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -35,26 +56,40 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import shlex
+    import os
     import signal
-    from pathlib import Path
 
-    from mindrlhf.config.load import CONFIG_LOADERS
+    # Before the imports below, which take a while on a slow disk.
+    print(f"mindrlhf: checking {arguments.config}", flush=True)
+
     from mindrlhf.launch.launch import launch
-    from mindrlhf.launch.restarts import run_with_restarts
-    from mindrlhf.training.checkpoints.run import check_output, holding_directories, newest_checkpoint
-    from mindrlhf.training.preflight import FINAL_NAME
+    from mindrlhf.launch.nodes.place import find_place
+    from mindrlhf.training.checking import check_run
+    from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
+    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
+    num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    config = CONFIG_LOADERS[command](arguments.config, overrides, world_size=arguments.workers)
-    _check_inputs(command, config, arguments.workers)
+    checked = check_run(
+        command,
+        arguments.config,
+        overrides,
+        num_ranks=arguments.workers * num_nodes,
+        num_nodes=num_nodes,
+        resume=is_resumed,
+        oversubscribe=arguments.oversubscribe,
+    )
+    config = checked.config
     log_dir = Path(config.run.output_dir) / "logs"
-    options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
-    again = shlex.join(["mindrlhf", command, arguments.config, *overrides, *options])
+    if place and place.node:
+        log_dir /= f"node_{place.node}"
+    again = _again(arguments, overrides, place)
+    ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
 
-    def start(resume: bool) -> int:
+    def start(resume: bool, **peers: Any) -> int:
+        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -64,36 +99,136 @@ def _run(arguments: argparse.Namespace) -> int:
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             advice=lambda: _advice(newest_checkpoint(config), again),
+            env=_terminal_width(),
+            says_stages=True,
+            **peers,
         )
 
-    with holding_directories(config, f"mindrlhf {command}"):
-        check_output(config, resume=is_resumed)
+    run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
+
+    if place and place.node:
+        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, is_resumed, place))
+    checked.raise_if_any()
+    for remark in checked.remarks:
+        print(f"mindrlhf: {remark}", flush=True)
+    if place is None:
+        return run.on_one_machine()
+    return run.on_first_node(place, _facts_of(arguments, config, is_resumed, place))
+
+
+def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | None") -> str:
+    """Return the command line that starts this run."""
+    import shlex
+
+    options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
+    if place:
+        options += ["--nodes", str(place.num_nodes), "--node-rank", str(place.node)]
+        options += ["--master", arguments.master or f"{place.master}:{place.port}"]
+    return shlex.join(["mindrlhf", arguments.command, arguments.config, *overrides, *options])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that is ready to start; ``start`` starts the ranks of this machine, resuming if told so."""
+
+    command: str
+    config: Any
+    log_dir: Path
+    is_resumed: bool
+    max_restarts: int
+    start: Callable[..., int]
+
+    def on_one_machine(self) -> int:
+        """Run it to the end and return the exit code."""
+        from mindrlhf.training.checkpoints.run import check_output, holding_directories
+
+        with holding_directories(self.config, f"mindrlhf {self.command}"):
+            check_output(self.config, resume=self.is_resumed)
+            return self._with_restarts(self.start)
+
+    def on_first_node(self, place: "Place", find_facts: Callable[[], list]) -> int:
+        """The same on several nodes, of which this is number 0, which says what all do."""
+        from mindrlhf.launch.nodes.first import FirstNode
+        from mindrlhf.launch.nodes.secret import make_secret, remove_secret
+        from mindrlhf.launch.nodes.shared import probes, shared_facts
+        from mindrlhf.training.checkpoints.run import check_output, holding_directories
+
+        output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
+        with holding_directories(self.config, f"mindrlhf {self.command}"):
+            check_output(self.config, resume=self.is_resumed)
+            facts = [*find_facts(), *shared_facts(self._directories(), None)]
+            with probes(self._directories()) as numbers:
+                with FirstNode(place, make_secret(output_dir), facts, numbers, limit_s) as nodes:
+                    start = partial(self.start, peers=nodes)
+                    code = self._with_restarts(lambda resume: nodes.attempt(resume, start))
+                    nodes.close(code)
+            remove_secret(output_dir)
+            return code
+
+    def on_other_node(self, place: "Place", check: Callable[[], None], find_facts: Callable[[], list]) -> int:
+        """The same on another node."""
+        from mindrlhf.errors import UserError
+        from mindrlhf.launch.nodes.other import OtherNode
+        from mindrlhf.launch.nodes.secret import wait_for_secret
+        from mindrlhf.launch.nodes.shared import shared_facts
+
+        limit_s = self.config.run.start_timeout_s
+        secret = wait_for_secret(Path(self.config.run.output_dir), limit_s)
+        node = OtherNode(
+            place,
+            secret,
+            lambda numbers: [*find_facts(), *shared_facts(self._directories(), numbers)],
+            self.log_dir,
+            limit_s=limit_s,
+            rejoins=self.max_restarts > 0,
+        )
+        try:
+            check()
+        except UserError as error:
+            node.tell_problem(str(error))
+            raise
+        return node.serve(partial(self.start, peers=node))
+
+    def _directories(self) -> dict[str, Path]:
+        from mindrlhf.training.checkpoints.run import save_dir
+
+        return {"run.output_dir": Path(self.config.run.output_dir), "checkpoint.save_dir": save_dir(self.config)}
+
+    def _with_restarts(self, start: Callable[[bool], int]) -> int:
+        from mindrlhf.launch.restarts import run_with_restarts
+        from mindrlhf.training.checkpoints.run import newest_checkpoint
+        from mindrlhf.training.preflight import FINAL_NAME
+
         return run_with_restarts(
             start,
-            lambda: newest_checkpoint(config) is not None,
-            arguments.max_restarts,
-            log_dir,
-            resume=is_resumed,
+            lambda: newest_checkpoint(self.config) is not None,
+            self.max_restarts,
+            self.log_dir,
+            resume=self.is_resumed,
             # Exported last, whole or not at all; an earlier run's would have been refused.
-            is_complete=lambda: (Path(config.run.output_dir) / FINAL_NAME).exists(),
+            is_complete=lambda: (Path(self.config.run.output_dir) / FINAL_NAME).exists(),
         )
 
 
-def _check_inputs(command: str, config: Any, num_ranks: int) -> None:
-    from mindrlhf.training.preflight import (
-        check_grpo_inputs,
-        check_preference_inputs,
-        check_sandbox,
-        check_sft_inputs,
-    )
+def _facts_of(arguments: argparse.Namespace, config: Any, is_resumed: bool, place: "Place") -> Callable[[], list]:
+    """Return what finds the facts that all nodes must agree on."""
+    from mindrlhf.training.facts import run_facts
 
-    if command == "train":
-        check_grpo_inputs(config, num_ranks)
-        check_sandbox(config)
-    elif command == "sft":
-        check_sft_inputs(config)
-    else:
-        check_preference_inputs(config)
+    options = {
+        "--workers": arguments.workers,
+        "--nodes": place.num_nodes,
+        "--resume": is_resumed,
+        "--max-restarts": arguments.max_restarts,
+    }
+    return partial(run_facts, arguments.command, config, options)
+
+
+def _terminal_width() -> dict[str, str]:
+    """Return how wide the lines of the ranks may be: they write to logs, which this terminal shows."""
+    import shutil
+    import sys
+
+    return {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
 def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from mindrlhf.commands.vocabulary import add_aliases, allow_json
+
 
 def register(subparsers) -> None:
     """Add the `weights` command."""
@@ -20,17 +22,24 @@ def register(subparsers) -> None:
     random = actions.add_parser("random", help="randomly initialised Hugging Face directory")
     random.add_argument("--config", required=True, metavar="CONFIG_JSON", help="a config.json, or a directory with one")
     random.add_argument("--seed", type=int, default=0)
-    random.add_argument("--tokenizer-dir", help="copy the tokenizer files from here")
+    tokenizer = random.add_argument("--tokenizer", metavar="DIR", help="copy the tokenizer files from here")
+    add_aliases(random, tokenizer, "--tokenizer-dir")
     random.set_defaults(run=_random)
 
-    for action in (to_mindformers, to_hugging_face, random):
-        action.add_argument("--out", required=True, metavar="DIR", help="output directory; must not exist yet")
+    adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
+    adapter.add_argument("source", metavar="HF_DIR", help="the model that it was trained on; stays as it is")
+    adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
+    adapter.set_defaults(run=_merge_adapter)
+
+    for action in (to_mindformers, to_hugging_face, random, adapter):
+        _add_output(action, "DIR", "output directory; must not exist yet")
         action.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the files")
 
     _register_sharding(actions)
 
     inspect = actions.add_parser("inspect", help="sizes, dtypes and layout of a model directory, checked")
     inspect.add_argument("source", metavar="DIR")
+    allow_json(inspect)
     inspect.set_defaults(run=_inspect)
 
 
@@ -52,11 +61,11 @@ def _register_sharding(actions) -> None:
         )
         layout.add_argument("--strategy", metavar="DIR", help="strategy files, as `mindrlhf strategy` writes them")
         action.add_argument("--format", choices=("safetensors", "ckpt"), default="safetensors")
-        action.add_argument("--out", required=True, metavar="DIR", help="output; an interrupted run is continued")
+        _add_output(action, "DIR", "output; an interrupted run is continued")
 
     merge = actions.add_parser("merge", help="put a sharded directory together to a Hugging Face directory")
     merge.add_argument("source", metavar="SHARDED")
-    merge.add_argument("--out", required=True, metavar="HF_DIR", help="output directory; must not exist yet")
+    _add_output(merge, "HF_DIR", "output directory; must not exist yet")
     merge.add_argument(
         "--optimizer-out", default="", metavar="FILE", help="also write the optimiser state to this file"
     )
@@ -65,10 +74,19 @@ def _register_sharding(actions) -> None:
     verify = actions.add_parser("verify", help="prove that a sharded directory is whole: coverage and checksums")
     verify.add_argument("source", metavar="SHARDED")
     verify.add_argument("--against", default="", metavar="HF_DIR", help="compare with the original byte by byte")
+    allow_json(verify)
     verify.set_defaults(run=_verify)
 
     for action in (shard, reshard, merge, verify):
-        action.add_argument("--workers", type=_positive, metavar="N", help="threads; each holds about one tensor")
+        processes = action.add_argument(
+            "--processes", type=_positive, metavar="N", help="threads that read and write; each holds about one tensor"
+        )
+        add_aliases(action, processes, "--workers")
+
+
+def _add_output(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
+    output = parser.add_argument("--output", required=True, metavar=metavar, help=help_text)
+    add_aliases(parser, output, "--out")
 
 
 def _positive(text: str) -> int:
@@ -78,7 +96,7 @@ def _positive(text: str) -> int:
 
 
 def _workers(arguments: argparse.Namespace) -> dict[str, int]:
-    return {"num_workers": arguments.workers} if arguments.workers else {}
+    return {"num_workers": arguments.processes} if arguments.processes else {}
 
 
 def _shard(arguments: argparse.Namespace) -> int:
@@ -86,7 +104,7 @@ def _shard(arguments: argparse.Namespace) -> int:
 
     shard_directory(
         arguments.source,
-        arguments.out,
+        arguments.output,
         parallel=arguments.parallel,
         strategy=arguments.strategy,
         file_format=arguments.format,
@@ -95,7 +113,7 @@ def _shard(arguments: argparse.Namespace) -> int:
         report=print,
         **_workers(arguments),
     )
-    print(f"wrote {arguments.out}")
+    print(f"wrote {arguments.output}")
     return 0
 
 
@@ -104,45 +122,57 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
     reshard_directory(
         arguments.source,
-        arguments.out,
+        arguments.output,
         parallel=arguments.parallel,
         strategy=arguments.strategy,
         file_format=arguments.format,
         report=print,
         **_workers(arguments),
     )
-    print(f"wrote {arguments.out}")
+    print(f"wrote {arguments.output}")
     return 0
 
 
 def _merge(arguments: argparse.Namespace) -> int:
     from mindrlhf.shards.merge import merge_directory
 
-    merge_directory(arguments.source, arguments.out, optimizer_file=arguments.optimizer_out, **_workers(arguments))
-    print(f"wrote {arguments.out}")
+    merge_directory(arguments.source, arguments.output, optimizer_file=arguments.optimizer_out, **_workers(arguments))
+    print(f"wrote {arguments.output}")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
     from mindrlhf.shards.verify import verify_directory
 
-    print(verify_directory(arguments.source, against=arguments.against, **_workers(arguments)))
+    found = verify_directory(arguments.source, against=arguments.against, **_workers(arguments))
+    print(json.dumps(dataclasses.asdict(found), indent=1) if arguments.json else found)
     return 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.convert import import_directory
 
-    import_directory(arguments.source, arguments.out, arguments.dtype)
-    print(f"wrote {arguments.out}")
+    import_directory(arguments.source, arguments.output, arguments.dtype)
+    print(f"wrote {arguments.output}")
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.convert import export_directory
 
-    export_directory(arguments.source, arguments.out, arguments.dtype)
-    print(f"wrote {arguments.out}")
+    export_directory(arguments.source, arguments.output, arguments.dtype)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _merge_adapter(arguments: argparse.Namespace) -> int:
+    from mindrlhf.weights.adapters.merge import merge_adapter
+
+    merge_adapter(arguments.source, arguments.adapter, arguments.output, arguments.dtype)
+    print(f"wrote {arguments.output}")
     return 0
 
 
@@ -161,16 +191,19 @@ def _random(arguments: argparse.Namespace) -> int:
     export_hf(
         random_hf_weights(hf_config, arguments.seed),
         hf_config,
-        arguments.out,
+        arguments.output,
         dtype=arguments.dtype or "float32",
-        tokenizer_dir=arguments.tokenizer_dir,
+        tokenizer_dir=arguments.tokenizer,
     )
-    print(f"wrote {arguments.out}")
+    print(f"wrote {arguments.output}")
     return 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    import json
+
     from mindrlhf.weights.convert import describe_directory
 
-    print(describe_directory(arguments.source))
+    text = describe_directory(arguments.source)
+    print(json.dumps(dict(line.split(maxsplit=1) for line in text.splitlines()), indent=1) if arguments.json else text)
     return 0

@@ -5,23 +5,27 @@ from collections.abc import Iterable
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
-from mindrlhf.config.derived import correction_weight
-from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.derived import correction_weight, has_older_samples, is_corrected
+from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import AlgorithmSection
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
 
 
 def check_algorithm(config: GrpoConfig, given: frozenset[str]) -> None:
     """Check the sections `algorithm` and `correction`; ``given`` are the keys the user set."""
-    _check_estimator(config.algorithm)
-    _check_kl(config.algorithm)
-    _check_reference(config.algorithm, given)
-    _check_levels(config.algorithm)
-    _check_overlong(config)
-    _check_dynamic_sampling(config.algorithm)
-    _check_correction(config)
-    _check_unread(config, given)
+    mistakes = Mistakes()
+    check = mistakes.check
+    check(_check_estimator, config.algorithm)
+    check(_check_teacher, config)
+    check(_check_kl, config.algorithm)
+    check(_check_reference, config.algorithm, given)
+    check(_check_levels, config.algorithm)
+    check(_check_overlong, config)
+    check(_check_dynamic_sampling, config.algorithm)
+    check(_check_correction, config)
+    check(_check_unread, config, given)
+    mistakes.raise_if_any()
 
 
 def _check_estimator(algorithm: AlgorithmSection) -> None:
@@ -36,6 +40,27 @@ def _check_estimator(algorithm: AlgorithmSection) -> None:
             f"'algorithm.pass_k' is {algorithm.pass_k}, but the best of {algorithm.pass_k} can only differ within "
             f"groups of more samples: set 'algorithm.num_generations' above {algorithm.pass_k} (it is "
             f"{algorithm.num_generations}), or lower pass_k"
+        )
+
+
+def _check_teacher(config: GrpoConfig) -> None:
+    algorithm = config.algorithm
+    if "teacher" not in advantages.find(algorithm.advantage).NEEDS:
+        return
+    if not config.model.reference_path:
+        raise UserError(
+            f"'algorithm.advantage' is {algorithm.advantage}, but there is no teacher: set 'model.reference_path' to "
+            "its directory"
+        )
+    if algorithm.beta == 0 or algorithm.kl_in != "reward" or algorithm.kl_estimator != "k1":
+        raise UserError(
+            f"'algorithm.advantage' is {algorithm.advantage}, whose advantage is the KL against the teacher: set "
+            "algorithm.beta to 1, kl_in to reward and kl_estimator to k1, or algorithm.name to distill, which does so"
+        )
+    if algorithm.distill_reward_weight and algorithm.num_generations < 2:
+        raise UserError(
+            f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the "
+            "samples of a group: set it to 2 or more"
         )
 
 
@@ -121,6 +146,12 @@ def _check_correction(config: GrpoConfig) -> None:
             "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is "
             "nothing to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
         )
+    if has_older_samples(config) and not (correction.bypass or is_corrected(config)):
+        key = "ahead" if config.rollout.ahead else "span_tokens"
+        raise UserError(
+            f"'correction.weight' is none, but with rollout.{key} nothing would then account for the updates since the "
+            "samples were generated: set it to auto, or 'correction.bypass' to true"
+        )
     if correction.mask != "none" and correction.mask_low >= correction.mask_high:
         raise UserError(
             f"'correction.mask_low' is {correction.mask_low:g}, not below mask_high = {correction.mask_high:g}: lower "
@@ -156,18 +187,24 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
         unread["algorithm.max_oversampling"] = "algorithm.dynamic_sampling true, not false"
     if algorithm.overlong_buffer == 0:
         unread["algorithm.overlong_penalty"] = "an algorithm.overlong_buffer above 0, not 0"
+    if not config.rollout.span_tokens:
+        why = "rollout.span_tokens above 0, not 0"
+        unread |= {"rollout.max_spans": why, "rollout.in_flight": why}
     if correction_weight(config) == "none":
         unread["correction.max_weight"] = "correction.weight token or sequence, not none"
     if correction.mask == "none":
         why = "correction.mask token, sequence or geometric, not none"
         unread |= {"correction.mask_low": why, "correction.mask_high": why}
+    presets = {"algorithm": PRESETS[algorithm.name], "correction": CORRECTIONS[correction.preset]}
+    mistakes = Mistakes()
     for name in sorted(unread.keys() & given):
         section, _, key = name.partition(".")
         part = getattr(config, section)
         default = next(field.default for field in dataclasses.fields(part) if field.name == key)
         # What a run wrote to its config.yaml holds every key, and must load again.
-        if getattr(part, key) not in (default, PRESETS[algorithm.name].get(key, default)):
-            raise UserError(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+        if getattr(part, key) not in (default, presets.get(section, {}).get(key, default)):
+            mistakes.add(f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other")
+    mistakes.raise_if_any()
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,41 +1,98 @@
 """Rules between keys. Each message says which value to change, and to what."""
 
-from mindrlhf.config import sections
+from mindrlhf.algorithms import advantages
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.lora_section import check_lora
+from mindrlhf.config.offline_sections import DpoSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
+
+_SPLITTING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
 
 
 def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> None:
-    """Check a `mindrlhf train` config; ``given`` are the keys the user set, ``world_size`` counts ranks if known."""
-    _check_device(config.run, config.model, config.parallel_config)
-    check_algorithm(config, given)
-    check_critic(config, given)
-    _check_batches(config)
-    _check_schedule(config.optimizer, given)
-    _check_rewards(config.reward, config.evaluation, config.data, given)
-    if config.run.device == "cpu" and config.rollout.dtype != "float32":
-        raise UserError(
-            f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
-        )
-    _check_guard(config.guard)
-    _check_tools(config.tools, config.rollout, given)
-    _check_msprobe(config, given)
+    """Check a `mindrlhf train` config; ``given`` are the keys the user changed, ``world_size`` counts ranks if known.
+
+    Raises:
+        UserError: all broken rules.
+    """
+    mistakes = Mistakes()
+    check = mistakes.check
+    check(_check_parallel, config.parallel_config)
+    check(_check_device, config.run, config.model, config.parallel_config)
+    # A plan knows no ranks, and trains nothing.
+    check(check_lora, config.lora, given, config.run.device if world_size is not None else "")
+    check(_check_adapters_reference, config)
+    check(check_algorithm, config, given)
+    check(check_critic, config, given)
+    check(_check_minibatches, config)
+    check(_check_packing, config)
+    check(_check_row_lengths, config)
+    check(_check_ahead, config)
+    check(_check_spans, config)
+    check(_check_reference, config)
+    check(_check_schedule, config.optimizer, given)
+    check(_check_rewards, config.reward, given)
+    check(_check_evaluation, config, given)
+    check(_check_rollout_dtype, config)
+    check(_check_guard, config.guard)
+    check(_check_tools, config.tools, config.rollout, given)
+    check(_check_msprobe, config, given)
     if world_size is not None:
-        resolve_data_parallel(config.parallel_config, world_size)
+        check(resolve_data_parallel, config.parallel_config, world_size, needs=_SPLITTING)
+    mistakes.raise_if_any()
 
 
 def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None:
-    """Check a `mindrlhf sft` config."""
-    _check_device(config.run, config.model, config.parallel_config)
-    _check_schedule(config.optimizer, given)
-    _check_keeps_no_best(config.checkpoint)
+    """Check a `mindrlhf sft` config; arguments and errors as for the other."""
+    mistakes = _check_common(config, given)
     for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
         if name in given:
-            raise UserError(f"'{name}' is set, but supervised fine-tuning has no {what}: remove it")
+            mistakes.add(f"'{name}' is set, but supervised fine-tuning has no {what}: remove it")
+    mistakes.check(_check_supervised_rows, config, world_size, needs=_SPLITTING)
+    mistakes.raise_if_any()
+
+
+def check_dpo(config: DpoConfig, given: frozenset[str], world_size: int) -> None:
+    """Check a `mindrlhf dpo` config; arguments and errors as for the others."""
+    mistakes = _check_preference(config, given, world_size)
+    mistakes.check(_check_dpo_loss, config.dpo)
+    mistakes.raise_if_any()
+
+
+def check_reward_model(config: RewardModelConfig, given: frozenset[str], world_size: int) -> None:
+    """Check a `mindrlhf reward-model` config; arguments and errors as for the others."""
+    mistakes = _check_preference(config, given, world_size)
+    if "model.reference_path" in given:
+        mistakes.add("'model.reference_path' is set, but a reward model is trained without reference: remove it")
+    mistakes.raise_if_any()
+
+
+def _check_common(config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str]) -> Mistakes:
+    mistakes = Mistakes()
+    mistakes.check(_check_parallel, config.parallel_config)
+    mistakes.check(_check_device, config.run, config.model, config.parallel_config)
+    mistakes.check(check_lora, config.lora, given, config.run.device)
+    mistakes.check(_check_schedule, config.optimizer, given)
+    mistakes.check(_check_keeps_no_best, config.checkpoint)
+    return mistakes
+
+
+def _check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int) -> Mistakes:
+    mistakes = _check_common(config, given)
+    if "observe.samples_per_step" in given:
+        mistakes.add("'observe.samples_per_step' is set, but preference learning samples nothing: remove it")
+    if config.preference.eval_every_steps and not config.data.eval_file:
+        mistakes.add("'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it")
+    mistakes.check(resolve_data_parallel, config.parallel_config, world_size, needs=_SPLITTING)
+    return mistakes
+
+
+def _check_supervised_rows(config: SftConfig, world_size: int) -> None:
     data_parallel = resolve_data_parallel(config.parallel_config, world_size)
     unit = config.supervised.batch_size * data_parallel
     if config.supervised.rows_per_step % unit:
@@ -45,24 +102,19 @@ def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None
         )
 
 
-def check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int) -> None:
-    """Check what `mindrlhf dpo` and `mindrlhf reward-model` configs share."""
-    _check_device(config.run, config.model, config.parallel_config)
-    _check_schedule(config.optimizer, given)
-    if "observe.samples_per_step" in given:
-        raise UserError("'observe.samples_per_step' is set, but preference learning samples nothing: remove it")
-    _check_keeps_no_best(config.checkpoint)
-    if config.preference.eval_every_steps and not config.data.eval_file:
-        raise UserError("'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it")
-    resolve_data_parallel(config.parallel_config, world_size)
-
-
-def check_dpo(config: DpoConfig, given: frozenset[str]) -> None:
-    """Check the objective of a `mindrlhf dpo` config."""
-    if config.dpo.loss != "sigmoid" and config.dpo.label_smoothing:
+def _check_dpo_loss(dpo: DpoSection) -> None:
+    if dpo.loss != "sigmoid" and dpo.label_smoothing:
         raise UserError(
-            f"'dpo.label_smoothing' is {config.dpo.label_smoothing:g}, which loss={config.dpo.loss} does not have: "
-            "set it to 0, or loss to sigmoid"
+            f"'dpo.label_smoothing' is {dpo.label_smoothing:g}, which loss={dpo.loss} does not have: set it to 0, or "
+            "loss to sigmoid"
+        )
+
+
+def _check_adapters_reference(config: GrpoConfig) -> None:
+    if config.lora.rank is not None and config.algorithm.sync_ref_model:
+        raise UserError(
+            "'algorithm.sync_ref_model' is true, but with lora.rank the reference model is the policy without its "
+            "adapters: set it to false"
         )
 
 
@@ -73,7 +125,7 @@ def _check_keeps_no_best(checkpoint: sections.CheckpointSection) -> None:
         )
 
 
-def _check_device(run: sections.RunSection, model: sections.ModelSection, parallel: sections.ParallelSection) -> None:
+def _check_parallel(parallel: sections.ParallelSection) -> None:
     if parallel.use_seq_parallel and parallel.model_parallel == 1:
         raise UserError(
             "'parallel_config.use_seq_parallel' splits over model_parallel ranks, which is 1: set it to false"
@@ -84,11 +136,15 @@ def _check_device(run: sections.RunSection, model: sections.ModelSection, parall
             f"{parallel.pipeline_stage} "
             f"stages needs at least {parallel.pipeline_stage}"
         )
+
+
+def _check_device(run: sections.RunSection, model: sections.ModelSection, parallel: sections.ParallelSection) -> None:
     if run.device != "cpu":
         return
+    mistakes = Mistakes()
     for name in ("param_dtype", "compute_dtype"):
         if getattr(model, name) != "float32":
-            raise UserError(
+            mistakes.add(
                 f"'model.{name}' is {getattr(model, name)}, but run.device=cpu has float32 kernels only: set float32"
             )
     for name in (
@@ -99,15 +155,16 @@ def _check_device(run: sections.RunSection, model: sections.ModelSection, parall
         "micro_batch_interleave_num",
     ):
         if getattr(parallel, name) != 1:
-            raise UserError(
+            mistakes.add(
                 f"'parallel_config.{name}' is {getattr(parallel, name)}, but run.device=cpu trains in data parallel "
                 "only: set it to 1"
             )
     if parallel.enable_parallel_optimizer:
-        raise UserError("'parallel_config.enable_parallel_optimizer' needs run.device=ascend: set it to false")
+        mistakes.add("'parallel_config.enable_parallel_optimizer' needs run.device=ascend: set it to false")
+    mistakes.raise_if_any()
 
 
-def _check_batches(config: GrpoConfig) -> None:
+def _check_minibatches(config: GrpoConfig) -> None:
     training, algorithm = config.training, config.algorithm
     num_samples = training.chunk_size * training.num_rollouts * algorithm.num_generations
     if num_samples % training.num_minibatches:
@@ -116,22 +173,73 @@ def _check_batches(config: GrpoConfig) -> None:
             "samples of a "
             "step (chunk_size * num_rollouts * num_generations)"
         )
+
+
+def _check_packing(config: GrpoConfig) -> None:
+    training = config.training
     if training.packing != sections.FIRST_FIT and not training.pack:
         raise UserError(
             f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: "
             "set pack to true, or packing to first_fit"
         )
-    longest = max(training.row_lengths, default=0)
+
+
+def _check_row_lengths(config: GrpoConfig) -> None:
+    longest = max(config.training.row_lengths, default=0)
     if longest and longest <= config.rollout.max_response_length:
         raise UserError(
             f"'training.row_lengths' ends at {longest}, which leaves no room for a prompt beside "
             f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
         )
-    if config.model.reference_path and algorithm.beta == 0:
+
+
+def _check_reference(config: GrpoConfig) -> None:
+    if config.model.reference_path and config.algorithm.beta == 0:
         raise UserError(
             "'model.reference_path' is set, but algorithm.beta is 0, so no reference model is loaded: remove it or "
             "raise beta"
         )
+
+
+def _check_ahead(config: GrpoConfig) -> None:
+    ahead, num_steps = config.rollout.ahead, config.run.max_steps
+    if not ahead:
+        return
+    if 0 < num_steps <= ahead:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "
+            f"samples would be of the starting weights: set it below {num_steps} (1 is usual)"
+        )
+    if config.reward.model_path:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, but the reward model of reward.model_path scores on the training ranks, "
+            "which are busy meanwhile: set it to 0, or score with verifiers"
+        )
+    if config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in config.rollout.env:
+        raise UserError(
+            f"'rollout.ahead' is {ahead}, so that the server generates while the ranks train, and needs devices of its "
+            "own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
+        )
+
+
+def _check_spans(config: GrpoConfig) -> None:
+    span = config.rollout.span_tokens
+    if not span:
+        return
+    if span >= config.rollout.max_response_length:
+        raise UserError(
+            f"'rollout.span_tokens' is {span}, but no response is longer than rollout.max_response_length = "
+            f"{config.rollout.max_response_length}: set it lower, or to 0"
+        )
+    others = {
+        "rollout.ahead": config.rollout.ahead > 0,
+        "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
+        "tools.names": bool(config.tools.names),
+        "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise UserError(f"'rollout.span_tokens' is {span}, which does not work with {name}: leave one of them out")
 
 
 def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str]) -> None:
@@ -145,54 +253,66 @@ def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str])
         )
 
 
-def _check_rewards(
-    reward: sections.RewardSection,
-    evaluation: sections.EvaluationSection,
-    data: sections.DataSection,
-    given: frozenset[str],
-) -> None:
+def _check_rollout_dtype(config: GrpoConfig) -> None:
+    if config.run.device == "cpu" and config.rollout.dtype != "float32":
+        raise UserError(
+            f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
+        )
+
+
+def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> None:
+    mistakes = Mistakes()
     count, weights = len(reward.verifier_function), len(reward.verifier_weight)
     if not count and not reward.model_path:
-        raise UserError(
+        mistakes.add(
             "'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward, or set "
             "reward.model_path to a reward model"
         )
     if "reward.model_weight" in given and not reward.model_path and reward.model_weight != 1:
-        raise UserError("'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight")
+        mistakes.add("'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight")
     if weights and weights != count:
-        raise UserError(
+        mistakes.add(
             f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
         )
+    mistakes.raise_if_any()
+
+
+def _check_evaluation(config: GrpoConfig, given: frozenset[str]) -> None:
+    mistakes = Mistakes()
+    reward, evaluation = config.reward, config.evaluation
     parts = (*reward.verifier_function, *([REWARD_MODEL_NAME] if reward.model_path else ()))
     if evaluation.verifier and evaluation.verifier not in parts:
-        raise UserError(
+        mistakes.add(
             f"'evaluation.verifier' is '{evaluation.verifier}', which is not in reward.verifier_function "
             f"({', '.join(parts)})"
         )
     if evaluation.temperature == 0 and evaluation.num_samples > 1:
-        raise UserError(
+        mistakes.add(
             f"'evaluation.num_samples' is {evaluation.num_samples}, but at evaluation.temperature 0 all samples are "
             "alike: set it to 1, or raise the temperature"
         )
-    if not data.eval_file:
+    if not config.data.eval_file:
         unused = sorted(name for name in given if name.startswith("evaluation."))
         if unused:
-            raise UserError(
+            mistakes.add(
                 f"'{unused[0]}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
             )
+    mistakes.raise_if_any()
 
 
-def _check_guard(guard: sections.GuardSection) -> None:
+def _check_guard(guard: watching_sections.GuardSection) -> None:
+    mistakes = Mistakes()
     if 0 < guard.max_rollout_diff < guard.warn_rollout_diff:
-        raise UserError(
+        mistakes.add(
             f"'guard.warn_rollout_diff' is {guard.warn_rollout_diff:g}, above guard.max_rollout_diff = "
             f"{guard.max_rollout_diff:g}, where the run stops: lower the first, or raise the second"
         )
     if 0 < guard.grad_spike_factor <= 1:
-        raise UserError(
+        mistakes.add(
             f"'guard.grad_spike_factor' is {guard.grad_spike_factor:g}, which every other update exceeds: raise it "
             "above 1, or set it to 0"
         )
+    mistakes.raise_if_any()
 
 
 def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, given: frozenset[str]) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
 
 
 def check_critic(config: GrpoConfig, given: frozenset[str]) -> None:
@@ -28,11 +28,13 @@ def check_critic(config: GrpoConfig, given: frozenset[str]) -> None:
 
 
 def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
+    mistakes = Mistakes()
     for field in dataclasses.fields(config.critic):
         name = f"critic.{field.name}"
         # What a run wrote to its config.yaml holds every key, and must load again.
         if name in given and getattr(config.critic, field.name) != field.default:
-            raise UserError(
+            mistakes.add(
                 f"'{name}' is set, but the advantages of {config.algorithm.advantage} use no critic: remove it, or set "
                 "algorithm.name to ppo"
             )
+    mistakes.raise_if_any()

@@ -1,7 +1,7 @@
 """What follows from the keys of several sections together."""
 
 from mindrlhf.algorithms import advantages, policy_losses
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
 
@@ -11,23 +11,37 @@ def needs_critic(config: GrpoConfig) -> bool:
     return "values" in advantages.find(config.algorithm.advantage).NEEDS
 
 
+def reference_is_base(config: GrpoConfig | DpoConfig) -> bool:
+    """Return whether the reference model is the trained one without its adapters, so that it takes no memory."""
+    return config.lora.rank is not None and config.model.reference_path in ("", config.model.path)
+
+
 def correction_weight(config: GrpoConfig) -> str:
     """Return `correction.weight` with `auto` worked out.
 
-    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected.
+    On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected,
+    unless the generator's weights are older ones.
     """
     if config.correction.weight != "auto":
         return config.correction.weight
     same = config.run.device == "cpu" and config.rollout.dtype == config.model.compute_dtype
-    if same or config.correction.bypass:
+    if (same and not has_older_samples(config)) or config.correction.bypass:
         return "none"
     return "sequence" if policy_losses.traits(config.algorithm.loss).ratio == "sequence" else "token"
 
 
+def has_older_samples(config: GrpoConfig) -> bool:
+    """Return whether steps train on tokens of weights before those they begin with, by plan."""
+    return config.rollout.ahead > 0 or config.rollout.span_tokens > 0
+
+
 def is_on_policy(config: GrpoConfig) -> bool:
-    """Return whether the only update of a step is made with the weights that sampled all of its responses."""
+    """Return whether the old log-probabilities of all samples are those that a step's only update computes itself.
+
+    Where samples are older by plan they are: the correction accounts for the generator's weights.
+    """
     is_single_update = config.training.num_minibatches * config.training.num_iterations == 1
-    return is_single_update and not config.algorithm.dynamic_sampling
+    return is_single_update and (has_older_samples(config) or not config.algorithm.dynamic_sampling)
 
 
 def is_corrected(config: GrpoConfig) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.system.files import write_file
 
 Config = TypeVar("Config")
@@ -89,10 +89,44 @@ def read_yaml(path: str | Path) -> dict:
     return content
 
 
-def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Read ``path``, apply ``section.key=value`` overrides and build a ``cls``.
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A config as far as it could be read, and what is wrong with its keys."""
+
+    config: Any
+    given: frozenset[str]  # dotted names of the keys that were given
+    mistakes: Mistakes
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The given keys whose value is not the default: what a run writes to its config.yaml holds every key."""
+        changed = set()
+        for dotted, field, _ in dotted_keys(type(self.config)):
+            section, _, name = dotted.rpartition(".")
+            owner = getattr(self.config, section) if section else self.config
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            if dotted in self.given and getattr(owner, name) != default:
+                changed.add(dotted)
+        return frozenset(changed)
+
+
+def read(cls: type, content: dict, overrides: Iterable[str] = ()) -> Reading:
+    """Apply ``section.key=value`` overrides to the content of a YAML file and read a ``cls`` out of it.
 
     Relative paths in the file stay relative to the working directory, as on the command line.
+
+    Returns:
+        Every mistake of a single key is noted; such a key has its default, or "" when it is required.
+    """
+    mistakes, given = Mistakes(), set()
+    for override in overrides:
+        mistakes.check(_apply_override, content, override)
+    return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes)
+
+
+def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
+    """Read ``path``, apply ``section.key=value`` overrides and build a ``cls``.
 
     Returns:
         The config, and the dotted names of the keys that were given explicitly.
@@ -100,11 +134,9 @@ def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> 
     Raises:
         UserError: an unknown key, a wrong type, a value out of range, or a missing required key.
     """
-    content = read_yaml(path)
-    for override in overrides:
-        _apply_override(content, override)
-    given: set[str] = set()
-    return build(cls, content, given=given), frozenset(given)
+    reading = read(cls, read_yaml(path), overrides)
+    reading.mistakes.raise_if_any()
+    return reading.config, reading.given
 
 
 def write_config(config: Any, output_dir: Path) -> None:
@@ -116,7 +148,9 @@ def write_config(config: Any, output_dir: Path) -> None:
 def _apply_override(content: dict, override: str) -> None:
     dotted, separator, text = override.partition("=")
     if not separator or not dotted.strip():
-        raise UserError(f"override '{override}' is not of the form section.key=value")
+        near = nearest_key(dotted.strip().rpartition(".")[2])
+        hint = f"; did you mean {near}=VALUE?" if near else ""
+        raise UserError(f"override '{override}' is not of the form section.key=value{hint}")
     try:
         value = yaml.load(text, Loader=_StrictLoader)
     except UserError as error:
@@ -132,29 +166,49 @@ def _apply_override(content: dict, override: str) -> None:
     target[last] = value
 
 
-def build(cls: type[Config], content: Mapping[str, Any], where: str = "", given: set[str] | None = None) -> Config:
-    """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages."""
+def build(cls: type[Config], content: Mapping[str, Any], where: str = "") -> Config:
+    """Build one (nested) section from a mapping; ``where`` is its dotted prefix in messages.
+
+    Raises:
+        UserError: as ``load``.
+    """
+    mistakes = Mistakes()
+    config = _build(cls, content, where, set(), mistakes)
+    mistakes.raise_if_any()
+    return config
+
+
+def _build(cls: type[Config], content: Any, where: str, given: set[str], mistakes: Mistakes) -> Config:
     if not isinstance(content, Mapping):
-        raise UserError(f"'{where.rstrip('.')}' must be a section (a mapping of keys), not {_shown(content)}")
+        message = f"'{where.rstrip('.')}' must be a section (a mapping of keys), not {_shown(content)}"
+        mistakes.add(message, *(dotted for dotted, _, _ in dotted_keys(cls, where)))
+        content = {}
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     values = {}
     for name, value in content.items():
         if name not in fields:
-            raise UserError(_unknown_key(cls, where, name if isinstance(name, str) else _shown(name)))
-        field = fields[name]
-        if "section" in field.metadata:
-            values[name] = build(field.metadata["section"], value or {}, f"{where}{name}.", given)
+            mistakes.add(*_unknown_key(cls, where, name if isinstance(name, str) else _shown(name)))
             continue
-        values[name] = _convert(f"{where}{name}", value, hints[name], field.metadata)
-        if given is not None:
-            given.add(f"{where}{name}")
+        field, dotted = fields[name], f"{where}{name}"
+        if "section" in field.metadata:
+            section = {} if value is None else value
+            values[name] = _build(field.metadata["section"], section, f"{dotted}.", given, mistakes)
+            continue
+        try:
+            values[name] = _convert(dotted, value, hints[name], field.metadata)
+            given.add(dotted)
+        except UserError as error:
+            mistakes.add(str(error), dotted)
     for name, field in fields.items():
-        missing = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if missing and name not in values:
-            raise UserError(f"key '{where}{name}' is required: {field.metadata['doc']}")
-        if "section" in field.metadata and name not in values:
-            values[name] = build(field.metadata["section"], {}, f"{where}{name}.", given)
+        if name in values:
+            continue
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if name not in content:
+                mistakes.add(f"key '{where}{name}' is required: {field.metadata['doc']}", f"{where}{name}")
+            values[name] = ""  # every required key is text
+        elif "section" in field.metadata:
+            values[name] = _build(field.metadata["section"], {}, f"{where}{name}.", given, mistakes)
     return cls(**values)
 
 
@@ -177,22 +231,28 @@ def root_config(cls: type) -> type:
     return cls
 
 
-def _unknown_key(cls: type, where: str, name: str) -> str:
+def _unknown_key(cls: type, where: str, name: str) -> tuple[str, ...]:
+    """Return the message and, where one is near, the dotted name of the key that was meant."""
     here = [field.name for field in dataclasses.fields(cls)]
     place = f"section '{where.rstrip('.')}'" if where else "the top level"
     message = f"unknown key '{where}{name}'"
     near = difflib.get_close_matches(name, here, n=1)
     if near:
-        return f"{message}; did you mean '{where}{near[0]}'?"
+        return f"{message}; did you mean '{where}{near[0]}'?", f"{where}{near[0]}"
     for root in _ROOTS:
         for dotted, _, _ in dotted_keys(root):
             if dotted.rpartition(".")[2] == name:
-                return f"{message}; did you mean '{dotted}'? (it belongs to another section)"
-    everywhere = {dotted.rpartition(".")[2]: dotted for root in _ROOTS for dotted, _, _ in dotted_keys(root)}
+                return f"{message}; did you mean '{dotted}'? (it belongs to another section)", dotted
+    if near := nearest_key(name):
+        return f"{message}; did you mean '{near}'?", near
+    return (f"{message}; keys of {place}: {', '.join(here)}",)
+
+
+def nearest_key(name: str) -> str | None:
+    """Return the dotted name of the key of any kind of run whose last part is nearest to ``name``, if any is near."""
+    everywhere = {dotted.rpartition(".")[2]: dotted for root in reversed(_ROOTS) for dotted, _, _ in dotted_keys(root)}
     near = difflib.get_close_matches(name, everywhere, n=1)
-    if near:
-        return f"{message}; did you mean '{everywhere[near[0]]}'?"
-    return f"{message}; keys of {place}: {', '.join(here)}"
+    return everywhere[near[0]] if near else None
 
 
 def type_name(hint: Any) -> str:
@@ -235,7 +295,9 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
 
 def _parse_item(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_StrictLoader)
+    except UserError as error:
+        raise UserError(f"'{name}' has the item {_shown(text)}: {error}") from None
     except _YAML_ERRORS:
         raise UserError(f"'{name}' has the item {_shown(text)}, which is not valid YAML; quote it") from None
 

@@ -47,4 +47,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
     # Chen et al. 2025 (arXiv:2508.10751)
     "pass_at_k": {"advantage": "pass_at_k"},
+    # On-policy distillation with reverse KL, Agarwal et al. 2024 (arXiv:2306.13649); the teacher is the reference model
+    "distill": {"advantage": "distill", "clip_high": 0.2, "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
+}
+
+# Preset of `correction` -> keys of the section that differ from its defaults; the names are verl's but for the last.
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    # Decoupled PPO, Hilton et al. 2021 (arXiv:2110.00641), as in AReaL, Fu et al. 2025 (arXiv:2505.24298): the ratio
+    # is to the trainer's policy before the update, and a truncated weight corrects for the generator's.
+    "decoupled_token_is": {"weight": "token"},
+    "decoupled_seq_is": {"weight": "sequence"},
+    # PPO with the generator's log-probabilities as the old ones: one ratio for staleness and update together
+    "bypass_ppo_clip": {"weight": "none", "bypass": True},
+    # Ling Team 2025 (arXiv:2510.18855)
+    "icepop": {"weight": "token", "max_weight": 5.0, "mask": "token", "mask_low": 0.5, "mask_high": 5.0},
 }

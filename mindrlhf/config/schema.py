@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config import offline_sections, sections
+from mindrlhf.config import offline_sections, sections, watching_sections
 from mindrlhf.config.keys import section
-from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.parse import root_config
 
 
@@ -24,13 +24,14 @@ class GrpoConfig:
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     critic: sections.CriticSection = section(sections.CriticSection, "the critic")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    guard: sections.GuardSection = section(sections.GuardSection, "the guards")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
-    msprobe: MsprobeSection = section(MsprobeSection, "precision debugging")
+    guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
+    msprobe: watching_sections.MsprobeSection = section(watching_sections.MsprobeSection, "precision debugging")
 
 
 @root_config
@@ -43,9 +44,10 @@ class SftConfig:
     run: sections.RunSection = section(sections.RunSection, "the run")
     supervised: offline_sections.SupervisedSection = section(offline_sections.SupervisedSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
 
 
 @root_config
@@ -59,9 +61,10 @@ class DpoConfig:
     preference: offline_sections.PreferenceSection = section(offline_sections.PreferenceSection, "the batches")
     dpo: offline_sections.DpoSection = section(offline_sections.DpoSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
 
 
 @root_config
@@ -75,6 +78,7 @@ class RewardModelConfig:
     preference: offline_sections.PreferenceSection = section(offline_sections.PreferenceSection, "the batches")
     reward_model: offline_sections.RewardModelSection = section(offline_sections.RewardModelSection, "the objective")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
+    lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
-    observe: sections.ObserveSection = section(sections.ObserveSection, "the reports")
+    observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")

@@ -6,7 +6,7 @@ from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.aggregation import MODES as AGGREGATIONS
 from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
 from mindrlhf.config.keys import REQUIRED, key
-from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.presets import CORRECTIONS, PRESETS
 
 FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("first_fit", "best_fit", "shared_prompts")
 REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
@@ -53,6 +53,10 @@ class ModelSection:
         "float32", "type of the matrix products; CPU has float32 kernels only", choices=("float32", "bfloat16")
     )
     recompute: bool = key(False, "recompute each layer's activations in the backward pass to save memory")
+    train_vision: str = key(
+        "none", "what is trained of a vision tower: none of it, its projector to the decoder, or all",
+        choices=("none", "projector", "all"),
+    )
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,23 @@ class RolloutSection:
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
+    ahead: int = key(
+        0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
+        "0 samples within the step; see docs/async.md",
+        minimum=0,
+        maximum=64,
+    )
+    span_tokens: int = key(
+        0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
+        "weights; 0 finishes all in their step; see docs/async.md",
+        minimum=0,
+    )
+    max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
+    in_flight: float = key(
+        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
+        minimum=1,
+        exclusive_minimum=True,
+    )
     max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
     temperature: float = key(
         1.0, "sampling temperature; training logits are divided by it too", minimum=0, exclusive_minimum=True
@@ -178,6 +199,9 @@ class AlgorithmSection:
     gamma: float = key(1.0, "discount of the estimator gae, per token", minimum=0, maximum=1)
     gae_lambda: float = key(0.95, "lambda of the estimator gae", minimum=0, maximum=1)
     whiten_advantages: bool = key(True, "give the advantages of the estimator gae mean 0 and standard deviation 1")
+    distill_reward_weight: float = key(
+        0.0, "weight of rewards beside the teacher's verdict in the estimator distill; 0 leaves them out", minimum=0
+    )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
@@ -224,12 +248,17 @@ class AlgorithmSection:
 
 @dataclass(frozen=True)
 class CorrectionSection:
-    """Off-policy correction: the generator's kernels and types are not the trainer's; docs/algorithms.md."""
+    """Off-policy correction: the generator's kernels, types and with `rollout.ahead` weights are not the trainer's."""
 
+    preset: str = key(
+        "default",
+        "sets the keys below that are not given as other stacks do under this name; see docs/async.md",
+        choices=tuple(CORRECTIONS),
+    )
     weight: str = key(
         "auto",
-        "truncated importance weights; auto is none where both compute alike (CPU), else sequence for a loss with a "
-        "ratio of whole responses and token for others",
+        "truncated importance weights; auto is none where both compute alike (CPU, and no `rollout.ahead`), else "
+        "sequence for a loss with a ratio of whole responses and token for others",
         choices=("auto", "none", "token", "sequence"),
     )
     max_weight: float = key(2.0, "where the weights are truncated", minimum=0, exclusive_minimum=True)
@@ -355,38 +384,3 @@ class CheckpointSection:
         True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
     )
     save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
-
-
-@dataclass(frozen=True)
-class GuardSection:
-    """What the numbers of a run may do before it warns or stops."""
-
-    max_skipped_updates: int = key(
-        3,
-        "stop after this many updates in a row were skipped because loss or gradients were not finite",
-        minimum=1,
-    )
-    warn_rollout_diff: float = key(
-        0.1, "warn when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
-    )
-    max_rollout_diff: float = key(
-        1.0, "stop when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
-    )
-    grad_spike_factor: float = key(
-        5.0, "report an update whose gradient norm exceeds the running median this many times; 0 means never", minimum=0
-    )
-    max_failed_steps: int = key(
-        5,
-        "stop after this many steps in a row in which a verifier failed on every sample it was asked for; 0 means "
-        "never",
-        minimum=0,
-    )
-
-
-@dataclass(frozen=True)
-class ObserveSection:
-    """What is reported."""
-
-    performance_stats: bool = key(True, "report the timing of every stage and the throughput")
-    tensorboard: bool = key(True, "write TensorBoard event files")
-    samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 from tqdm import tqdm
 
-from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
+from mindrlhf.data.encoding import EncodedChunk, EncodedRecord, EncoderSettings, RecordEncoder
 from mindrlhf.data.mindrecord import (
     RESPONSES,
     TASKS,
@@ -26,6 +26,7 @@ from mindrlhf.data.mindrecord import (
     index_path,
     write_prompt_file,
 )
+from mindrlhf.data.pictures.columns import ImageHeader
 from mindrlhf.data.readers import BadRecord, RawRecord, check_readable, read_records
 from mindrlhf.data.workers import default_num_workers, encode_in_order
 from mindrlhf.errors import UserError
@@ -43,6 +44,7 @@ SPOOL_SCHEMA = pyarrow.schema(
         "source_id": pyarrow.string(),
         "rejected_ids": pyarrow.list_(pyarrow.int32()),
         "verifier": pyarrow.string(),
+        "images": pyarrow.list_(pyarrow.binary()),
     }
 )
 
@@ -83,6 +85,10 @@ class _Tally:
     bad_examples: list[str] = field(default_factory=list)
     lengths: list[Counter] = field(default_factory=lambda: [Counter(), Counter()])  # of prompts, of responses
     choices: set[str] = field(default_factory=set)  # of verifiers
+    num_images: int = 0
+    num_with_images: int = 0
+    most_images: int = 0  # of one record
+    most_image_tokens: int = 0  # of one image
 
     def add(self, chunk: EncodedChunk) -> None:
         self.num_read += chunk.num_read
@@ -93,11 +99,19 @@ class _Tally:
         self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
         for counter, lengths in zip(self.lengths, chunk.lengths().T):
             counter.update(lengths.tolist())
+        self._add_images(chunk.records)
         self.choices.update(record.verifier for record in chunk.records)
         if len(self.choices) > MAX_CHOICES:
             raise UserError(
                 f"the records choose verifiers in over {MAX_CHOICES} ways: is 'verifier' mapped to another key?"
             )
+
+    def _add_images(self, records: Sequence[EncodedRecord]) -> None:
+        for pictures in filter(None, (record.pictures for record in records)):
+            self.num_images += len(pictures)
+            self.num_with_images += 1
+            self.most_images = max(self.most_images, len(pictures))
+            self.most_image_tokens = max(self.most_image_tokens, *(picture.num_tokens for picture in pictures))
 
     @property
     def num_kept(self) -> int:
@@ -125,6 +139,9 @@ def build_prompts(
     num_workers: int | None = None,
     skip_bad: bool = False,
     keep_control_tokens: bool = False,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    image_root: str | Path | None = None,
     show_progress: bool = True,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
@@ -133,7 +150,7 @@ def build_prompts(
         inputs: JSONL, JSON or Parquet files.
         output: the MindRecord file, replaced when it exists.
         tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
-        template, system: see ``load_template``.
+        template, system: see ``load_template``; min_pixels, max_pixels, image_root: see ``PictureReader``.
         task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
         max_prompt_length: in tokens; longer prompts are dropped and counted.
         max_length: for tasks with responses, in tokens of prompt + (longer) response, end token included;
@@ -160,6 +177,9 @@ def build_prompts(
         max_length=max_length,
         source_names=_source_names(inputs),
         keep_control_tokens=keep_control_tokens,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        image_root=None if image_root is None else str(image_root),
     )
     return _build(inputs, Path(output), settings, num_workers, skip_bad, show_progress)
 
@@ -277,6 +297,10 @@ def _counted(chunks: Iterable[EncodedChunk], tally: _Tally, skip_bad: bool) -> I
 
 def _check_any_kept(tally: _Tally, settings: EncoderSettings) -> None:
     if tally.num_kept:
+        if "images" in settings.key_map and not tally.num_images:
+            raise UserError(
+                f"no record has images in {settings.key_map['images']!r}: mend the key, or leave images out"
+            )
         return
     limit = f"{settings.max_prompt_length} tokens" + (f" ({settings.max_length} in all)" if settings.max_length else "")
     first_bad = f", the first: {tally.bad_examples[0]}" if tally.bad_examples else ""
@@ -302,6 +326,22 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) ->
         longest_prompt=tally.summary(0).longest,
         longest_response=tally.summary(1).longest,
         verifier_choices=tuple(sorted(tally.choices)) if any(tally.choices) else (),
+        images=_image_header(encoder, tally),
+    )
+
+
+def _image_header(encoder: RecordEncoder, tally: _Tally) -> ImageHeader | None:
+    if not tally.num_images:
+        return None
+    processor = encoder.pictures.processor
+    return ImageHeader(
+        num_images=tally.num_images,
+        num_records=tally.num_with_images,
+        most_images=tally.most_images,
+        most_tokens=tally.most_image_tokens,
+        image_token=encoder.pictures.token_id,
+        limits=processor.limits,
+        geometry=processor.geometry,
     )
 
 
@@ -309,7 +349,7 @@ def _spool(chunks: Iterable[EncodedChunk], sink: pyarrow.NativeFile) -> None:
     """Keep the ids on disk until the counts are known, which MindRecord wants first."""
     with pyarrow.ipc.new_stream(sink, SPOOL_SCHEMA) as writer:
         for chunk in chunks:
-            rows = [vars(record) for record in chunk.records]
+            rows = [vars(record) | {"images": record.images} for record in chunk.records]
             writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=SPOOL_SCHEMA))
 
 
@@ -320,7 +360,8 @@ def _read_spool(spool: Path) -> Iterator[list[PromptRecord]]:
                 _id_arrays(batch[f"{name}_ids"]) for name in ("prompt", "response", "rejected")
             )
             texts = [batch["answer"].to_pylist(), batch["source_id"].to_pylist()]
-            columns = zip(prompt_ids, response_ids, *texts, rejected_ids, batch["verifier"].to_pylist(), strict=True)
+            rest = [batch["verifier"].to_pylist(), map(tuple, batch["images"].to_pylist())]
+            columns = zip(prompt_ids, response_ids, *texts, rejected_ids, *rest, strict=True)
             yield [PromptRecord(*values) for values in columns]
 
 

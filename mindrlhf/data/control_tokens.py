@@ -7,7 +7,7 @@ assistant. Only the template may write such tokens: in data they get a space beh
 import re
 from dataclasses import replace
 
-from mindrlhf.data.handlers import Example, Message
+from mindrlhf.data.handlers import Example
 
 
 def control_token_pattern(tokens: frozenset[str]) -> re.Pattern[str] | None:
@@ -31,5 +31,5 @@ def neutralised(example: Example, pattern: re.Pattern[str]) -> Example:
             text = pattern.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", text)
         return text
 
-    messages = tuple(Message(message.role, apart(message.content)) for message in example.messages)
+    messages = tuple(replace(message, content=apart(message.content)) for message in example.messages)
     return replace(example, messages=messages, response=apart(example.response), rejected=apart(example.rejected))

@@ -11,6 +11,7 @@ import numpy as np
 from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised
 from mindrlhf.data.handlers import Example, RecordError, load_handler, with_source
 from mindrlhf.data.mindrecord import RESPONSES
+from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
@@ -22,7 +23,8 @@ class EncoderSettings:
 
     ``max_length`` bounds prompt + response for the tasks that have responses and is None for task "prompts".
     ``source_names`` gives the name of each input file (key: its path as text) in source ids. Control tokens that are
-    written out in the data are written apart, unless ``keep_control_tokens``.
+    written out in the data are written apart, unless ``keep_control_tokens``. Limits of pixels that are None are those
+    of the tokenizer's directory. Image files lie below ``image_root``; None means the folder of their data file.
     """
 
     tokenizer_path: str
@@ -36,11 +38,14 @@ class EncoderSettings:
     max_length: int | None
     source_names: Mapping[str, str]
     keep_control_tokens: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    image_root: str | None = None
 
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """Ids of one kept record."""
+    """Ids and images of one kept record."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -48,6 +53,22 @@ class EncodedRecord:
     source_id: str
     rejected_ids: list[int]
     verifier: str
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def images(self) -> list[bytes]:
+        """PNG files of the images."""
+        return [picture.file for picture in self.pictures]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A record before its texts become ids."""
+
+    example: Example
+    prompt: str
+    pictures: tuple[Picture, ...]
+    has_control_tokens: bool
 
 
 @dataclass
@@ -80,6 +101,9 @@ class RecordEncoder:
         self._handler = load_handler(settings.handler, settings.key_map)
         self.tokenizer = load_tokenizer(settings.tokenizer_path, settings.merges_path)
         self.template = load_template(settings.template, self.tokenizer, settings.system)
+        self.pictures = PictureReader(
+            settings.tokenizer_path, self.tokenizer, settings.min_pixels, settings.max_pixels, settings.image_root
+        )
         self._control_tokens = control_token_pattern(self.tokenizer.control_tokens)
         self._response_fields = RESPONSES[settings.task]
         self._end_id = response_end_id(self.template, self.tokenizer) if self._response_fields else None
@@ -87,23 +111,24 @@ class RecordEncoder:
     def encode(self, raw_records: Sequence[RawRecord | BadRecord]) -> EncodedChunk:
         """Return the chunk of ``raw_records``."""
         chunk = EncodedChunk(num_read=len(raw_records))
-        examples: list[Example] = []
-        prompts: list[str] = []
+        prepared: list[_Prepared] = []
         for raw in raw_records:
             try:
-                example, prompt, is_controlled = self._prepare(raw)
+                prepared.append(self._prepare(raw))
             except RecordError as error:
                 chunk.bad_records.append(BadRecord(raw.path, raw.number, str(error)))
-            else:
-                examples.append(example)
-                prompts.append(prompt)
-                chunk.num_with_control_tokens += is_controlled
-        all_prompt_ids = self.tokenizer.encode_batch(prompts)
+        chunk.num_with_control_tokens = sum(record.has_control_tokens for record in prepared)
+        all_prompt_ids = self.tokenizer.encode_batch([record.prompt for record in prepared])
+        examples = [record.example for record in prepared]
         response_ids, rejected_ids = (self._encode_responses(examples, name) for name in ("response", "rejected"))
-        for example, *ids in zip(examples, all_prompt_ids, response_ids, rejected_ids):
-            if self._fits(len(ids[0]), max(len(ids[1]), len(ids[2]))):
+        for record, prompt_ids, response, rejected in zip(prepared, all_prompt_ids, response_ids, rejected_ids):
+            prompt_ids = self.pictures.expand(prompt_ids, record.pictures)
+            if self._fits(len(prompt_ids), max(len(response), len(rejected))):
+                example = record.example
                 texts = (example.answer, example.source_id)
-                chunk.records.append(EncodedRecord(ids[0], ids[1], *texts, ids[2], example.verifier))
+                chunk.records.append(
+                    EncodedRecord(prompt_ids, response, *texts, rejected, example.verifier, record.pictures)
+                )
             else:
                 chunk.num_too_long += 1
         return chunk
@@ -115,8 +140,8 @@ class RecordEncoder:
         texts = [getattr(example, name) for example in examples]
         return [[*ids, self._end_id] for ids in self.tokenizer.encode_batch(texts)]
 
-    def _prepare(self, raw: RawRecord | BadRecord) -> tuple[Example, str, bool]:
-        """Return the example, its prompt, and whether the record's texts hold control tokens."""
+    def _prepare(self, raw: RawRecord | BadRecord) -> _Prepared:
+        """Return the example, its prompt and its images; ids come for many prompts at once."""
         if isinstance(raw, BadRecord):
             raise RecordError(raw.reason)
         source = self._settings.source_names[str(raw.path)]
@@ -126,18 +151,33 @@ class RecordEncoder:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
+        sources = [source for message in example.messages for source in message.images]
+        if not sources:
+            _check_no_images(raw.fields, self._settings.handler)
         is_controlled = self._control_tokens is not None and holds_control_token(example, self._control_tokens)
         if is_controlled and not self._settings.keep_control_tokens:
             example = neutralised(example, self._control_tokens)
         prompt = self.template.render(example)
         for text in (prompt, example.answer, example.response or "", example.rejected or ""):
             _check_storable(text)
-        return example, prompt, is_controlled
+        pictures = tuple(self.pictures.read(sources, raw.path))
+        self.pictures.check_prompt(prompt, len(pictures))
+        return _Prepared(example, prompt, pictures, is_controlled)
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
         max_length = self._settings.max_length
         fits_row = max_length is None or prompt_length + response_length <= max_length
         return fits_row and prompt_length <= self._settings.max_prompt_length
+
+
+def _check_no_images(fields: Mapping, handler: str) -> None:
+    """Refuse images that the handler does not read: a question about what nobody sees is no problem to train on."""
+    for key in ("image", "images"):
+        if fields.get(key):
+            raise RecordError(
+                f"field {key!r} holds images that handler {handler!r} does not read: choose verl, geo3k or map_keys "
+                f"with images={key}"
+            )
 
 
 def _check_storable(text: str) -> None:

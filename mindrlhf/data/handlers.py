@@ -5,13 +5,16 @@ reason, which the builder reports with file and line.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindrlhf.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
-MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier")
+MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "images")
+# Where an image stands in a text, and under which keys data sets keep one.
+IMAGE_MARK = "<image>"
+IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "base64")
 
 
 class RecordError(ValueError):
@@ -20,10 +23,15 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat; ``role`` is one of ``ROLES``."""
+    """One turn of a chat; ``role`` is one of ``ROLES``.
+
+    ``images`` are what the record says of each image (see ``pictures.sources``); ``content`` has as many ``IMAGE_MARK``
+    where they stand. In a message without images such a mark is text like any other.
+    """
 
     role: str
     content: str
+    images: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler
         name: a key of ``HANDLERS``, or ``map_keys``.
         key_map: for ``map_keys``: which key of the record holds the question (required), the answer and
             the response (for pairs: the preferred one, and ``rejected``), and the verifiers it chooses
-            (``verifier``). A dotted key (``reward_model.ground_truth``) reaches into nested records.
+            (``verifier``), and its images. A dotted key (``reward_model.ground_truth``) reaches into nested records.
 
     Raises:
         UserError: unknown name, or a key map that is missing, wrong or not wanted.
@@ -109,6 +117,24 @@ def read_dapo_math_17k(fields: Mapping) -> Example:
     return Example(_question_messages(prompt, "prompt"), _answer(fields, "reward_model.ground_truth"))
 
 
+def read_geo3k(fields: Mapping) -> Example:
+    """Geometry3K: ``images``, a ``problem`` with ``<image>`` where each stands, and ``answer``."""
+    _required(fields, "images")
+    messages = _question_messages(_required(fields, "problem"), "problem", _images(fields, "images"))
+    return Example(messages, _answer(fields, "answer"))
+
+
+def read_verl(fields: Mapping) -> Example:
+    """The Parquet form of verl: a chat in ``prompt``, ``reward_model.ground_truth``, and ``images`` if it has any."""
+    if fields.get("videos"):
+        raise RecordError("field 'videos' is not empty; of what is seen only images are supported")
+    prompt = _required(fields, "prompt")
+    if not isinstance(prompt, list):
+        raise RecordError(f"field 'prompt' must be a list of messages, found {type(prompt).__name__}")
+    images = _images(fields, "images") if "images" in fields else None
+    return Example(_question_messages(prompt, "prompt", images), _answer(fields, "reward_model.ground_truth"))
+
+
 def read_orca_pairs(fields: Mapping) -> Example:
     """Orca DPO pairs: texts in ``system`` (may be empty), ``question``, ``chosen`` and ``rejected``."""
     messages = _question_messages(_required(fields, "question"), "question")
@@ -131,6 +157,8 @@ HANDLERS: dict[str, Handler] = {
     "dapo_math_17k": read_dapo_math_17k,
     "orca_pairs": read_orca_pairs,
     "ultrafeedback": read_ultrafeedback,
+    "geo3k": read_geo3k,
+    "verl": read_verl,
 }
 
 
@@ -143,8 +171,9 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
 
     def read_mapped(fields: Mapping) -> Example:
         question_key = key_map["question"]
+        images = _images(fields, key_map["images"]) if "images" in key_map else None
         return Example(
-            messages=_question_messages(_required(fields, question_key), question_key),
+            messages=_question_messages(_required(fields, question_key), question_key, images),
             answer=_answer(fields, key_map["answer"]) if "answer" in key_map else "",
             response=_text(fields, key_map["response"]) if "response" in key_map else None,
             rejected=_text(fields, key_map["rejected"]) if "rejected" in key_map else None,
@@ -197,8 +226,9 @@ def _answer(fields: Mapping, key: str) -> str:
     return _text(fields, key).strip()
 
 
-def _question_messages(value: object, key: str) -> tuple[Message, ...]:
-    """Return a question, given as text or as a chat, as messages."""
+def _question_messages(value: object, key: str, images: Sequence[object] | None = None) -> tuple[Message, ...]:
+    """Return a question, given as text or as a chat, as messages; ``images`` None means that the record has no place
+    for any but in the messages."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -208,7 +238,38 @@ def _question_messages(value: object, key: str) -> tuple[Message, ...]:
     messages = tuple(_message(item, key) for item in value)
     if messages[-1].role != "user":
         raise RecordError(f"the last message of field {key!r} is from {messages[-1].role!r}, not from 'user'")
-    return messages
+    return _with_images(messages, key, images)
+
+
+def _images(fields: Mapping, key: str) -> Sequence[object]:
+    """Return the images at ``key``, one or several; none where it is absent or null, as in rows of text alone."""
+    try:
+        value = _required(fields, key)
+    except RecordError:
+        return ()
+    return value if isinstance(value, list) else [value]
+
+
+def _with_images(messages: tuple[Message, ...], key: str, images: Sequence[object] | None) -> tuple[Message, ...]:
+    """Give each mark its image, in order. Where the texts have no marks, all images stand before the question."""
+    if images is not None:
+        messages = tuple(
+            message if message.images else replace(message, images=(None,) * message.content.count(IMAGE_MARK))
+            for message in messages
+        )
+    given = list(images or ())
+    num_open = sum(message.images.count(None) for message in messages)
+    if not num_open and given:
+        last = messages[-1]
+        marked = replace(last, content=IMAGE_MARK * len(given) + last.content, images=(*given, *last.images))
+        return (*messages[:-1], marked)
+    if num_open != len(given):
+        raise RecordError(f"the text of field {key!r} has {num_open} places for images, the record has {len(given)}")
+    remaining = iter(given)
+    return tuple(
+        replace(message, images=tuple(next(remaining) if image is None else image for image in message.images))
+        for message in messages
+    )
 
 
 def _reply(value: object, key: str) -> tuple[tuple[Message, ...], str]:
@@ -218,13 +279,37 @@ def _reply(value: object, key: str) -> tuple[tuple[Message, ...], str]:
     reply = _message(value[-1], key)
     if reply.role != "assistant":
         raise RecordError(f"the last message of field {key!r} is from {reply.role!r}, not from 'assistant'")
+    if reply.images:
+        raise RecordError(f"the last message of field {key!r} holds an image, which a response cannot")
     return _question_messages(value[:-1], key), reply.content
 
 
 def _message(item: object, key: str) -> Message:
     role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+    images: tuple[object, ...] = ()
+    if isinstance(content, list):
+        content, images = _join_parts(content, key)
     if not isinstance(content, str) or not content.strip():
         raise RecordError(f"a message of field {key!r} has no text in 'content'")
     if role not in ROLES:
         raise RecordError(f"a message of field {key!r} has role {role!r}; expected one of {', '.join(ROLES)}")
-    return Message(role, content)
+    return Message(role, content, images)
+
+
+def _join_parts(parts: Sequence[object], key: str) -> tuple[str, tuple[object, ...]]:
+    """Return the text of a message's parts, a mark in place of each image, and the images: None where a part says only
+    that one stands there."""
+    texts, images = [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in ("image", "image_url"):
+            texts.append(IMAGE_MARK)
+            images.append(next((part[name] for name in IMAGE_KEYS if part.get(name)), None))
+        else:
+            raise RecordError(f"a message of field {key!r} has a part of type {kind!r}; supported are text and image")
+    text = "".join(texts)
+    if images and text.count(IMAGE_MARK) != len(images):
+        raise RecordError(f"a message of field {key!r} writes {IMAGE_MARK} out beside parts that are images")
+    return text, tuple(images)

@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.data.mindrecord_checksum import read_checksum, verify_checksums, write_checksums
+from mindrlhf.data.pictures.columns import SCHEMA, ImageHeader, image_columns, image_files, parse_image_header
 from mindrlhf.errors import UserError
+from mindrlhf.images.pixels import decode_png
 from mindrlhf.system.files import scratch_directory, sync
 
 FORMAT = "mindrlhf-prompts"
@@ -50,6 +52,12 @@ class PromptRecord:
         default_factory=no_ids
     )  # int32 [response], likewise; empty unless the task is preference
     verifier: str = ""  # names of the verifiers it chooses, separated by commas
+    image_files: tuple[bytes, ...] = ()  # PNG, in the order of their tokens in the prompt
+
+    @property
+    def images(self) -> tuple[np.ndarray, ...]:
+        """The images, unpacked at each call: uint8 ``[height, width, 3]`` each."""
+        return tuple(decode_png(file) for file in self.image_files)
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class PromptFileHeader:
     longest_response: int
     format_version: int = FORMAT_VERSION
     verifier_choices: tuple[str, ...] = ()  # the records' distinct values of ``verifier``; empty when all are ""
+    images: ImageHeader | None = None  # None when no record has an image
 
 
 def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> None:
@@ -119,7 +128,7 @@ def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prom
     writer.add_index(["source_id"])
     num_written = 0
     for batch in batches:
-        rows = [{name: getattr(record, name) for name in columns} for record in batch]
+        rows = [_row(record, columns) for record in batch]
         if rows:  # MindRecord refuses an empty list
             with _one_line_errors(f"MindRecord cannot write {path.name}"):
                 writer.write_raw_data(rows)
@@ -129,11 +138,17 @@ def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prom
     return num_written
 
 
+def _row(record: PromptRecord, columns: Mapping[str, object]) -> dict[str, object]:
+    values = image_columns(record.image_files) if SCHEMA.keys() <= columns.keys() else {}
+    return {name: getattr(record, name) for name in columns if name not in SCHEMA} | values
+
+
 def _description(header: PromptFileHeader) -> dict:
-    """Return the header's fields. Files that choose no verifiers stay readable by releases that know of no choice."""
+    """Return the header's fields. Files without choices of verifiers, or images, stay readable by older releases."""
     values = asdict(header)
-    if not values["verifier_choices"]:
-        del values["verifier_choices"]
+    for name in ("verifier_choices", "images"):
+        if not values[name]:
+            del values[name]
     return values
 
 
@@ -152,7 +167,7 @@ def _columns(header: PromptFileHeader) -> dict:
             del columns[f"{name}_ids"]
     if not header.verifier_choices:
         del columns["verifier"]
-    return columns
+    return columns if header.images is None else columns | SCHEMA
 
 
 def _publish(temporary: Path, path: Path) -> None:
@@ -240,6 +255,7 @@ class PromptFile:
                 source_id=row["source_id"].item(),
                 rejected_ids=row.get("rejected_ids", no_ids()),
                 verifier=row["verifier"].item() if "verifier" in row else "",
+                image_files=image_files(row),
             )
             for row in rows
         ]
@@ -290,6 +306,7 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
     choices = description.get("verifier_choices", [])
     description["verifier_choices"] = tuple(choices) if isinstance(choices, list) else choices
+    description["images"] = _parsed_images(path, description.get("images"))
     kinds = {known.name: known.type for known in fields(PromptFileHeader)} | {"verifier_choices": tuple}
     if description.keys() != kinds.keys():
         raise UserError(f"{path} has an incomplete header: build it again")
@@ -297,6 +314,13 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         if not isinstance(description[name], kind):
             raise UserError(f"{path} has a damaged header ({name} is {description[name]!r}): build it again")
     return PromptFileHeader(**description), header_size_bytes
+
+
+def _parsed_images(path: Path, value: object) -> ImageHeader | None:
+    try:
+        return None if value is None else parse_image_header(value)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} has a damaged header (images: {error}): build it again") from error
 
 
 def _page_ends(layout: dict) -> Iterator[int]:

@@ -97,7 +97,7 @@ class PackedRows:
     predicted by a position of its own segment, and no position is there that predicts nothing of its sequence.
     """
 
-    input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is
+    input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is; see also mindrlhf.training.image_rows
     segment_ids: np.ndarray  # int32 [rows, length]: 1, 2, ... per segment of the row, 0 = padding
     labels: np.ndarray  # int32 [rows, length]
     mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated
@@ -106,6 +106,7 @@ class PackedRows:
     # "prefix_ids", the segment that the token's own one continues (its own where that continues none), and
     # "positions", the token's place in prompt and response, from 0.
     context: dict[str, np.ndarray] = field(default_factory=dict)
+    images: tuple[str, ...] = ()  # digests of the images that the rows look at, in the order of their rows
 
     @property
     def num_rows(self) -> int:
@@ -128,6 +129,7 @@ class TokenSequence:
     response_ids: np.ndarray  # int32 [response]
     values: dict[str, np.ndarray]  # name -> float32 [generated tokens]
     is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each: those of the prompt
 
     @property
     def num_tokens(self) -> int:

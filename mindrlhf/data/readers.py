@@ -18,7 +18,9 @@ FORMATS = (".jsonl", ".json", ".parquet")
 # Of a line or array element.
 MAX_RECORD_BYTES = MAX_LINE_BYTES
 JSON_CHUNK_CHARS = 1 << 20
+# Rows of images are large, so that their batches are bounded by size.
 PARQUET_BATCH_ROWS = 256
+PARQUET_BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,10 @@ def _read_parquet(path: Path) -> Iterator[RawRecord | BadRecord]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             size_bytes, num_rows = path.stat().st_size, file.metadata.num_rows
+            table_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            fitting_rows = PARQUET_BATCH_BYTES * num_rows // max(1, table_bytes)
             number = 0
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+            for batch in file.iter_batches(batch_size=max(1, min(PARQUET_BATCH_ROWS, fitting_rows))):
                 for fields in batch.to_pylist():
                     number += 1
                     yield RawRecord(path, number, fields, size_bytes * number // num_rows)

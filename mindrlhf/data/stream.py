@@ -71,6 +71,11 @@ class PromptStream:
                 self._go_to(self.epoch + 1, 0)
         return indices
 
+    @property
+    def num_taken(self) -> int:
+        """How many indices ``next`` has returned since the beginning of the order."""
+        return self.epoch * self.num_records + self._position
+
     def state(self) -> dict:
         """Return the position, and what it is only valid with, as plain JSON values."""
         return {

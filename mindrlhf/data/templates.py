@@ -11,7 +11,8 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 
-from mindrlhf.data.handlers import Example, Message, RecordError
+from mindrlhf.data.handlers import IMAGE_MARK, Example, Message, RecordError
+from mindrlhf.data.pictures.processor import IMAGE_FRAME, IMAGE_TOKEN
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import UserError
 
@@ -76,8 +77,8 @@ class PromptTemplate:
             raise RecordError(f"template {self.name!r} takes one question, the record has {len(messages)} messages")
         try:
             text = self._template.render(
-                messages=[{"role": message.role, "content": message.content} for message in messages],
-                question=example.question,
+                messages=[{"role": message.role, "content": _content(message)} for message in messages],
+                question=_question(example.messages[-1]),
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
@@ -135,6 +136,24 @@ def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
         raise UserError("the tokenizer has no end token, so responses would never end: set eos_token in its config")
     # The chat end token is first among the two.
     return tokenizer.eos_token_ids[0 if template.ends_turns else -1]
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Return the content as chat templates know it: a message with images is a list of parts."""
+    if not message.images:
+        return message.content
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(message.content.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+def _question(message: Message) -> str:
+    """Return the question as templates without chat have it, images written as Qwen's models know them."""
+    if not message.images:
+        return message.content
+    start, end = IMAGE_FRAME
+    return message.content.replace(IMAGE_MARK, f"{start}{IMAGE_TOKEN}{end}")
 
 
 @lru_cache(maxsize=1)

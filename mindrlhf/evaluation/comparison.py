@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.evaluation.heldout import NUM_SAMPLES_SHOWN, Evaluation
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval, paired_difference
 from mindrlhf.observe.records import replace_file
 
 
 def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
     """Return accuracies, the paired difference with its 95 % interval, and sample answers, as JSON values."""
+    chosen = _telling(before.shown, after.shown)
     first, last = before.scores.mean(axis=1), after.scores.mean(axis=1)
     return {
         "steps": [before.step, after.step],
@@ -20,9 +21,21 @@ def compare(before: Evaluation, after: Evaluation) -> dict[str, Any]:
         "after": _interval(bootstrap_interval(last), "accuracy"),
         "difference": _interval(paired_difference(last, first), "mean"),
         "num_prompts": len(first),
-        "samples_before": before.shown,
-        "samples_after": after.shown,
+        "samples_before": [before.shown[index] for index in chosen],
+        "samples_after": [after.shown[index] for index in chosen],
     }
+
+
+def _telling(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[int]:
+    """Return which answers to show: those whose reward changed most come first, whichever way, then changed texts."""
+
+    def change(index: int) -> tuple[float, bool]:
+        first, last = before[index], after[index]
+        return abs(last["reward"] - first["reward"]), first["completion"] != last["completion"]
+
+    if [one["prompt"] for one in before] != [one["prompt"] for one in after]:
+        return list(range(min(len(before), len(after), NUM_SAMPLES_SHOWN)))
+    return sorted(range(len(before)), key=change, reverse=True)[:NUM_SAMPLES_SHOWN]
 
 
 def write_summary(run_dir: Path, evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_na
 from mindrlhf.rollout.types import SamplingParams
 
 NUM_SAMPLES_SHOWN = 3
+NUM_SAMPLES_KEPT = 24  # of which a comparison shows those that changed
 # Separates the seeds of evaluation from those of training steps.
 _EVALUATION_STREAM = 0x65766C
 
@@ -36,7 +37,7 @@ class Evaluation:
         """Summarise samples that are ordered by prompt."""
         shown = [
             {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "reward")}
-            for sample in samples[::num_samples][:NUM_SAMPLES_SHOWN]
+            for sample in samples[::num_samples][:NUM_SAMPLES_KEPT]
         ]
         return cls(
             step=step,

@@ -101,19 +101,26 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
 
 def describe(evaluation: Evaluation) -> list[str]:
     """Return lines with avg@k of every verifier, and pass@1, 2, 4, ... k of the one that counts as accuracy."""
+    return [
+        f"{score['score']:8s} {score['mean']:7.2%}  ({score['low']:.2%} to {score['high']:.2%})  {score['verifier']}"
+        for score in intervals(evaluation)
+    ]
+
+
+def intervals(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return what ``describe`` puts into words: "score" ("avg@8", "pass@2"), "verifier", "mean", "low" and "high"."""
     k = evaluation.num_samples
-    lines = []
-    for name, rewards in evaluation.rewards.items():
-        lines.append(f"{f'avg@{k}':8s} {_text(bootstrap_interval(applicable(rewards).mean(axis=1)))}  {name}")
+    found = [
+        (f"avg@{k}", name, bootstrap_interval(applicable(rewards).mean(axis=1)))
+        for name, rewards in evaluation.rewards.items()
+    ]
     correct = evaluation.scores > 0.5
     for power in range(1, k.bit_length()):
-        chosen = pass_at_k(correct, 2**power)
-        lines.append(f"{f'pass@{2**power}':8s} {_text(bootstrap_interval(chosen))}  {evaluation.verifier}")
-    return lines
-
-
-def _text(interval: Any) -> str:
-    return f"{interval.mean:7.2%}  ({interval.low:.2%} to {interval.high:.2%})"
+        found.append((f"pass@{2**power}", evaluation.verifier, bootstrap_interval(pass_at_k(correct, 2**power))))
+    return [
+        {"score": score, "verifier": name, "mean": float(one.mean), "low": float(one.low), "high": float(one.high)}
+        for score, name, one in found
+    ]
 
 
 def _write_samples(path: Path, samples: Sequence[Sample]) -> None:

@@ -17,6 +17,7 @@ to join, and no Python thread beats meanwhile.
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.heartbeat import Beat, heartbeat_path, read_beat
@@ -40,12 +41,14 @@ class HealthMonitor:
     Args:
         hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
         computes_on_cpu: whether all work takes processor time.
+        peers: the run's other nodes: node 0 hears from them what their processes do.
     """
 
-    def __init__(self, directory: Path, hang_timeout_s: float, *, computes_on_cpu: bool) -> None:
+    def __init__(self, directory: Path, hang_timeout_s: float, *, computes_on_cpu: bool, peers: Peers = ALONE) -> None:
         self._directory = directory
         self._hang_timeout_s = hang_timeout_s
         self._computes_on_cpu = computes_on_cpu
+        self._peers = peers
         self._beats: dict[str, Beat] = {}
         self._stopped: dict[int, float] = {}
         self._last_progress: Beat | None = None
@@ -67,6 +70,9 @@ class HealthMonitor:
         if now_s < self._next_check_s:
             return None
         self._next_check_s = now_s + _CHECK_INTERVAL_S
+        if self._computes_on_cpu and self._peers.node > 0:
+            pids = list_pids()
+            self._peers.note_activity(Activity.of(pids), len(pids))
         for name, pid in ranks.items():
             self.listening_pid(name, ranks)
             if processes.state(pid) != _STOPPED:
@@ -128,8 +134,9 @@ class HealthMonitor:
             self._idle.restart(now_s)
             return False
         limit_s = JOINING_LIMIT_S if beat.activity == heartbeat.JOINING else STILLNESS_LIMIT_S
-        idle_cpu_s = _IDLE_SHARE_PER_PROCESS * len(pids) * STILLNESS_LIMIT_S
-        return self._idle.has_idled(Activity.of(pids), now_s, limit_s, idle_cpu_s)
+        elsewhere, num_elsewhere = self._peers.activity()
+        idle_cpu_s = _IDLE_SHARE_PER_PROCESS * (len(pids) + num_elsewhere) * STILLNESS_LIMIT_S
+        return self._idle.has_idled(Activity.of(pids) + elsewhere, now_s, limit_s, idle_cpu_s)
 
 
 def _step(beat: Beat) -> str:

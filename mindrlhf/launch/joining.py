@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mindrlhf.launch.failure_report import exit_code, is_worth_a_restart
+from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import SCHEDULER, rank_name
 from mindrlhf.system import heartbeat
 from mindrlhf.system.clock import WatchedTime
@@ -33,27 +34,28 @@ class Meeting:
         """Whether the ranks wait for nothing but the scheduler."""
         return bool(self.looking) and not self.absent
 
-    def describe(self, port: int) -> tuple[str, str]:
+    def describe(self, port: int, host: str = "127.0.0.1") -> tuple[str, str]:
         """Return the process that the others wait for, and who waits for whom."""
         looking = " and ".join(self.looking) or "nobody"
         wait = "wait" if len(self.looking) > 1 else "waits"
         if self.absent:
             return self.absent[0], f"has not begun to join: {looking} {wait} for {' and '.join(self.absent)}"
-        return SCHEDULER, f"has not brought the ranks together: {looking} {wait} for it at 127.0.0.1:{port}"
+        return SCHEDULER, f"has not brought the ranks together: {looking} {wait} for it at {host}:{port}"
 
 
 class JoiningWatch:
     """Watches the ranks until they have found each other.
 
     Args:
-        num_workers: how many there are; one alone has nobody to wait for.
+        num_workers: how many there are on this node; one alone has nobody to wait for.
         limit_s: how long it may take from now on; 0 means for ever, and that the ranks need not say where they are.
+        peers: the run's other nodes.
     """
 
-    def __init__(self, num_workers: int, limit_s: float) -> None:
-        self._names = [rank_name(rank) for rank in range(num_workers)]
+    def __init__(self, num_workers: int, limit_s: float, peers: Peers = ALONE) -> None:
+        self._names = [rank_name(rank) for rank in peers.ranks(num_workers)]
         self.limit_s = limit_s
-        self._is_over = num_workers == 1 or limit_s == 0
+        self._is_over = num_workers * peers.num_nodes == 1 or limit_s == 0
         self._time = WatchedTime()
         self._start_s = self._time.now_s()
 

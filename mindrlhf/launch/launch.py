@@ -21,13 +21,18 @@ from mindrlhf.launch.failure_report import describe_end, exit_code, failure_repo
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
 from mindrlhf.launch.logs import LogFollower
-from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses
+from mindrlhf.launch.machine import check_launcher
+from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
+from mindrlhf.launch.peers import ALONE, Peers
+from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
+from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes
+from mindrlhf.system.processor import openblas_environment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
 _CLUSTER_VARIABLES = frozenset(
-    {"MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
+    {"MS_ROLE", "MS_NODE_ID", SECRET_VARIABLE, "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
     | {"RANK_ID", "RANK_SIZE", "DEVICE_ID"}
 )
 _CLUSTER_DEFAULTS = {
@@ -56,52 +61,57 @@ def launch(
     computes_on_cpu: bool = False,
     rank_0_signals: Collection[int] = (),
     advice: Callable[[], str] = lambda: "",
+    says_stages: bool = False,
+    peers: Peers = ALONE,
 ) -> int:
     """Run ``python COMMAND`` on ``num_workers`` ranks of this machine and return an exit code.
 
-    Rank ``i`` writes ``log_dir/worker_i.log``; rank 0's lines appear on ``out`` (default: standard output), other
-    ranks' warnings and errors after ``[rank i]``. When a rank fails or hangs (see :mod:`mindrlhf.launch.health`) or
-    this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGHUP and, after ``grace_s`` seconds, SIGKILL; so
-    does everything they have started. Children that other threads of this process start meanwhile count as the run's.
+    Rank ``i`` writes ``log_dir/worker_i.log``; ``out`` gets rank 0's lines and other ranks' warnings and errors. When a
+    rank fails or hangs or this process gets SIGINT, SIGTERM or SIGHUP, every rank gets SIGHUP and, after ``grace_s``
+    seconds, SIGKILL; so does everything they have started.
 
     Args:
         command: the interpreter's arguments: ``["main.py", ...]`` or ``["-m", "package.module", ...]``.
-        num_workers: ranks on this machine; more than one goes through ``msrun``.
+        num_workers: ranks on this machine; more than one in all goes through ``msrun``.
         log_dir: made if missing; logs of an earlier launch in it are removed.
-        env: added to this process's environment for the ranks; wins over this launcher's defaults.
+        env: for the ranks, over this process's environment and this launcher's defaults.
         master_port: TCP port of the scheduler; a free one when None.
-        hang_timeout_s: longest time without progress of rank 0; 0 means no limit.
-        start_timeout_s: longest time until all ranks have found each other; 0 means no limit. When nothing but the
-            scheduler is in the way, they are started once more, on another port.
+        hang_timeout_s, start_timeout_s: longest time without progress of rank 0, and until all ranks met; 0: no limit.
         computes_on_cpu: the work of the ranks takes processor time, so that a run that uses none hangs.
-        rank_0_signals: SIGTERM or SIGUSR1 in here are passed on to rank 0, once its heartbeat says that it listens,
-            instead of ending the run. SIGTERM has it end the run in its own time: the next signal is not passed on.
+        rank_0_signals: of SIGTERM and SIGUSR1, those that rank 0 gets, once it listens, instead of ending the run.
+            SIGTERM has it end the run in its own time: the next signal is not passed on.
         advice: the last line of a failure's report.
+        says_stages: write what rank 0 does to ``out``; see :mod:`mindrlhf.launch.stages`.
+        peers: launchers of the run's other nodes, each of which starts as many ranks.
 
     Returns:
-        0 when every rank ended with 0; the exit code of the first rank that failed (128 + signal number if a signal
-        killed it), 1 when one hung; 128 + signal number when interrupted. Cause and log are named on standard error.
+        0 when every rank here ended with 0; the exit code of the first that failed on any node (128 + signal number if
+        a signal killed it), 1 for one that hung; 128 + signal number when interrupted. Standard error has the cause.
 
     Raises:
-        UserError: ``num_workers`` is below 1, or this interpreter has no ``msrun`` or no ``python`` beside it.
-        RunFailure: processes of the run could not be killed.
+        UserError, RunFailure: ``num_workers`` is below 1, or there is no ``msrun``; processes could not be killed.
     """
     log_dir = _prepared(Path(log_dir).absolute(), num_workers)
     bystanders = {status.pid for status in processes.descendants(os.getpid())}
-    may_repeat = start_timeout_s > 0 and num_workers > 1
+    may_repeat = start_timeout_s > 0 and num_workers > 1 and peers.num_nodes == 1
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
-            port = master_port or find_free_port()
-            root = _start(command, num_workers, log_dir, env or {}, port)
-            follower = LogFollower({i: log_dir / f"worker_{i}.log" for i in range(num_workers)}, out or sys.stdout)
-            health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu)
-            joining = JoiningWatch(num_workers, start_timeout_s)
-            ranks = RunProcesses(root, num_workers, log_dir, bystanders)
-            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice)
+            port = peers.scheduler_port or master_port or find_free_port()
+            root = _start(command, num_workers, log_dir, env or {}, port, peers)
+            follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
+            health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu, peers=peers)
+            joining = JoiningWatch(num_workers, start_timeout_s, peers)
+            ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
+            run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice, peers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
-            may_repeat, master_port = False, None
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
+            may_repeat, master_port = False, None
+
+
+def _follower(log_dir: Path, ranks: range, out: TextIO, says_stages: bool) -> LogFollower:
+    logs = {rank: log_dir / log_name(rank_name(rank)) for rank in ranks}
+    return LogFollower(logs, out, StageLines(out) if says_stages else None)
 
 
 def _prepared(log_dir: Path, num_workers: int) -> Path:
@@ -141,6 +151,7 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
         # Threads that spin while they wait take the cores that the other ranks and the rollout server need.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
+        **openblas_environment(),
         **_CLUSTER_DEFAULTS,
     }
     environment = defaults | inherited | dict(env)
@@ -150,49 +161,49 @@ def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, st
     return environment
 
 
-def find_free_port() -> int:
-    """Return a TCP port that is free now and that the kernel will not hand to another program's outgoing connection."""
+def find_free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port of ``host`` that is free now and that the kernel gives to no outgoing connection."""
     first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
     for port in random.SystemRandom().sample(candidates, k=len(candidates)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
                 return port
     raise RunFailure(f"no free TCP port for the msrun scheduler among {len(candidates)} from 10000 on")
 
 
-def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int) -> list[str]:
+def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers) -> list[str]:
+    check_launcher(num_workers)
     bin_dir = Path(sys.executable).parent
-    for name in ("msrun", "python"):
-        if not (bin_dir / name).exists():
-            raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
     return [
         sys.executable,
         str(bin_dir / "msrun"),
-        f"--worker_num={num_workers}",
+        f"--worker_num={num_workers * peers.num_nodes}",
         f"--local_worker_num={num_workers}",
-        "--master_addr=127.0.0.1",
+        f"--node_rank={peers.node}",
+        f"--master_addr={peers.host}",
         f"--master_port={master_port}",
         "--join=True",
         f"--log_dir={log_dir}",
         # Ranks from 0 on would be shown by processes of msrun's own; this one does not exist.
-        f"--tail_worker_log={num_workers}",
+        f"--tail_worker_log={num_workers * peers.num_nodes}",
         "python",
         *command,
     ]
 
 
 def _start(
-    command: Sequence[str], num_workers: int, log_dir: Path, env: Mapping[str, str], master_port: int
+    command: Sequence[str], num_workers: int, log_dir: Path, env: Mapping[str, str], master_port: int, peers: Peers
 ) -> subprocess.Popen:
     """Start msrun, or the only rank itself."""
     environment = worker_environment(num_workers, env) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
-    if num_workers == 1:
+    if num_workers == 1 and peers.num_nodes == 1:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:
-        argv = _msrun_argv(command, num_workers, log_dir, master_port)
+        argv = _msrun_argv(command, num_workers, log_dir, master_port, peers)
         log_path = log_dir / "msrun.log"
     launcher_pid = os.getpid()
     with log_path.open("wb") as log_file:
@@ -238,18 +249,21 @@ class _Watch:
         rank_0_signals: Collection[int],
         log_dir: Path,
         advice: Callable[[], str],
+        peers: Peers,
     ) -> None:
         self._run = run
         self._follower = follower
         self._health = health
         self._joining = joining
-        self._port = port
         self._received_signals = received_signals
         self._rank_0_signals = rank_0_signals
         self._log_dir = log_dir
         self._advice = advice
+        self._port = port
+        self._peers = peers
         self._num_handled_signals = 0
         self._is_ending = False  # rank 0 was asked to end the run
+        self._is_ending_for_others = False  # by another node; this one may get the same signal yet
         self._start_s = time.monotonic()
 
     def watch_to_the_end(self, grace_s: float, *, may_repeat: bool) -> int | None:
@@ -267,12 +281,20 @@ class _Watch:
     def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
             self._run.update()
-            self._follower.poll()
+            self._follower.poll(activity=self._health.activities().get("rank 0", ""))
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1
-                if not self._handle(number):
+                if self._is_ending_for_others and number == signal.SIGTERM:
+                    self._is_ending_for_others = False
+                elif not self._handle(number):
                     say(f"{signal.Signals(number).name} received: stopping all processes")
                     return 128 + number
+            for number in self._peers.asked_signals():
+                if not self._is_ending:
+                    self._is_ending_for_others = number == signal.SIGTERM
+                    if not self._handle(number):
+                        say(f"{signal.Signals(number).name} received by another node: stopping all processes")
+                        return 128 + number
             if self._is_ending and self._health.is_deaf_before_first_step():
                 say("SIGTERM received, but rank 0 takes no notice in its first step: stopping all processes")
                 return 128 + signal.SIGTERM
@@ -287,6 +309,9 @@ class _Watch:
                 return self._report_end(*culprit)
             if self._run.is_complete:
                 return 0
+            if (ending := self._peers.ending()) is not None:
+                say(ending.line)
+                return ending.code
             if (returncode := self._run.msrun_returncode) is not None:
                 if returncode != 0:
                     say(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
@@ -307,7 +332,7 @@ class _Watch:
         meeting = self._joining.look(self._health.activities())
         if meeting.is_over:
             return (*hang, False) if hang is not None else None
-        waited_for, how = meeting.describe(self._port)
+        waited_for, how = meeting.describe(self._port, self._peers.host)
         if hang is None:
             hang = waited_for, f"{how} (run.start_timeout_s is {self._joining.limit_s:g})"
         else:
@@ -327,6 +352,10 @@ class _Watch:
 
     def _handle(self, number: int) -> bool:
         """Return whether the run goes on after a signal."""
+        if self._peers.node > 0 and number in self._rank_0_signals and not self._is_ending:
+            self._is_ending = number == signal.SIGTERM
+            self._peers.pass_on(number)
+            return True
         pid = self._health.listening_pid("rank 0", self._run.rank_pids())
         if number in self._rank_0_signals and pid is not None and not self._is_ending:
             self._is_ending = number == signal.SIGTERM
@@ -364,4 +393,6 @@ class _Watch:
         elapsed_s = time.monotonic() - self._start_s
         activities = self._health.activities()
         log_path = self._log_dir / log_name(name)
-        say(failure_report(name, what, elapsed_s, activities, log_path, self._advice(), shows_log=shows_log))
+        text = failure_report(name, what, elapsed_s, activities, log_path, self._advice(), shows_log=shows_log)
+        say(text)
+        self._peers.report(text)

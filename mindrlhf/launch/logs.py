@@ -1,9 +1,12 @@
 """Following the log files of the ranks and choosing which lines the terminal shows; the files keep everything."""
 
+import os
 import re
 from collections import deque
 from pathlib import Path
 from typing import TextIO
+
+from mindrlhf.launch.stages import StageLines
 
 # What MindSpore and MindFormers write on every healthy start on CPU or Ascend.
 HARMLESS_LINES = re.compile(
@@ -27,28 +30,57 @@ HARMLESS_LINES = re.compile(
 )
 _NEWS_OF_OTHER_RANKS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|(Error|Exception|error):")
 _TRACEBACK_START = re.compile(r"^Traceback \(most recent call last\)")
+_COLOURS = (
+    (re.compile(r"^ *step  +[a-z]"), "\033[1m"),
+    (re.compile(r"\b(error|ERROR|CRITICAL)\b|\bnan\b|^Traceback "), "\033[31m"),
+    (re.compile(r"\b(warning|WARNING)\b"), "\033[33m"),
+    (re.compile(r"held-out accuracy"), "\033[1m"),
+)
 _TRACEBACK_MAX_LINES = 60
 _NUM_REMEMBERED_LINES = 500
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream shows colours: a terminal does, unless NO_COLOR is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def coloured(line: str) -> str:
+    """Return a line as a terminal shows it: heads of tables bold, warnings yellow, errors red."""
+    for pattern, start in _COLOURS:
+        if pattern.search(line):
+            return f"{start}{line}\033[0m"
+    return line
 
 
 class LogFollower:
     """Copies new lines of each rank's log to the terminal.
 
     Rank 0 is shown plainly. Of the others only warnings, errors and tracebacks are shown, after ``[rank N]``, and
-    not again when another rank has just said the same.
+    not again when another rank has just said the same. ``stages`` adds lines on what rank 0 does.
     """
 
-    def __init__(self, log_paths: dict[int, Path], out: TextIO) -> None:
+    def __init__(self, log_paths: dict[int, Path], out: TextIO, stages: StageLines | None = None) -> None:
+        self._style = coloured if has_colours(out) else str
         self._tails = {rank: _Tail(path) for rank, path in log_paths.items()}
         self._out = out
         self._traceback_lines_left = dict.fromkeys(log_paths, 0)
+        self._stages = stages
+        self._has_news = False
         self._shown: deque[str] = deque(maxlen=_NUM_REMEMBERED_LINES)
 
-    def poll(self, *, final: bool = False) -> None:
-        """Show what was written since the last call; ``final`` shows an unfinished last line too."""
+    def poll(self, *, final: bool = False, activity: str | None = None) -> None:
+        """Show what was written since the last call; ``final`` shows an unfinished last line too.
+
+        Args:
+            activity: what rank 0 said last that it does, for the lines about stages; None leaves them out.
+        """
+        self._has_news = False
         for rank, tail in self._tails.items():
             for line in tail.new_lines(final=final):
                 self._show(rank, line)
+        if self._stages is not None and activity is not None:
+            self._stages.update(activity, has_news=self._has_news)
         self._out.flush()
 
     def _show(self, rank: int, line: str) -> None:
@@ -57,10 +89,14 @@ class LogFollower:
             return
         if rank == 0:
             self._shown.append(line)
-            self._out.write(f"{line}\n")
+            self._write(line)
         elif self._is_news(rank, line) and line not in self._shown:
             self._shown.append(line)
-            self._out.write(f"[rank {rank}] {line}\n")
+            self._write(f"[rank {rank}] {line}")
+
+    def _write(self, line: str) -> None:
+        self._has_news = True
+        self._out.write(f"{self._style(line)}\n")
 
     def _is_news(self, rank: int, line: str) -> bool:
         if _TRACEBACK_START.search(line):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.launch.peers import Peers
 from mindrlhf.system import processes
 
 SCHEDULER = "the scheduler"
@@ -29,15 +30,20 @@ class RunProcesses:
     """The processes of one launch: ``root`` is msrun, or rank 0 itself when it is alone.
 
     Args:
-        bystanders: children of this process that do not belong to the run.
+        num_workers: ranks on this node.
+        bystanders: children of this process that do not belong to the run; those that come later do.
+        peers: the run's other nodes.
     """
 
-    def __init__(self, root: subprocess.Popen, num_workers: int, log_dir: Path, bystanders: set[int]) -> None:
+    def __init__(
+        self, root: subprocess.Popen, num_workers: int, log_dir: Path, bystanders: set[int], peers: Peers
+    ) -> None:
         self._root = root
         self._num_workers = num_workers
+        self._expected = {*map(rank_name, peers.ranks(num_workers)), *([SCHEDULER] if peers.node == 0 else [])}
         self._log_dir = log_dir
         self._bystanders = bystanders
-        self._names = {root.pid: rank_name(0)} if num_workers == 1 else {}
+        self._names = {root.pid: rank_name(0)} if num_workers * peers.num_nodes == 1 else {}
         self._returncodes: dict[int, int] = {}
         self._first_seen_s: dict[int | str, float] = {}
 
@@ -114,7 +120,7 @@ class RunProcesses:
             if self._root.poll() is not None:
                 self._returncodes[self._root.pid] = self._root.returncode
             return
-        if len(self._names) < self._num_workers + 1:
+        if len(self._names) < len(self._expected):
             self._find_names()
         for pid in self._names.keys() - self._returncodes.keys():
             if (returncode := self._find_returncode(pid)) is not None:
@@ -170,7 +176,7 @@ class RunProcesses:
 
     def _name_by_elimination(self) -> str:
         """Return the name of a worker that died before its environment could be read: the one that no other has."""
-        missing = {SCHEDULER, *map(rank_name, range(self._num_workers))} - set(self._names.values())
+        missing = self._expected - set(self._names.values())
         return missing.pop() if len(missing) == 1 else UNNAMED
 
 

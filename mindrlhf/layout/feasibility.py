@@ -3,7 +3,7 @@
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.sections import ParallelSection, RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
@@ -64,3 +64,28 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
             f"{interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
+
+
+def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:
+    """Check that the servers use exactly the devices that there are.
+
+    Raises:
+        UserError: they do not, or the heads do not divide.
+    """
+    devices = rollout.num_replicas * rollout.tensor_parallel
+    if devices != world_size:
+        fix = (
+            f"set num_replicas to {world_size // rollout.tensor_parallel}"
+            if world_size % rollout.tensor_parallel == 0
+            else f"set tensor_parallel to a divisor of {world_size}"
+        )
+        raise UserError(
+            f"'rollout.num_replicas' {rollout.num_replicas} x 'rollout.tensor_parallel' {rollout.tensor_parallel} "
+            f"uses {devices} devices of {world_size}: {fix}"
+        )
+    if dims.num_heads % rollout.tensor_parallel:
+        choices = [size for size in range(1, dims.num_heads + 1) if dims.num_heads % size == world_size % size == 0]
+        raise UserError(
+            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, which does not divide the model's "
+            f"{dims.num_heads} query heads: set it to one of {', '.join(map(str, choices))}"
+        )

@@ -15,6 +15,7 @@ from mindrlhf.config.derived import resolve_data_parallel
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout, mixed_radix
+from mindrlhf.specs.rules import VISION_PREFIX
 
 if TYPE_CHECKING:
     from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule
@@ -202,8 +203,8 @@ def parameter_layouts(
 ) -> list[ParameterLayout]:
     """The layout of every parameter of a model, in the order of the forward pass.
 
-    Embedding in the first stage, final norm and output layer in the last; a tied embedding in both. MindSpore leaves a
-    shard whole, although the optimiser is parallel, when the whole parameter is smaller than
+    Vision tower and embedding in the first stage, final norm and output layer in the last; a tied embedding in both.
+    MindSpore leaves a shard whole, although the optimiser is parallel, when the whole parameter is smaller than
     `OPTIMIZER_THRESHOLD_BYTES` or the shard's first axis does not divide by the group.
 
     Args:
@@ -227,7 +228,8 @@ def parameter_layouts(
                 "choose a smaller model_parallel or expert_parallel"
             )
         whole = ParameterLayout(rule.mf_name, shape, _stages(rule, is_tied, stages), matrix, tensor_map)
-        layouts.append(_with_optimizer_shard(whole, layout.optimizer_shard, element_bytes))
+        # The optimiser knows nothing of what is not trained.
+        layouts.append(_with_optimizer_shard(whole, layout.optimizer_shard, element_bytes) if rule.trained else whole)
     return layouts
 
 
@@ -276,6 +278,8 @@ def _stages(rule: "ParameterRule", is_tied: bool, layer_stages: Sequence[int]) -
     first, last = layer_stages[0], layer_stages[-1]
     if rule.mf_name == _EMBEDDING:
         return (first, last) if is_tied and first != last else (first,)
+    if rule.mf_name.startswith(VISION_PREFIX):
+        return (first,)
     words = rule.mf_name.split(".")
     if words[:2] == ["decoder", "layers"]:
         return (layer_stages[int(words[2])],)

@@ -1,6 +1,7 @@
 """The causal language model of every role: MindFormers' GPTModel behind one small interface."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -9,6 +10,9 @@ from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
+
+if TYPE_CHECKING:
+    from mindrlhf.models.vision.images import ImagePatches, ImageRows
 
 # Keys of `parallel_config` that shape the cells; the others belong to MindSpore's parallel context.
 _PARALLEL_KEYS = {
@@ -32,7 +36,12 @@ class CausalLM(nn.Cell):
         hf_config: the config.json it was built from.
         splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
         score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
+        lora: the adapters, of :class:`mindrlhf.models.lora.Lora`; None when there are none.
+        visual: the vision tower, which runs before the decoder and outside its graph; None in models of text alone.
+        images: the images of a step, as the tower takes them or has made of them; None in models of text alone.
     """
+
+    lora = None
 
     def __init__(
         self,
@@ -43,6 +52,8 @@ class CausalLM(nn.Cell):
         dims: ModelDims,
         hf_config: dict,
         splits: tuple[int, int, int] = (1, 1, 1),
+        visual: nn.Cell | None = None,
+        images: "ImageRows | ImagePatches | None" = None,
     ):
         super().__init__(auto_prefix=False)
         self.model = model
@@ -52,6 +63,8 @@ class CausalLM(nn.Cell):
         self.dims = dims
         self.hf_config = hf_config
         self.splits = splits
+        self.visual = visual
+        self.images = images
         if spec.is_scorer:
             dtype = model.embedding.word_embeddings.weight.dtype
             self.score_weight = ms.Parameter(ops.zeros((1, dims.hidden_size), dtype), name=SCORE_NAME)
@@ -67,6 +80,8 @@ class CausalLM(nn.Cell):
         Args:
             input_ids: tokens `[B, S]`, int32; or `[B, 3, S]`: tokens, for each the segment that its own continues
                 (its own where that continues none), and its position.
+                With vision `[B, S, 4]`, see
+                :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.with_images`.
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number, and of the
                 segment that their own continues, only.
         """
@@ -85,6 +100,8 @@ def build_model(
     parallel_config: Mapping[str, int | bool] | None = None,
     recompute: bool = False,
     shared_prompts: bool = False,
+    num_image_rows: int = 1,
+    train_vision: str = "none",
 ) -> CausalLM:
     """Build a randomly initialised model; `prepare_mindformers` must have been called.
 
@@ -99,16 +116,20 @@ def build_model(
         recompute: keep only layer inputs and compute the rest again in the backward pass.
         shared_prompts: its rows are those of :class:`CausalLM` with positions; cells for Ascend are sharded for either
             form.
+        num_image_rows: image tokens in one run of a model with vision, at most.
+        train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
 
     Raises:
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
     """
     parallel_config = dict(parallel_config or {})
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    spec = find_spec(hf_config)
-    dims = spec.dims(hf_config)
+    elif dims.vision:
+        raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
     config = _transformer_config(
         spec,
         dims,
@@ -131,9 +152,30 @@ def build_model(
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
     if shared_prompts and device != "cpu":
         cells.rotate_by_row(model)
-    inputs = cells.DecoderInputs(model, config, seq_length, dims)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
-    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
+    inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision)
+    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
+
+
+def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str) -> tuple:
+    """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
+    if not dims.vision:
+        return (cells.DecoderInputs(model, config, config.seq_length, dims),)
+    from mindrlhf.models.vision.cpu_inputs import ImageDecoderInputs, SeeingDecoderInputs
+    from mindrlhf.models.vision.cpu_tower import VisionTower
+    from mindrlhf.models.vision.images import ImagePatches, ImageRows
+
+    tower = VisionTower(config, dims)
+    tower.update_parameters_name("visual.")
+    trained = {"none": (), "projector": ("visual.merger.",), "all": ("visual.",)}[train_vision]
+    for parameter in tower.get_parameters():
+        parameter.requires_grad = parameter.name.startswith(trained)
+    cut = (dims.vision.geometry, dims.vision.window_side)
+    if trained:
+        inputs = SeeingDecoderInputs(tower, model, config, config.seq_length, dims)
+        return inputs, tower, ImagePatches(num_image_rows, *cut)
+    inputs = ImageDecoderInputs(model, config, config.seq_length, dims, num_image_rows)
+    return inputs, tower, ImageRows(tower, inputs.image_rows, *cut)
 
 
 def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict, **options):

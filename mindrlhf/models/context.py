@@ -1,13 +1,17 @@
 """Prepare MindFormers in this process: its import, its logging and its global switches."""
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
 
 from mindrlhf.errors import UserError
+from mindrlhf.models.left_out import left_out
 
 DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
+# MindFormers' metrics and readers of data sets import these; together they take 0.14 GB in every rank.
+UNUSED_PACKAGES = ("datasets", "jieba", "nltk", "pandas", "rouge_chinese", "sklearn")
 
 
 def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
@@ -32,7 +36,8 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     # The command's script of an editable install sets this, and pkg_resources, which MindFormers' dependencies import,
     # then looks for extras under names that their packages have since spelled differently.
     vars(sys.modules["__main__"]).pop("__requires__", None)
-    with warnings.catch_warnings():
+    leaving_out = left_out(UNUSED_PACKAGES) if device == "cpu" else contextlib.nullcontext()
+    with warnings.catch_warnings(), leaving_out:
         warnings.simplefilter("ignore")
         import mindformers
 

@@ -59,12 +59,17 @@ class RmsNorm(nn.Cell):
 
 
 class Weights(nn.Cell):
-    """Holds the weight `[out, in]` and optional bias of a projection under MindFormers' names."""
+    """Holds the weight `[out, in]` and optional bias of a projection under MindFormers' names, and its adapter."""
 
     def __init__(self, config, shape: tuple[int, int], bias: bool):
         super().__init__()
         self.weight = Parameter(config.init_method(shape), name="weight")
         self.bias = Parameter(initializer("zeros", (shape[0],), config.params_dtype), name="bias") if bias else None
+        self.adapter = None  # mindrlhf.models.lora_cells.LowRankAdapter
+
+    def construct(self, rows, product):
+        """Return the product `[N, out]` of rows `[N, in]` and the weight with what an adapter adds to it."""
+        return product if self.adapter is None else product + self.adapter(rows)
 
 
 class AttentionFunction(nn.Cell):
@@ -98,7 +103,7 @@ class AttentionFunction(nn.Cell):
         return self.matmul(dscores, key), self.matmul_transpose_a(dscores, query), dvalue, ops.zeros_like(mask)
 
 
-class _LinearFunction(nn.Cell):
+class LinearFunction(nn.Cell):
     """x @ weight^T + bias on rows, and its gradient with the bias summed by a matrix product."""
 
     def __init__(self):
@@ -115,6 +120,17 @@ class _LinearFunction(nn.Cell):
     def bprop(self, x, weight, bias, out, dout):
         dbias = self.matmul(self.ones((1, x.shape[0]), x.dtype), dout)
         return self.matmul(dout, weight), self.matmul_transpose_a(dout, x), ops.reshape(dbias, bias.shape)
+
+
+class Linear(Weights):
+    """A projection of rows with a bias."""
+
+    def __init__(self, config, shape: tuple[int, int]):
+        super().__init__(config, shape, bias=True)
+        self.function = LinearFunction()
+
+    def construct(self, rows):
+        return self.function(rows, self.weight, self.bias)
 
 
 class Rotate(nn.Cell):
@@ -151,7 +167,7 @@ class SelfAttention(nn.Cell):
         if self.has_norms:
             self.q_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
             self.k_layernorm = RmsNorm(config, self.head_dim, config.layernorm_epsilon)
-        self.linear = _LinearFunction()
+        self.linear = LinearFunction()
         self.rotate = Rotate(self.head_dim)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split_heads = ops.auto_generate.SplitWithSize()
@@ -163,6 +179,7 @@ class SelfAttention(nn.Cell):
             heads = self.linear(hidden_states, self.linear_qkv.weight, self.linear_qkv.bias)
         else:
             heads = self.matmul_transpose_b(hidden_states, self.linear_qkv.weight)
+        heads = self.linear_qkv(hidden_states, heads)
         heads = ops.reshape(heads, (batch, length, self.num_groups, self.heads_per_group + 2, self.head_dim))
         return self.split_heads(ops.transpose(heads, (0, 2, 3, 1, 4)), (self.heads_per_group, 1, 1), 2)
 
@@ -184,7 +201,7 @@ class SelfAttention(nn.Cell):
         )
         output = ops.reshape(output, (batch, self.num_groups * self.heads_per_group, length, self.head_dim))
         output = ops.reshape(ops.transpose(output, (0, 2, 1, 3)), (-1, self.query_size))
-        return self.matmul_transpose_b(output, self.linear_proj.weight), None
+        return self.linear_proj(output, self.matmul_transpose_b(output, self.linear_proj.weight)), None
 
 
 class _GatedMlpFunction(nn.Cell):
@@ -232,12 +249,22 @@ class GatedMlp(nn.Cell):
         self.linear_fc2 = Weights(config, (self.hidden_size, self.intermediate_size), bias=False)
         self.split = ops.Split(0, 2)
         self.function = _GatedMlpFunction()
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
 
     def construct(self, hidden_states, extra_loss=0.0):
         pairs = ops.reshape(self.linear_fc1.weight, (self.intermediate_size, 2, self.hidden_size))
         gate_weight, up_weight = self.split(ops.transpose(pairs, (1, 0, 2)))
         shape = (self.intermediate_size, self.hidden_size)
-        outputs = self.function(
-            hidden_states, ops.reshape(gate_weight, shape), ops.reshape(up_weight, shape), self.linear_fc2.weight
-        )
+        gate_weight, up_weight = ops.reshape(gate_weight, shape), ops.reshape(up_weight, shape)
+        if self.linear_fc1.adapter is not None:
+            return self._adapted(hidden_states, gate_weight, up_weight), None, extra_loss
+        outputs = self.function(hidden_states, gate_weight, up_weight, self.linear_fc2.weight)
         return outputs[0], None, extra_loss
+
+    def _adapted(self, rows, gate_weight, up_weight):
+        """The same with adapters: no gradients of weights, so autodiff passes no more often than necessary."""
+        added_to_gate, added_to_up = self.linear_fc1.adapter(rows)
+        gate = self.matmul_transpose_b(rows, gate_weight) + added_to_gate
+        up = self.matmul_transpose_b(rows, up_weight) + added_to_up
+        product = gate * ops.sigmoid(gate) * up
+        return self.linear_fc2(product, self.matmul_transpose_b(product, self.linear_fc2.weight))

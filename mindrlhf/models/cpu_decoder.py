@@ -58,17 +58,17 @@ class DecoderInputs(nn.Cell):
         self.causal = Tensor(np.triu(np.full((max_length, max_length), HIDDEN_SCORE, np.float32), k=1))
 
     def construct(self, input_ids, segment_ids):
-        batch, length = segment_ids.shape
         if input_ids.ndim == 3:
             return self._with_shared_prompts(input_ids, segment_ids)
-        other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
+        length = segment_ids.shape[1]
         tables = ()
         for table in self.tables:
             tables += (table[:length],)
-        return self._embed(input_ids), self._mask(other, batch, length), tables + (self.turn, self.scale)
+        return self.embed(input_ids), self.mask(segment_ids), tables + (self.turn, self.scale)
 
     def _with_shared_prompts(self, inputs, segment_ids):
         """The same for inputs `[B, 3, S]`; see CausalLM."""
+        batch, length = segment_ids.shape
         batch, length = segment_ids.shape
         keys = ops.expand_dims(segment_ids, 1)
         other = ops.logical_and(
@@ -79,10 +79,17 @@ class DecoderInputs(nn.Cell):
             # Whole copies for all heads: the CPU kernel for broadcast multiplication is several times slower.
             rows = ops.reshape(ops.gather(table, inputs[:, 2], 0), (batch,) + (1,) * len(heads) + (length, -1))
             tables += (ops.tile(rows, (1,) + heads + (1, 1)),)
-        return self._embed(inputs[:, 0]), self._mask(other, batch, length), tables + (self.turn, self.scale)
+        return self.embed(inputs[:, 0]), self._mask(other, batch, length), tables + (self.turn, self.scale)
 
-    def _embed(self, input_ids):
+    def embed(self, input_ids):
+        """The embeddings `[B*S, H]` of tokens `[B, S]`."""
         return ops.reshape(ops.gather(self.word_embeddings.weight, input_ids, 0), (-1, self.hidden_size))
+
+    def mask(self, segment_ids):
+        """What is added to scores, `[B, G, r*S, S]`: tokens see earlier ones of their own segment."""
+        batch, length = segment_ids.shape
+        other = ops.not_equal(ops.expand_dims(segment_ids, 2), ops.expand_dims(segment_ids, 1))
+        return self._mask(other, batch, length)
 
     def _mask(self, other, batch, length):
         """What is added to the scores, `[B, G, r*S, S]`; keys of ``other`` `[B, S, S]` and later ones are hidden."""

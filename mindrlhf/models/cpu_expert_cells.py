@@ -69,7 +69,7 @@ class Router(nn.Cell):
 
 
 class Experts(nn.Cell):
-    """Gated MLPs side by side; the parameters of MindFormers' FFNGroupedGEMM."""
+    """Gated MLPs side by side; the parameters of MindFormers' FFNGroupedGEMM, and adapters."""
 
     def __init__(self, config):
         super().__init__()
@@ -82,15 +82,21 @@ class Experts(nn.Cell):
         self.weight2 = Parameter(config.init_method((self.num_experts * self.size, self.hidden_size)), name="weight2")
         self.matmul = ops.MatMul()
         self.split = ops.Split(1, 2)
+        self.gate_up_adapter = self.down_adapter = None  # of mindrlhf.models.lora_cells
 
     def construct(self, rows, weights):
         """rows `[N, H]`, weights `[N, E]` -> `[N, H]`."""
         stacked = ops.reshape(self.weight1, (self.num_experts, self.hidden_size, 2 * self.size))
         side_by_side = ops.reshape(ops.transpose(stacked, (1, 0, 2)), (self.hidden_size, -1))
-        gate, up = self.split(ops.reshape(self.matmul(rows, side_by_side), (-1, 2 * self.size)))
+        gate_up = ops.reshape(self.matmul(rows, side_by_side), (-1, 2 * self.size))
+        if self.gate_up_adapter is not None:
+            gate_up = gate_up + self.gate_up_adapter(rows)
+        gate, up = self.split(gate_up)
         products = gate * ops.sigmoid(gate) * up * ops.reshape(weights, (-1, 1))
         # The last product also sums over the experts.
-        return self.matmul(ops.reshape(products, (-1, self.num_experts * self.size)), self.weight2)
+        products = ops.reshape(products, (-1, self.num_experts * self.size))
+        output = self.matmul(products, self.weight2)
+        return output if self.down_adapter is None else output + self.down_adapter(products)
 
 
 class ExpertMlp(nn.Cell):

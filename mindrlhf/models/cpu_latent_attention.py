@@ -39,11 +39,14 @@ class LatentSelfAttention(nn.Cell):
     def _queries(self, hidden_states, batch: int, length: int):
         """hidden `[B*S, H]` -> parts without and with position, `[B, N, S, nope_dim]` and `[B, N, S, rope_dim]`."""
         if self.compresses_queries:
-            latent = self.q_layernorm(self.matmul_transpose_b(hidden_states, self.linear_q_down_proj.weight))
-            queries = self.matmul_transpose_b(latent, self.linear_q_up_proj.weight)
+            latent = self.q_layernorm(self._product(hidden_states, self.linear_q_down_proj))
+            queries = self._product(latent, self.linear_q_up_proj)
         else:
-            queries = self.matmul_transpose_b(hidden_states, self.linear_q_proj.weight)
+            queries = self._product(hidden_states, self.linear_q_proj)
         return self._heads(queries, batch, length, self.nope_dim, self.rope_dim)
+
+    def _product(self, rows, weights: Weights):
+        return weights(rows, self.matmul_transpose_b(rows, weights.weight))
 
     def _heads(self, rows, batch: int, length: int, first: int, second: int):
         heads = ops.transpose(ops.reshape(rows, (batch, length, -1, first + second)), (0, 2, 1, 3))
@@ -62,12 +65,12 @@ class LatentSelfAttention(nn.Cell):
         cos, sin, scaled_cos, scaled_sin, turn, scale = rotary_pos_emb
         query, query_rope = self._queries(hidden_states, batch, length)
         query = self.concat((query * scale, self.rotate(query_rope, scaled_cos, scaled_sin, turn)))
-        down = self.matmul_transpose_b(hidden_states, self.linear_kv_down_proj.weight)
+        down = self._product(hidden_states, self.linear_kv_down_proj)
         latent, key_rope = self.split(down, (self.kv_rank, self.rope_dim), 1)
-        up = self.matmul_transpose_b(self.kv_layernorm(latent), self.linear_kv_up_proj.weight)
+        up = self._product(self.kv_layernorm(latent), self.linear_kv_up_proj)
         key, value = self._heads(up, batch, length, self.nope_dim, self.value_dim)
         key_rope = self.rotate(ops.reshape(key_rope, (batch, 1, length, self.rope_dim)), cos, sin, turn)
         key = self.concat((key, ops.tile(key_rope, (1, self.num_heads, 1, 1))))
         output, _ = self.attention(query, key, value, attention_mask)
         output = ops.reshape(ops.transpose(output, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
-        return self.matmul_transpose_b(output, self.linear_proj.weight), attention_loss
+        return self._product(output, self.linear_proj), attention_loss

@@ -2,10 +2,13 @@
 
 import numpy as np
 
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.sections import ModelSection, RunSection
 from mindrlhf.models.causal_lm import CausalLM, build_model
-from mindrlhf.specs import find_spec
-from mindrlhf.specs.scoring import SCORE_NAME, scorer_architecture
+from mindrlhf.models.lora import attach_lora
+from mindrlhf.specs import find_spec, scorer_config
+from mindrlhf.specs.scoring import SCORE_NAME
+from mindrlhf.weights.adapters.peft import load_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names, load_hf_weights, load_random_weights, load_tensors
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
@@ -17,25 +20,40 @@ def has_random_weights(model: ModelSection, path: str) -> bool:
     return model.random_init and path == model.path
 
 
-def load_model(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
+def load_model(
+    model: ModelSection,
+    path: str,
+    run: RunSection,
+    row_length: int,
+    lora: LoraSection | None = None,
+    *,
+    num_image_rows: int = 1,
+) -> CausalLM:
     """Build the model of a Hugging Face directory and load its weights, or initialise them; see ``has_random_weights``.
 
+    Args:
+        lora: gives a model that is trained its adapters, if the section asks for them.
+        num_image_rows: for a model with vision; see :func:`mindrlhf.models.causal_lm.build_model`.
+
     Raises:
-        UserError: the directory, its config or its weights do not fit.
+        UserError: the directory, its config, its weights or its adapter do not fit.
     """
-    network = _build(read_hf_config(path), model, run, row_length)
+    network = _build(read_hf_config(path), model, run, row_length, num_image_rows)
     _fill(network, model, path, run)
+    _attach(network, lora, path, run)
     return network
 
 
-def load_scorer(model: ModelSection, path: str, run: RunSection, row_length: int) -> CausalLM:
+def load_scorer(
+    model: ModelSection, path: str, run: RunSection, row_length: int, lora: LoraSection | None = None
+) -> CausalLM:
     """Build the scoring model (reward model, critic) of a Hugging Face directory; load its weights, or initialise them.
 
     From a language model it takes all but the output projection, and the score's weight is 0: every text scores 0 at
-    first.
+    first. For ``lora`` see :func:`load_model`.
 
     Raises:
-        UserError: the directory, its config or its weights do not fit.
+        UserError: the directory, its config, its weights or its adapter do not fit.
     """
     hf_config = read_hf_config(path)
     network = _build(scorer_config(hf_config), model, run, row_length)
@@ -43,17 +61,11 @@ def load_scorer(model: ModelSection, path: str, run: RunSection, row_length: int
         _fill(network, model, path, run)
     else:
         _load_language_model(network, path)
+    _attach(network, lora, path, run)
     return network
 
 
-def scorer_config(hf_config: dict) -> dict:
-    """Return the config.json of the scoring form of a model, which transformers and vLLM load as well."""
-    architecture = scorer_architecture(find_spec(hf_config).hf_architecture)
-    labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-    return {**hf_config, "architectures": [architecture], **labels, "tie_word_embeddings": False}
-
-
-def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int) -> CausalLM:
+def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int, num_image_rows: int = 1) -> CausalLM:
     return build_model(
         hf_config,
         seq_length=row_length,
@@ -61,6 +73,8 @@ def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: in
         param_dtype=model.param_dtype,
         device=run.device,
         recompute=model.recompute,
+        num_image_rows=num_image_rows,
+        train_vision=model.train_vision,
     )
 
 
@@ -69,6 +83,13 @@ def _fill(network: CausalLM, model: ModelSection, path: str, run: RunSection) ->
         load_random_weights(network, run.seed)
     else:
         load_hf_weights(network, path)
+
+
+def _attach(network: CausalLM, lora: LoraSection | None, path: str, run: RunSection) -> None:
+    if lora is not None and lora.options is not None:
+        attach_lora(network, lora.options, run.seed, path)
+        if lora.path:
+            load_adapter(network, lora.path)
 
 
 def _load_language_model(network: CausalLM, path: str) -> None:

@@ -52,15 +52,27 @@ def decade_ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:
     return [10.0**exponent for exponent in range(first, last + 1, stride)]
 
 
-def tick_label(value: float, spacing: float, unit: str, log: bool = False) -> str:
-    """Return the text of one tick, with the decimals that tell neighbours apart."""
+def tick_label(value: float, spacing: float, unit: str, log: bool = False, largest: float | None = None) -> str:
+    """Return the text of one tick, with the decimals that tell neighbours apart.
+
+    All ticks of an axis have the format of its ``largest`` one (default: of ``value``).
+    """
     if log:
         return f"1e{round(math.log10(value))}"
     if unit == "%":
         return f"{_fixed(100 * value, 100 * spacing)}%"
-    if spacing >= 1e3 or 0 < spacing < 1e-4:
-        return compact(value) if abs(value) > spacing / 2 else "0"
-    return _fixed(value, spacing)
+    if spacing < 1e3 and not 0 < spacing < 1e-4:
+        return _fixed(value, spacing)
+    if abs(value) < spacing / 2:
+        return "0"
+    size = abs(value if largest is None else largest)
+    if spacing < 1:
+        power = math.floor(math.log10(size) + 1e-9)
+        return f"{_fixed(value / 10.0**power, spacing / 10.0**power)}e{power}"
+    for limit, divisor, suffix in ((1e12, 0, ""), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= limit:
+            return f"{_fixed(value / divisor, spacing / divisor)}{suffix}" if divisor else f"{value:.2g}"
+    return f"{value:,.0f}"
 
 
 def compact(value: float) -> str:

@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from mindrlhf.observe.axes import Scale, compact, decade_ticks, round_domain, round_ticks, tick_label, with_unit
+from mindrlhf.observe.axes import Scale, decade_ticks, round_domain, round_ticks, tick_label, with_unit
 from mindrlhf.observe.series import Series, bucket_means, robust_ceiling, smooth, thin
 
 WIDTH, HEIGHT = 440, 210
@@ -147,11 +147,13 @@ def _axes(x: Scale, y: Scale, unit: str) -> str:
     spacing = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else y.high - y.low
     for tick in y_ticks:
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{RIGHT}"/>')
-        label = tick_label(tick, spacing, unit, y.log)
+        label = tick_label(tick, spacing, unit, y.log, max(map(abs, y_ticks)))
         parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 7}" y="{y(tick) + 4:.1f}">{label}</text>')
-    for tick in _step_ticks(x):
+    step_ticks = _step_ticks(x)
+    step_spacing = step_ticks[1] - step_ticks[0] if len(step_ticks) > 1 else 1.0
+    for tick in step_ticks:
         parts.append(f'<path class="axis" d="M{x(tick):.1f} {BOTTOM}v4"/>')
-        label = compact(tick) if tick >= 10000 else f"{tick}"
+        label = tick_label(tick, step_spacing, "", largest=step_ticks[-1])
         parts.append(f'<text class="tick" text-anchor="middle" x="{x(tick):.1f}" y="{BOTTOM + 17}">{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
     parts.append(f'<text class="tick" text-anchor="end" x="{RIGHT}" y="{HEIGHT - 3}">step</text>')

@@ -1,6 +1,7 @@
 """The console table: one aligned line per step."""
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ COLUMNS = (
     _Column("entropy", "entropy", 7, _number, 4),
     _Column("grad_norm", "grad", 7, _number, 3),
     _Column("lr", "lr", 7, _number, 10),
-    _Column("rollout_diff/mean_abs", "diff", 7, _number, 9),
+    _Column("rollout_diff/mean_abs", "diff", 7, _number, 0),
     _Column("e2e_tps", "tok/s", 6, _whole, 5),
     _Column("timing/all", "time", 7, _seconds, 2),
 )
@@ -68,15 +69,24 @@ class ConsoleSink:
     """Print each step as one line under a header that is repeated every 20 lines.
 
     The columns are those whose metrics the run has, less the least important ones where the line would be
-    wider than the terminal (100 characters when the output is not a terminal). Held-out accuracy gets a line
-    of its own on the steps that have it. Colour goes to terminals only; the text is ASCII.
+    wider than the terminal, or than COLUMNS (100 characters when there is neither). Held-out accuracy and loss get
+    a line of their own on the steps that have them. Colour goes to terminals only, unless NO_COLOR is set; the text
+    is ASCII.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, num_steps: int | None = None) -> None:
-        """Print to ``stream`` (standard output when None), as "step / num_steps" when the total is known."""
+    def __init__(
+        self, stream: TextIO | None = None, *, num_steps: int | None = None, accuracy: str = "held-out accuracy"
+    ) -> None:
+        """Print to ``stream`` (standard output when None), as "step / num_steps" when the total is known.
+
+        ``accuracy`` is what the run calls the metric `eval/accuracy`.
+        """
+        self._accuracy = accuracy
         self._stream = sys.stdout if stream is None else stream
-        self._styled = self._stream.isatty()
-        self._width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if self._styled else PLAIN_WIDTH
+        self._styled = self._stream.isatty() and not os.environ.get("NO_COLOR")
+        # A rank writes to its log, which the launcher shows on a terminal whose width is in COLUMNS.
+        knows_width = self._stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+        self._width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if knows_width else PLAIN_WIDTH
         self._num_steps = num_steps
         self._seen: set[str] = set()
         self._columns: list[_Column] = []
@@ -86,7 +96,7 @@ class ConsoleSink:
         """Print one step."""
         if any(column.metric in metrics for column in COLUMNS):
             self._print_step(step, metrics)
-        if "eval/accuracy" in metrics:
+        if "eval/accuracy" in metrics or "eval/loss" in metrics:
             self._print_evaluation(step, metrics)
         self._stream.flush()
 
@@ -114,7 +124,11 @@ class ConsoleSink:
         self._lines_since_header = 0
 
     def _print_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = f"{self._step_label(step).rjust(self._step_width())}  held-out accuracy {metrics['eval/accuracy']:.1%}"
+        line = self._step_label(step).rjust(self._step_width())
+        if "eval/accuracy" in metrics:
+            line += f"  {self._accuracy} {metrics['eval/accuracy']:.1%}"
+        if "eval/loss" in metrics:
+            line += f"  held-out loss {_number(metrics['eval/loss'])}"
         if {"eval/accuracy_low", "eval/accuracy_high"} <= metrics.keys():
             line += f" (95% interval {metrics['eval/accuracy_low']:.1%} to {metrics['eval/accuracy_high']:.1%})"
         print(f"{BOLD}{line}{RESET}" if self._styled else line, file=self._stream)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -18,8 +19,11 @@ from mindrlhf.observe.charts import Chart, interval_plot
 from mindrlhf.observe.panels import Panel, build_panels
 from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
+from mindrlhf.observe.samples import IMAGES_NAME
 
+MAX_AUDIT_ROWS = 10
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
+MAX_PICTURE_BYTES = 4 << 20
 
 
 def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
@@ -48,7 +52,7 @@ def render_report(run: RunData) -> str:
     return template.render(
         run=run,
         version=mindrlhf.__version__,
-        script_hash=_content_hash(script),
+        script_hash=content_hash(script),
         style=Markup(style),
         script=Markup(script),
         headline=_headline(run),
@@ -58,6 +62,7 @@ def render_report(run: RunData) -> str:
         hover_data=Markup(_safe_json(_hover_data(panels))),
         comparisons=_comparisons(run.summary or {}),
         sample_sets=_sample_sets(run),
+        audit=_audit(run),
         metric_rows=_metric_rows(run),
     )
 
@@ -95,7 +100,8 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
     step_times = run.values("timing/all")
     if step_times.size:
         facts.append(("Time per step", compact(float(np.median(step_times))), "s", "median"))
-        facts.append(("Total time", _duration(float(step_times.sum())), "", "sum of all steps"))
+    if total := _total_time(run, step_times):
+        facts.append(("Total time", *total))
     for name, metric, unit, statistic, remark in (
         ("Throughput", "e2e_tps", "tokens/s", np.median, "median, per device"),
         ("Log-prob gap", "rollout_diff/max_abs", "nats", np.max, "rollout to training, largest"),
@@ -105,6 +111,40 @@ def _facts(run: RunData) -> list[tuple[str, str, str, str]]:
         if values.size:
             facts.append((name, compact(float(statistic(values))), unit, remark))
     return facts
+
+
+def _total_time(run: RunData, step_times: np.ndarray) -> tuple[str, str, str] | None:
+    """Return the time of the whole run with its remark; of a run that has not noted its start, that of its steps."""
+    if run.starts_s:
+        elapsed_s = max(0.0, run.last_written.timestamp() - run.starts_s[0])
+        remark = "from start to last record"
+        if (num_restarts := len(run.starts_s) - 1) > 0:
+            remark += f", with {num_restarts} restart{'s' if num_restarts > 1 else ''} and what lay between"
+        return _duration(elapsed_s), "", remark
+    return (_duration(float(step_times.sum())), "", "sum of all steps") if step_times.size else None
+
+
+def _audit(run: RunData) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return what `mindrlhf rewards audit` found: headings, and under each rows of text."""
+    if run.audit is None:
+        return []
+    correlations = [
+        (f"{one['rho']:+.2f}", f"{one.get('feature')}, in {one.get('within')}", f"{one['num_samples']:,} samples")
+        for one in run.audit["correlations"]
+    ]
+    clusters = [
+        (f"{one['share']:.0%}", _shortened(one.get("completion")), f"{one['num_prompts']:,} prompts")
+        for one in run.audit["clusters"][:MAX_AUDIT_ROWS]
+    ]
+    flips = [
+        (f"{one['num_flipped']:,} of {one['num_samples']:,}", f"{one.get('rewriting')}", f"{one.get('verifier')}")
+        for one in run.audit["flips"]
+    ]
+    return [
+        ("What correlates with the reward (Spearman; significant ones)", correlations),
+        ("High rewards for one text on prompts with different answers", clusters),
+        ("Rewards that flip under harmless rewriting", flips),
+    ]
 
 
 def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -124,7 +164,8 @@ def _sample_sets(run: RunData) -> list[tuple[str, list[dict[str, Any]]]]:
     sets = []
     for name, samples in (("First samples", run.first_samples), ("Last samples", run.last_samples)):
         if samples:
-            sets.append((f"{name}: step {samples[0]['step']}", [_sample(sample) for sample in samples]))
+            shown = [_sample(sample) | {"pictures": _pictures(sample, run.directory)} for sample in samples]
+            sets.append((f"{name}: step {samples[0]['step']}", shown))
     return sets
 
 
@@ -139,6 +180,20 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": [(name, _reward_text(value)) for name, value in by_verifier],
         "cut": record.get("finish_reason") == "length",
     }
+
+
+def _pictures(record: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Return the images of a sample's prompt as addresses that hold them; but for what is missing or no PNG file."""
+    found = []
+    digests = record.get("images")
+    for digest in digests if isinstance(digests, list) else ():
+        path = run_dir / IMAGES_NAME / f"{digest}.png"
+        # The name comes from a file that anybody may have written.
+        if re.fullmatch("[0-9a-f]{64}", str(digest)) and path.is_file() and path.stat().st_size <= MAX_PICTURE_BYTES:
+            data = path.read_bytes()
+            if data.startswith(b"\x89PNG"):
+                found.append(f"data:image/png;base64,{base64.b64encode(data).decode()}")
+    return found
 
 
 def _reward_text(value: Any) -> str:
@@ -179,7 +234,7 @@ def _safe_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _content_hash(script: str) -> str:
+def content_hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 

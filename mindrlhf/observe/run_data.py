@@ -14,6 +14,13 @@ from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.series import Series
 
 SAMPLES_PER_STEP = 6
+STARTS_NAME = "starts.jsonl"  # when each process of the run began
+AUDIT_NAME = "audit.json"  # what `mindrlhf rewards audit` found
+AUDIT_NUMBERS = {
+    "correlations": ("rho", "num_samples", "p_value"),
+    "clusters": ("num_samples", "num_prompts", "share"),
+    "flips": ("num_samples", "num_flipped"),
+}
 # The axes of a chart of larger ones would overflow; what a run computes in float32 ends at 3.4e38.
 MAX_MAGNITUDE = 1e300
 
@@ -22,6 +29,7 @@ MAX_MAGNITUDE = 1e300
 class RunData:
     """The files of one run, read and checked."""
 
+    directory: Path
     name: str
     last_written: datetime  # UTC
     series: dict[str, Series]  # by metric name, each with at least one finite value
@@ -30,6 +38,8 @@ class RunData:
     last_samples: list[dict[str, Any]]  # of the last one, empty when it is the first
     summary: dict[str, Any] | None
     config_text: str | None
+    starts_s: list[float]  # seconds since the epoch at which the run was started, and continued
+    audit: dict[str, Any] | None
 
     def values(self, metric: str) -> np.ndarray:
         """Return the finite values of a metric, float64 [n], n = 0 when the run does not have it."""
@@ -56,6 +66,7 @@ def read_run(run_dir: Path) -> RunData:
     samples_path = run_dir / "samples.jsonl"
     first_samples, last_samples = _read_samples(samples_path) if samples_path.exists() else ([], [])
     return RunData(
+        directory=run_dir,
         name=run_dir.resolve().name,
         last_written=datetime.fromtimestamp(metrics_path.stat().st_mtime, timezone.utc),
         series=series,
@@ -63,8 +74,31 @@ def read_run(run_dir: Path) -> RunData:
         first_samples=first_samples,
         last_samples=last_samples,
         summary=_read_summary(summary_path) if summary_path.exists() else None,
+        starts_s=_read_starts(run_dir / STARTS_NAME),
+        audit=_read_audit(run_dir / AUDIT_NAME),
         config_text=config_path.read_text(encoding="utf-8", errors="replace") if config_path.exists() else None,
     )
+
+
+def _read_starts(path: Path) -> list[float]:
+    if not path.exists():
+        return []
+    return [float(one["start_s"]) for one in read_jsonl(path) if _is_number(one.get("start_s"))]
+
+
+def _read_audit(path: Path) -> dict[str, Any] | None:
+    """Return the audit of the rewards; the report relies on its lists of objects and on their numbers."""
+    if not path.exists():
+        return None
+    try:
+        audit = json.loads(path.read_text(encoding="utf-8"))
+        for name, numbers in AUDIT_NUMBERS.items():
+            for one in audit[name]:
+                if not all(_is_number(one[key]) for key in numbers):
+                    raise ValueError(f"an entry of '{name}' needs the numbers {', '.join(numbers)}")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as failure:
+        raise UserError(f"{path} is not an audit of rewards ({failure}): remove it or audit again") from None
+    return audit
 
 
 def _read_series(path: Path) -> dict[str, Series]:

@@ -1,15 +1,22 @@
-"""What the policy wrote: ``samples.jsonl``."""
+"""What the policy wrote: ``samples.jsonl``, and the pictures it was shown: ``sample_images``."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from mindrlhf.errors import RunFailure
+from mindrlhf.images.pixels import encode_png, image_digest
 from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.system.files import write_file
+
+IMAGES_NAME = "sample_images"
 
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One scored sample, as text."""
+    """One scored sample: text, and the images of its prompt."""
 
     step: int
     prompt: str
@@ -18,18 +25,40 @@ class SampleRecord:
     reward: float  # weighted total
     rewards: Mapping[str, float]  # unweighted, by verifier
     finish_reason: str  # "stop" or "length"
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each
 
 
 class SampleWriter:
-    """Append samples to ``samples.jsonl``; see ``JsonlWriter`` for ``first_step`` and the errors."""
+    """Append samples to ``samples.jsonl``; see ``JsonlWriter`` for ``first_step`` and the errors.
+
+    Images go to ``sample_images`` beside it, each once, as a PNG file with its digest for a name, which the line has.
+    """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         self._writer = JsonlWriter(path, first_step=first_step)
+        self._image_dir = Path(path).parent / IMAGES_NAME
 
     def write(self, samples: Iterable[SampleRecord]) -> None:
         """Append the samples of one step."""
         for sample in samples:
-            self._writer.write({**vars(sample), "rewards": dict(sample.rewards)})
+            line = {**vars(sample), "rewards": dict(sample.rewards), "images": self._keep(sample.images)}
+            if not line["images"]:
+                del line["images"]
+            self._writer.write(line)
+
+    def _keep(self, images: Iterable[np.ndarray]) -> list[str]:
+        """Write the images that are not there yet; return the digests of all."""
+        digests = []
+        for pixels in images:
+            digests.append(image_digest(pixels))
+            path = self._image_dir / f"{digests[-1]}.png"
+            try:
+                self._image_dir.mkdir(exist_ok=True)
+                if not path.exists():
+                    write_file(path, encode_png(pixels))
+            except OSError as failure:
+                raise RunFailure(f"cannot write {path}: {failure.strerror}") from failure
+        return digests
 
     def close(self) -> None:
         """Close the file."""

@@ -3,12 +3,26 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
+
+import numpy as np
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import ConsoleSink
 from mindrlhf.observe.records import JsonlWriter
+
+NUM_BINS = 30
+
+
+@dataclass(frozen=True)
+class StepDetails:
+    """What a step has beyond its metrics."""
+
+    rewards: np.ndarray  # float64 [samples], finite
+    lengths: np.ndarray  # of the responses, in tokens, [samples]
+    samples: Sequence[str]  # a few, prompt and response as text
 
 
 class Sink(Protocol):
@@ -60,6 +74,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._summary_metadata, self._histogram = summary_pb2.SummaryMetadata, summary_pb2.HistogramProto
         self._directory = Path(directory)
         try:
             self._writer = EventFileWriter(str(directory))
@@ -73,6 +88,30 @@ class TensorBoardSink:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
+    def write_details(self, step: int, details: StepDetails) -> None:
+        """Write histograms of reward and response length, and the samples as text."""
+        values = [
+            self._summary.Value(tag=f"histograms/{name}", histo=self._histogram(**_histogram(numbers)))
+            for name, numbers in (("reward", details.rewards), ("response_length", details.lengths))
+            if numbers.size
+        ]
+        values += [self._text(f"samples/{number}", text) for number, text in enumerate(details.samples, start=1)]
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def write_text(self, tag: str, text: str) -> None:
+        """Write a text of the whole run, such as its config."""
+        summary = self._summary(value=[self._text(tag, text)])
+        self._add(self._event(wall_time=time.time(), step=0, summary=summary))
+
+    def _text(self, tag: str, text: str):
+        from tensorboard.compat.proto import tensor_pb2, types_pb2
+
+        metadata = self._summary_metadata(plugin_data=self._summary_metadata.PluginData(plugin_name="text"))
+        # Four spaces at the start of each line: shown as it stands, and no markup of the model's is obeyed.
+        plain = "\n".join(f"    {line}" for line in text.splitlines()).encode("utf-8", "backslashreplace")
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[plain])
+        return self._summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+
     def close(self) -> None:
         """Close the event file and end its writer thread."""
         self._writer.close()
@@ -85,6 +124,20 @@ class TensorBoardSink:
             raise RunFailure(f"cannot write {self._directory}: {failure.strerror}") from failure
 
 
+def _histogram(values: np.ndarray) -> dict[str, Any]:
+    """Return the fields of TensorBoard's histogram of finite ``values``, in bins of equal width."""
+    counts, edges = np.histogram(values, bins=NUM_BINS)
+    return {
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "num": float(values.size),
+        "sum": float(values.sum()),
+        "sum_squares": float(np.square(values, dtype=np.float64).sum()),
+        "bucket_limit": edges[1:].tolist(),
+        "bucket": counts.astype(float).tolist(),
+    }
+
+
 class SinkGroup:
     """Several sinks behind one."""
 
@@ -95,6 +148,18 @@ class SinkGroup:
         """Write to each sink in turn."""
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def write_details(self, step: int, details: StepDetails) -> None:
+        """Write the details of a step to the sinks that take any."""
+        for sink in self._sinks:
+            if isinstance(sink, TensorBoardSink):
+                sink.write_details(step, details)
+
+    def write_text(self, tag: str, text: str) -> None:
+        """Write a text of the whole run to the sinks that take any."""
+        for sink in self._sinks:
+            if isinstance(sink, TensorBoardSink):
+                sink.write_text(tag, text)
 
     def close(self) -> None:
         """Close every sink, also when one of them fails to close."""
@@ -115,6 +180,7 @@ def open_sinks(
     num_steps: int | None = None,
     tensorboard: bool = True,
     stream: TextIO | None = None,
+    accuracy: str = "held-out accuracy",
 ) -> SinkGroup:
     """Open ``metrics.jsonl``, the console and, unless told not to, ``tensorboard/`` of a run.
 
@@ -124,9 +190,10 @@ def open_sinks(
             What an earlier process wrote about these steps is removed.
         num_steps: steps of the whole run, for the console.
         stream: console stream, standard output when None.
+        accuracy: what the run calls the metric `eval/accuracy`, for the console.
     """
     run_dir = Path(run_dir)
-    console = ConsoleSink(sys.stdout if stream is None else stream, num_steps=num_steps)
+    console = ConsoleSink(sys.stdout if stream is None else stream, num_steps=num_steps, accuracy=accuracy)
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step=first_step)]
     if tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", first_step=first_step))

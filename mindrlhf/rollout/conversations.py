@@ -66,6 +66,7 @@ class _Conversation:
             num_samples=1,
             seed=int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0]) >> 1,
             max_tokens=max_tokens,
+            images=self.request.images,
         )
 
     def completion(self, finish_reason: str) -> Completion:

@@ -34,6 +34,10 @@ class GeneratorPool:
     def wake(self) -> None:
         self._on_all(lambda generator: generator.wake())
 
+    def cancel(self) -> None:
+        for generator in self.generators:
+            generator.cancel()
+
     def close(self) -> None:
         self._on_all(lambda generator: generator.close())
 

@@ -65,6 +65,10 @@ class Replicas:
                 return
             except RunFailure as failure:
                 self._restart(failure)
+                if not all(generator.has_weights for generator in self._generators):
+                    raise RunFailure(
+                        f"{failure}; the weights it sampled with have been replaced: resume from the last checkpoint"
+                    ) from failure
             done = {
                 name: sum((name, index) in seen for index in range(request.num_samples)) == request.num_samples
                 for name, request in waiting.items()
@@ -82,6 +86,10 @@ class Replicas:
     def wake(self) -> None:
         """Take device memory again."""
         self._survive(self._all.wake)
+
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
+        self._all.cancel()
 
     def close(self) -> None:
         """Stop every server."""

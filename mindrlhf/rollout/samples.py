@@ -1,13 +1,14 @@
 """From prompts to scored samples: generation and verification, overlapped."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
@@ -36,6 +37,9 @@ class Sample:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    weights_version: int = 0  # of the weights that generated it, or began to
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
 
     @property
     def num_generated(self) -> int:
@@ -91,23 +95,43 @@ class Sampler:
             chunk_size: prompts sent to the generator at a time; 0 sends all.
             first_group: position of the first prompt among all that share the seed path; groups are numbered from it.
         """
-        prompts = [self._tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False) for record in records]
         requests = [
             GenerationRequest(
-                index, tuple(record.prompt_ids.tolist()), num_samples, _seed(seed_path, first_group + index)
+                index,
+                tuple(record.prompt_ids.tolist()),
+                num_samples,
+                _seed(seed_path, first_group + index),
+                images=record.images,
             )
             for index, record in enumerate(records)
         ]
+
+        def completions() -> Iterator[Completion]:
+            for start in range(0, len(requests), chunk_size or len(requests)):
+                chunk = requests[start : start + (chunk_size or len(requests))]
+                yield from self._generator.generate(chunk, sampling)
+
+        return self.score(records, num_samples, completions(), first_group)
+
+    def score(
+        self, records: Sequence[PromptRecord], num_samples: int, found: Iterable[Completion], first_group: int = 0
+    ) -> list[Sample]:
+        """Return the samples that completions make, ordered by prompt and sample index; see ``sample``.
+
+        Args:
+            found: all completions of all prompts, in any order; ``request_id`` is the place of the prompt. Each is
+                verified while the next are awaited.
+        """
+        prompts = [self._prompt_text(record) for record in records]
+        images = [record.images for record in records]  # unpacked once for all samples of a prompt
         completions: dict[int, Completion] = {}
         texts: dict[int, str] = {}
-        for start in range(0, len(requests), chunk_size or len(requests)):
-            chunk = requests[start : start + (chunk_size or len(requests))]
-            for completion in self._generator.generate(chunk, sampling):
-                place = completion.request_id * num_samples + completion.sample_index
-                completions[place] = completion
-                texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
-                if self._rewards is not None:
-                    self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
+        for completion in found:
+            place = completion.request_id * num_samples + completion.sample_index
+            completions[place] = completion
+            texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
+            if self._rewards is not None:
+                self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
         if self._rewards is not None:
             results = {result.index: result for result in self._rewards.results()}
         else:
@@ -120,9 +144,14 @@ class Sampler:
             _sample(place // num_samples, completions[place], texts[place], prompts, records, results[place])
             for place in range(expected)
         ]
+        samples = [dataclasses.replace(sample, images=images[sample.group]) for sample in samples]
         if first_group:
             samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
         return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
+
+    def _prompt_text(self, record: PromptRecord) -> str:
+        ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def _reward_input(
@@ -167,13 +196,15 @@ def _sample(
         num_turns=completion.num_turns,
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
+        weights_version=completion.weights_version,
+        spans=completion.spans,
     )
 
 
 def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
     """Return the digests of what a step sampled, for its line of the fingerprint; the order of samples counts."""
     return {
-        "prompts": digest_arrays(sample.prompt_ids for sample in samples),
+        "prompts": digest_arrays(array for sample in samples for array in (sample.prompt_ids, *sample.images)),
         "samples": digest_arrays(sample.response_ids for sample in samples),
         "rollout_logprobs": digest_arrays(sample.rollout_logprobs for sample in samples),
         "rewards": digest_json([[sample.reward, dict(sample.rewards)] for sample in samples]),
@@ -204,4 +235,5 @@ def sample_record(sample: Sample, step: int) -> SampleRecord:
         reward=sample.reward,
         rewards=sample.rewards,
         finish_reason=sample.finish_reason,
+        images=sample.images,
     )

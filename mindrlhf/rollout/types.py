@@ -25,6 +25,8 @@ class SamplingParams:
 class GenerationRequest:
     """One prompt to be sampled ``num_samples`` times.
 
+    ``prompt_ids`` hold as many image tokens for each of the ``images`` as it takes, in order.
+
     Sample ``i`` is sampled from a random stream that depends on ``seed`` and ``i`` only, so that the same
     request gives the same samples whatever else is in the batch (up to rounding in the kernels).
     """
@@ -34,6 +36,7 @@ class GenerationRequest:
     num_samples: int
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
+    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""
@@ -54,6 +57,11 @@ class Completion:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0  # malformed calls among them
+    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
+
+
+class Cancelled(Exception):
+    """Another thread has called ``cancel`` on the generator."""
 
 
 class CompletionSource(Protocol):
@@ -74,6 +82,9 @@ class Generator(CompletionSource, Protocol):
 
     def wake(self) -> None:
         """Take device memory again; weights must be updated before the next ``generate``."""
+
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
 
     def close(self) -> None:
         """Stop every process and remove every socket that this generator made."""

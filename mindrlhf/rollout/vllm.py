@@ -20,14 +20,23 @@ import numpy as np
 import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, check_options, server_environment
+from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_completions
+from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.vllm_options import (
+    PACKAGES_NAME,
+    TEMPORARY_NAME,
+    VllmOptions,
+    check_options,
+    sees_images,
+    server_environment,
+    write_plugin,
+)
 from mindrlhf.system import processes
+from mindrlhf.system.files import take_directory
 from mindrlhf.system.log_tail import last_lines
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
-_FINISH_REASONS = ("stop", "length")
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
 _NUM_LOG_LINES_SHOWN = 3
@@ -47,9 +56,11 @@ class VllmGenerator:
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._private_dir: str | None = None
+        self._private_dir_lock: int | None = None
         self._shared_memory: set[str] = set()
         self._is_ready = False
         self._is_generating = False
+        self._is_cancelled = False
         self._asked = ""  # what it was last told to do
         self._board_path: str | None = None
         self._weights_version: int | None = None
@@ -95,17 +106,8 @@ class VllmGenerator:
         self._check_requests(requests, sampling)
         self._check_weights()
         self.wait_ready()
-        lengths = [len(request.prompt_ids) for request in requests]
-        arrays = {
-            "request_ids": np.array([request.request_id for request in requests], np.int64),
-            "num_samples": np.array([request.num_samples for request in requests], np.int32),
-            "seeds": np.array([request.seed for request in requests], np.int64),
-            "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
-            "prompt_lengths": np.array(lengths, np.int64),
-            "prompt_ids": np.fromiter((i for r in requests for i in r.prompt_ids), np.int32, sum(lengths)),
-        }
         self._is_generating = True
-        self._send({"kind": "generate", "sampling": _vllm_sampling(sampling)}, arrays)
+        self._send({"kind": "generate", "sampling": pack_sampling(sampling)}, pack_requests(requests, sampling))
         return self._completions()
 
     def update_weights(self, version: int) -> None:
@@ -121,6 +123,11 @@ class VllmGenerator:
     def wake(self) -> None:
         """Take device memory again; weights must be updated before the next ``generate``."""
         self._call({"kind": "wake"})
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether ``generate`` may be called."""
+        return self.options.load_format != "dummy" or self._weights_version is not None
 
     @property
     def is_running(self) -> bool:
@@ -154,6 +161,13 @@ class VllmGenerator:
         except WeightBoardError:
             return False  # the server's own attempt will say what is wrong with it
 
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later.
+
+        This alone may be called while another thread uses the generator.
+        """
+        self._is_cancelled = True
+
     def close(self) -> None:
         """Stop the server and everything it started. Safe to call twice, and after a failure."""
         if self._process is None:
@@ -169,12 +183,12 @@ class VllmGenerator:
         self._note_shared_memory()
         self._kill_group()
         self._process.wait()
-        shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._remove_private_dir()
         for path in self._shared_memory:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         self._shared_memory.clear()
-        self._process = self._connection = self._private_dir = None
+        self._process = self._connection = None
         self._is_ready = self._is_generating = False
 
     def __enter__(self) -> "VllmGenerator":
@@ -186,12 +200,16 @@ class VllmGenerator:
     def _launch(self) -> None:
         options = self.options
         # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
-        # too: vLLM leaves some behind when it is killed.
-        self._private_dir = tempfile.mkdtemp(prefix="mindrlhf-rollout-")
+        # too: vLLM leaves some behind when it is killed. The lock goes on to the server: the directory is in use while
+        # either lives, and the next start of anybody removes it when both were killed.
+        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), "mindrlhf-rollout-")
+        self._private_dir = str(path)
         for name in (PACKAGES_NAME, TEMPORARY_NAME):
             os.mkdir(os.path.join(self._private_dir, name))
         package = Path(mindrlhf.__file__).resolve().parent
         os.symlink(package, os.path.join(self._private_dir, PACKAGES_NAME, package.name))
+        if sees_images(options.model_dir):
+            write_plugin(Path(self._private_dir, PACKAGES_NAME))
         config = {
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
@@ -210,17 +228,26 @@ class VllmGenerator:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), self._private_dir_lock],
                     start_new_session=True,
                 )
         except OSError as error:
             self._connection.close()
-            shutil.rmtree(self._private_dir, ignore_errors=True)
+            self._remove_private_dir()
             raise RunFailure(f"the rollout server could not be started: {error}") from error
+
+    def _remove_private_dir(self) -> None:
+        os.close(self._private_dir_lock)
+        shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._private_dir = self._private_dir_lock = None
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         if len({request.request_id for request in requests}) != len(requests):
             raise UserError("two generation requests have the same request_id; number them apart")
+        if any(request.images for request in requests) and not sees_images(self.options.model_dir):
+            raise UserError(
+                f"prompts have images, and the model in {self.options.model_dir} sees none: use another one"
+            )
         for request in requests:
             max_tokens = request.token_limit(sampling)
             longest = self.options.max_model_len - max_tokens
@@ -231,17 +258,19 @@ class VllmGenerator:
                 )
 
     def _check_weights(self) -> None:
-        if self.options.load_format == "dummy" and self._weights_version is None:
+        if not self.has_weights:
             raise RunFailure("the rollout server has no weights yet: update_weights() comes before generate()")
 
     def _completions(self) -> Iterator[Completion]:
         try:
             while True:
-                header, arrays = self._receive()
+                header, arrays = self._receive(is_cancellable=True)
                 if header["kind"] == "generated":
                     self._is_generating = False
                     return
-                yield from _unpack(header, arrays)
+                if self._is_cancelled:
+                    raise Cancelled
+                yield from unpack_completions(header, arrays)
         finally:
             if self._is_generating and self._process is not None:
                 self._abort()
@@ -267,7 +296,9 @@ class VllmGenerator:
         except ConnectionClosed:
             raise self._failure() from None
 
-    def _receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _receive(
+        self, timeout_s: float | None = None, *, is_cancellable: bool = False
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The next message. A dead server is noticed by the closed connection, or by its exit if that stays open."""
         if self._process is None:
             raise RunFailure("the rollout server is closed")
@@ -275,6 +306,8 @@ class VllmGenerator:
         # While it starts it may wait for a slow disk for long, without using processor time.
         stall = StallWatch(self._process.pid, self.options.stall_timeout_s) if timeout_s is None else None
         while not select.select([self._connection], [], [], _LIVENESS_POLL_S)[0]:
+            if is_cancellable and self._is_cancelled:
+                raise Cancelled
             if self._process.poll() is not None:
                 raise self._failure()
             if end is not None and time.monotonic() > end:
@@ -324,22 +357,3 @@ class VllmGenerator:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The arguments of vLLM's own SamplingParams."""
-    return dataclasses.asdict(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}
-
-
-def _unpack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator[Completion]:
-    ends = np.cumsum(arrays["lengths"])
-    for i, end in enumerate(ends):
-        start = end - arrays["lengths"][i]
-        yield Completion(
-            request_id=int(arrays["request_ids"][i]),
-            sample_index=int(arrays["sample_indices"][i]),
-            token_ids=arrays["token_ids"][start:end],
-            logprobs=arrays["logprobs"][start:end],
-            finish_reason=_FINISH_REASONS[arrays["finish_reasons"][i]],
-            weights_version=header["weights_version"],
-        )

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.hf import read_hf_config
@@ -59,19 +60,49 @@ class VllmOptions:
 
 def check_options(options: VllmOptions) -> None:
     """Raise ``UserError`` when the interpreter or the model's config.json is missing, or a number is out of range."""
-    if shutil.which(options.python) is None:
-        raise UserError(f"rollout.python '{options.python}' is no executable; give the rollout environment's python")
-    max_positions = read_hf_config(options.model_dir).get("max_position_embeddings")
-    if max_positions is not None and (type(max_positions) is not int or options.max_model_len > max_positions):
-        raise UserError(
-            f"rollout max_model_len {options.max_model_len} is over max_position_embeddings {max_positions!r} of "
-            f"{options.model_dir}; lower the prompt or response length"
-        )
+    check_python(options.python)
+    check_positions(options.model_dir, options.max_model_len)
     if options.device not in _DEVICE_VARIABLES:
         raise UserError(f"rollout device is '{options.device}'; it must be one of {', '.join(_DEVICE_VARIABLES)}")
     for name in ("max_model_len", "max_num_seqs", "num_threads", "tensor_parallel_size", "start_timeout_s"):
         if getattr(options, name) <= 0:
             raise UserError(f"rollout {name} is {getattr(options, name)}; it must be at least 1")
+
+
+def check_python(python: str) -> None:
+    """Raise ``UserError`` when there is no such interpreter."""
+    if shutil.which(python) is None:
+        raise UserError(f"rollout.python '{python}' is no executable; give the rollout environment's python")
+
+
+def check_positions(model_dir: str, max_model_len: int) -> None:
+    """Raise ``UserError`` when a prompt and its response, ``max_model_len`` tokens, are longer than the model takes."""
+    hf_config = read_hf_config(model_dir)
+    # Models that see may keep what is about text in a part of its own.
+    max_positions = (hf_config.get("text_config") or hf_config).get("max_position_embeddings")
+    if max_positions is not None and (type(max_positions) is not int or max_model_len > max_positions):
+        raise UserError(
+            f"rollout max_model_len {max_model_len} is over max_position_embeddings {max_positions!r} of "
+            f"{model_dir}; lower the prompt or response length"
+        )
+
+
+def sees_images(model_dir: str) -> bool:
+    """Whether the model in ``model_dir`` takes images."""
+    return read_hf_config(model_dir).get("vision_config") is not None
+
+
+def write_plugin(packages: Path) -> None:
+    """Make vLLM call ``server.vision.register`` in each process that has ``packages`` on its path, those it starts too.
+
+    Plugins are entry points of installed packages: this writes what an installed one would have.
+    """
+    installed = packages / "mindrlhf_vision-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mindrlhf-vision\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nmindrlhf_vision = mindrlhf.rollout.server.vision:register\n"
+    )
 
 
 def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]:

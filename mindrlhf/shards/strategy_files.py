@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.system.files import partial_path, put_in_place, write_file, write_json
 from mindrlhf.weights.hf import read_json_object
 
@@ -46,6 +47,8 @@ def identifying_dims(dims: "ModelDims") -> dict[str, Any]:
     """The sizes that tell models apart, JSON-able: not the draft layers, which are left out of every file written."""
     values = json.loads(json.dumps(dataclasses.asdict(dims)))
     del values["num_draft_layers"]
+    if values["vision"] is None:  # models of text are described as they were before there were others
+        del values["vision"]
     return values
 
 
@@ -126,12 +129,17 @@ def write_strategy_file(path: Path, layouts: Iterable[ParameterLayout], stage: i
     operator.node_name = "mindrlhf"
     operator.parallel_strategys.stage = stage
     operator.parallel_strategys.parallel_strategy.add().dim.append(1)
+    add_layouts(message, layouts, stage)
+    write_file(path, message.SerializeToString())
+
+
+def add_layouts(message: Any, layouts: Iterable[ParameterLayout], stage: int) -> None:
+    """Add those parameters that lie in a pipeline stage to its message."""
     for layout in layouts:
         if stage in layout.stages:
             item = message.parallel_layout_item.add()
             item.param_name = layout.name
             _fill(item.parallel_layouts, layout)
-    write_file(path, message.SerializeToString())
 
 
 def read_strategy(
@@ -286,7 +294,7 @@ def _layouts(
 
 
 def _is_parameter(name: str) -> bool:
-    return name.startswith(("decoder.", "embedding.", "output_layer."))
+    return name.startswith(("decoder.", "embedding.", "output_layer.", VISION_PREFIX))
 
 
 def _layout(path: Path, name: str, shape: tuple[int, ...], stages: tuple[int, ...], message: Any) -> ParameterLayout:

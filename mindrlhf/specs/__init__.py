@@ -6,15 +6,17 @@ planning and the weight board can read it anywhere. A new architecture is one mo
 
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
-from mindrlhf.specs.dims import ExpertDims, LatentDims, ModelDims, YarnDims
+from mindrlhf.specs.dims import ExpertDims, LatentDims, ModelDims, VisionDims, YarnDims
 from mindrlhf.specs.model import ModelSpec
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
+from mindrlhf.specs.qwen_vl import QWEN2_5_VL
 from mindrlhf.specs.rules import ParameterRule
-from mindrlhf.specs.scoring import scorer_of
+from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
 __all__ = [
     "DEEPSEEK_V3",
     "QWEN2",
+    "QWEN2_5_VL",
     "QWEN3",
     "QWEN3_MOE",
     "SPECS",
@@ -23,12 +25,14 @@ __all__ = [
     "ModelDims",
     "ModelSpec",
     "ParameterRule",
+    "VisionDims",
     "YarnDims",
     "find_spec",
+    "scorer_config",
 ]
 
 _LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
-SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
+SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, QWEN2_5_VL, *map(scorer_of, _LANGUAGE_MODELS))}
 
 
 def find_spec(hf_config: dict) -> ModelSpec:
@@ -42,3 +46,10 @@ def find_spec(hf_config: dict) -> ModelSpec:
     if not isinstance(architecture, str) or architecture not in SPECS:
         raise UserError(f"config.json has architectures={architectures!r}: the supported ones are {', '.join(SPECS)}")
     return SPECS[architecture]
+
+
+def scorer_config(hf_config: dict) -> dict:
+    """Return the config.json of the scoring form of a model, which transformers and vLLM load as well."""
+    architecture = scorer_architecture(find_spec(hf_config).hf_architecture)
+    labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    return {**hf_config, "architectures": [architecture], **labels, "tie_word_embeddings": False}

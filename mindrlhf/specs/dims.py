@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from mindrlhf.errors import UserError
+from mindrlhf.images.geometry import VisionGeometry
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,64 @@ class YarnDims:
 
 
 @dataclass(frozen=True)
+class VisionDims:
+    """The vision tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1), and how images enter the decoder.
+
+    Attributes:
+        depth: blocks of the tower.
+        hidden_size: width of the tower.
+        intermediate_size: width of its gated MLP.
+        num_heads: attention heads; divides `hidden_size`.
+        in_channels: colours of a pixel.
+        patch_size: pixels along each side of a patch.
+        temporal_patch_size: frames in a patch; a still image is repeated.
+        merge_size: patches along each side of the square that one token stands for.
+        window_size: pixels along each side of the square within which most blocks attend.
+        full_attention_blocks: blocks that attend to the whole image.
+        image_token: token that stands for a merged patch in prompts.
+        mrope_sections: pairs of the decoder's rotary channels that turn with time, row and column.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    window_size: int
+    full_attention_blocks: tuple[int, ...]
+    image_token: int
+    mrope_sections: tuple[int, int, int]
+
+    @property
+    def geometry(self) -> VisionGeometry:
+        """How images are cut into patches."""
+        return VisionGeometry(self.patch_size, self.merge_size, self.temporal_patch_size)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers in one patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Width of one merged patch before the projection to the decoder."""
+        return self.hidden_size * self.merge_size**2
+
+    @property
+    def window_side(self) -> int:
+        """Merged patches along each side of an attention window."""
+        return self.window_size // self.merge_size // self.patch_size
+
+
+@dataclass(frozen=True)
 class ModelDims:
     """The sizes and switches of one model, read from its Hugging Face config.json.
 
@@ -95,6 +154,7 @@ class ModelDims:
         latent: latent attention; None when queries, keys and values are projected directly.
         yarn: context extension; None for plain rotary embeddings.
         num_draft_layers: multi-token prediction layers that a checkpoint may hold after the others; they are not used.
+        vision: the vision tower; None in models of text alone.
     """
 
     num_layers: int
@@ -112,6 +172,7 @@ class ModelDims:
     latent: LatentDims | None = None
     yarn: YarnDims | None = None
     num_draft_layers: int = 0
+    vision: VisionDims | None = None
 
     @property
     def heads_per_group(self) -> int:

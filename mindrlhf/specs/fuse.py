@@ -35,6 +35,9 @@ def split(rule: ParameterRule, dims: ModelDims, fused: np.ndarray) -> list[np.nd
 
 def split_parts(rule: ParameterRule, dims: ModelDims, fused: np.ndarray) -> Iterator[np.ndarray]:
     """`split`, one array after the other."""
+    if rule.transform == "stack":
+        yield from np.split(fused, len(rule.hf_names))
+        return
     for block in np.split(fused, rule.num_experts):
         yield from _SPLIT[rule.transform](dims, block)
 
@@ -71,6 +74,7 @@ def _split_transposed(num_parts: int) -> Callable[[ModelDims, np.ndarray], Itera
 
 _FUSE = {
     "copy": lambda _, parts: parts[0],
+    "stack": lambda _, parts: np.concatenate(parts),
     "qkv": _fuse_qkv,
     "gate_up": _fuse_gate_up,
     "expert_gate_up": _fuse_transposed,

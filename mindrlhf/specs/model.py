@@ -24,6 +24,9 @@ class ModelSpec:
         read_dims: reads the attributes of `ModelDims` that only this architecture has, or has elsewhere.
         supports_yarn: rotary embeddings may be extended.
         is_scorer: the output is a score for each token instead of a distribution over the next one.
+        text_config: the part of config.json that describes the decoder, as config.json of a text model has it.
+        text_architecture: what a text model with the same decoder is called; empty where this is one.
+        vision_rules: rules of the vision tower; `{layer}` counts its blocks.
     """
 
     name: str
@@ -34,6 +37,9 @@ class ModelSpec:
     read_dims: Callable[[dict], dict] = lambda hf_config: {}
     supports_yarn: bool = False
     is_scorer: bool = False
+    text_config: Callable[[dict], dict] = lambda hf_config: hf_config
+    text_architecture: str = ""
+    vision_rules: tuple[ParameterRule, ...] = ()
 
     def dims(self, hf_config: dict) -> ModelDims:
         """Read the sizes from config.json.
@@ -42,6 +48,7 @@ class ModelSpec:
             UserError: a size is missing, contradictory or of the wrong type, or the config asks for an unsupported
                 variant.
         """
+        hf_config = self.text_config(hf_config)
         if positive_int(hf_config, "num_hidden_layers") > _MAX_LAYERS:
             raise UserError(f"config.json has num_hidden_layers={hf_config['num_hidden_layers']}: it is damaged")
         try:
@@ -90,20 +97,16 @@ class ModelSpec:
             sizes["head_dim"] = _head_dim(hf_config, num_heads)
         return ModelDims(**sizes)
 
+    def decoder_config(self, hf_config: dict) -> dict:
+        """config.json of the text model with this model's decoder: what is compiled where no vision tower is."""
+        if not self.text_architecture:
+            return hf_config
+        return {**self.text_config(hf_config), "architectures": [self.text_architecture]}
+
     def rules(self, dims: ModelDims) -> list[ParameterRule]:
         """Every rule of a model of these dimensions, `{layer}` filled in, in the order of the forward pass."""
-        present = [rule for rule in self.parameter_rules if rule.present(dims)]
-        per_layer = [rule for rule in present if "{layer}" in rule.mf_name]
-        first = present.index(per_layer[0])
-        before = [rule for rule in present[:first] if rule not in per_layer]
-        after = [rule for rule in present[first:] if rule not in per_layer]
-        inside = [
-            rule.for_layer(layer, dims)
-            for layer in range(dims.num_layers)
-            for rule in per_layer
-            if rule.in_layer(dims, layer)
-        ]
-        return before + inside + after
+        tower = _filled_in(self.vision_rules, dims, dims.vision.depth) if dims.vision else []
+        return tower + _filled_in(self.parameter_rules, dims, dims.num_layers)
 
     def mcore_config(self, dims: ModelDims) -> dict:
         """`TransformerConfig` arguments that depend on the architecture alone (no dtypes, no parallelism)."""
@@ -132,6 +135,19 @@ class ModelSpec:
             **_yarn_options(dims),
             **self.mcore_options,
         }
+
+
+def _filled_in(rules: tuple[ParameterRule, ...], dims: ModelDims, num_layers: int) -> list[ParameterRule]:
+    """Return the rules with those of a layer once for each layer, where the first of them is."""
+    present = [rule for rule in rules if rule.present(dims)]
+    per_layer = [rule for rule in present if "{layer}" in rule.mf_name]
+    first = present.index(per_layer[0])
+    before = [rule for rule in present[:first] if rule not in per_layer]
+    after = [rule for rule in present[first:] if rule not in per_layer]
+    inside = [
+        rule.for_layer(layer, dims) for layer in range(num_layers) for rule in per_layer if rule.in_layer(dims, layer)
+    ]
+    return before + inside + after
 
 
 def _head_dim(hf_config: dict, num_heads: int) -> int:

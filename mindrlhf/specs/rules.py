@@ -17,7 +17,8 @@ class ParameterRule:
             names are repeated expert by expert.
         mf_name: MindFormers (mcore) name.
         transform: `copy`, `qkv` (per group: r query heads, one key head, one value head), `gate_up` (rows alternate),
-            `expert_gate_up` (per expert `[gate^T | up^T]`, stacked) or `expert_down` (per expert `down^T`, stacked).
+            `expert_gate_up` (per expert `[gate^T | up^T]`, stacked), `expert_down` (per expert `down^T`, stacked) or
+            `stack` (equal parts, one after the other).
         shape: Hugging Face shapes, in the order of `hf_names`; of one expert where these name `{expert}`.
         shard_axis: the axis that tensor parallelism splits, the same in both layouts; None when replicated.
         present: whether a model of these dimensions has the parameter.
@@ -64,6 +65,8 @@ class ParameterRule:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
+# Names of a vision tower, in checkpoints and here.
+VISION_PREFIX = "visual."
 LAYER = "model.layers.{layer}."
 BLOCK = "decoder.layers.{layer}."
 

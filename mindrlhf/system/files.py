@@ -134,15 +134,37 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
     Raises:
         OSError: the disk refuses.
     """
+    path, lock = take_directory(parent, prefix)
+    try:
+        yield path
+    finally:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def take_directory(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a private directory and lock it; remove those of the same prefix that a kill has left.
+
+    Returns:
+        The directory, and a descriptor that holds its lock until it and all copies of it are closed.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     for path in parent.glob(f"{prefix}*"):
         if path.is_dir() and not path.is_symlink() and not is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    try:
-        with locked(path):
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process tidied up between the two
+            continue
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists():
+            return path, lock
+        os.close(lock)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,14 @@ class Activity:
         cpu_time_s = sum(map(processes.cpu_time_s, pids))
         return cls(cpu_time_s, _RUNNABLE in states, _WAITS_FOR_DISK in states)
 
+    def __add__(self, other: "Activity") -> "Activity":
+        """Return what both groups do."""
+        return Activity(
+            self.cpu_time_s + other.cpu_time_s,
+            self.is_runnable or other.is_runnable,
+            self.waits_for_disk or other.waits_for_disk,
+        )
+
 
 class IdleWatch:
     """Tells a group of processes that is stuck from one that works, or would if it were given a processor.

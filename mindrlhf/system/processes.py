@@ -188,6 +188,12 @@ def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.S
         os.kill(os.getpid(), signal_number)
 
 
+def machine() -> str:
+    """Return what processes that see each other in ``/proc`` have in common: they share a machine, or a container."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+
+
 def has_launcher() -> bool:
     """Whether ``mindrlhf.launch.launch`` started this process, or one of those that did."""
     return LAUNCHER_PID_VARIABLE in os.environ

@@ -1,7 +1,7 @@
 """From scored samples to the micro-batches of every rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
+from mindrlhf.training.image_rows import ImageTokens, image_table, with_images
 from mindrlhf.training.records import Share, TokenArrays
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class RowOptions:
     packing: str = FIRST_FIT  # see `training.packing`
     cost: RowCost = RowCost()  # by which the rows of other packings are balanced over the ranks
     in_step: bool = False  # ranks compute one graph together: their n-th micro-batches must have the same shape
+    image_tokens: ImageTokens | None = None  # of a model with vision
 
     @property
     def shares_prompts(self) -> bool:
@@ -40,7 +42,7 @@ class RowOptions:
     def shapes(self) -> list[PackedRows]:
         """Return rows of weight 0 in each shape that micro-batches may have: what there is to compile."""
         return [
-            padding_rows((size, length), share_prompts=self.shares_prompts)
+            with_images(padding_rows((size, length), share_prompts=self.shares_prompts), (), (), self.image_tokens)
             for length in self.row_lengths
             for size in self.sizes
         ]
@@ -57,6 +59,7 @@ class Batch:
     num_tokens: int
     placed: tuple[tuple[int, int, int, int], ...]  # per sequence: micro-batch, row, first position, last + 1
     ranks: tuple[int, ...] = ()  # of each micro-batch; empty: rank r computes ``micro_batches[r::num_ranks]``
+    images: dict[str, np.ndarray] = field(default_factory=dict)  # digest -> uint8 [height, width, 3]
 
     def numbers(self, rank: int, num_ranks: int) -> list[int]:
         """Return the numbers of the micro-batches that a rank computes, in order."""
@@ -108,6 +111,17 @@ class Batch:
         for rank, share in enumerate(shares):
             found |= zip(self.numbers(rank, len(shares)), share, strict=True)
         return [found[number] for number in range(len(self.micro_batches))]
+
+
+def images_of_ranks(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, tuple[np.ndarray, ...]]]:
+    """Return the argument ``images`` of a call to the ranks: what each one's rows look at, every image once."""
+    pixels = {digest: image for batch in batches for digest, image in batch.images.items()}
+    digests: list[dict[str, None]] = [{} for _ in range(num_ranks)]
+    for batch in batches:
+        for rank, own in enumerate(digests):
+            for number in batch.numbers(rank, num_ranks):
+                own.update(dict.fromkeys(batch.micro_batches[number].images))
+    return [{"images": tuple(pixels[digest] for digest in own)} for own in digests]
 
 
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:
@@ -191,10 +205,12 @@ class _Builder:
                 stop = first + len(self._sequences[item].response_ids)
                 self._placed[item] = (len(self.micro_batches), row_index, first, stop)
         if rows:
-            self.micro_batches.append(fill_rows(self._sequences, rows, size, share_prompts=shared))
+            filled = fill_rows(self._sequences, rows, size, share_prompts=shared)
+            self.micro_batches.append(with_images(filled, self._sequences, rows, self.options.image_tokens))
         else:
             names = tuple(self._sequences[0].values)
-            self.micro_batches.append(padding_rows((size, length), names, share_prompts=shared))
+            padding = padding_rows((size, length), names, share_prompts=shared)
+            self.micro_batches.append(with_images(padding, (), (), self.options.image_tokens))
         if rank is not None:
             self._ranks.append(rank)
 
@@ -202,4 +218,5 @@ class _Builder:
         """Return the batch."""
         num_tokens = sum(self._sequences[item].num_generated for item in self._placed)
         placed = tuple(self._placed[item] for item in sorted(self._placed))
-        return Batch(tuple(self.micro_batches), num_tokens, placed, tuple(self._ranks))
+        images = image_table([self._sequences[item] for item in sorted(self._placed)])
+        return Batch(tuple(self.micro_batches), num_tokens, placed, tuple(self._ranks), images)

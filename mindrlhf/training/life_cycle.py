@@ -1,6 +1,7 @@
 """The life of a run, of whatever kind: checked, connected, resumed, stepped through, saved, exported."""
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,7 +9,10 @@ from mindrlhf.config.parse import write_config
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.observe.sinks import SinkGroup, open_sinks
+from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.observe.run_data import STARTS_NAME
+from mindrlhf.observe.sinks import SinkGroup, StepDetails, open_sinks
+from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import (
@@ -18,7 +22,7 @@ from mindrlhf.training.checkpoints.run import (
     check_output,
     holding_directories,
 )
-from mindrlhf.training.runtime import Rank, is_rank_0_process, start_runtime
+from mindrlhf.training.runtime import Rank, is_first_of_node, is_rank_0_process, start_runtime
 from mindrlhf.training.team import Team, connect, serve
 
 
@@ -43,6 +47,10 @@ class Steps(Protocol):
             StopRequested: the run was asked to end, and the step has changed nothing yet.
         """
 
+    def details(self) -> StepDetails | None:
+        """Return what the last step has beyond its metrics, None when there is nothing."""
+        return None
+
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the evaluation that is due after ``progress.step`` steps, empty when none is."""
 
@@ -64,15 +72,20 @@ class Training(Protocol):
     Attributes:
         team: the ranks, once ``connect`` is done.
         order: the order of the data, once ``connect`` is done.
-        shown_steps: the number of steps that the console shows, None to show none.
+        shown_steps: the number of steps that the console shows, None to show none; once ``connect`` is done.
+        accuracy: what the console calls the metric `eval/accuracy`.
     """
 
     team: Team
     order: PromptStream | EpochSteps
     shown_steps: int | None
+    accuracy: str = "held-out accuracy"
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """On rank 0, start what takes long, before anything else; by default nothing."""
+
+    def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
+        """On the first rank of each other node, the same; by default nothing."""
 
     def build_worker(self, rank: Rank) -> Any:
         """Return this rank's worker, with the model that the run starts from."""
@@ -102,49 +115,75 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    output_dir = Path(config.run.output_dir)
+    start_s, output_dir = time.time(), Path(config.run.output_dir)
     with contextlib.ExitStack() as stack:
         if is_rank_0_process():
             if not has_launcher():  # which holds them for all of its attempts
                 stack.enter_context(holding_directories(config, "a run started by msrun"))
             check_output(config, resume=resume)
             training.start_early(stack)
+        elif is_first_of_node():
+            training.start_early_elsewhere(stack)
         output_dir.mkdir(parents=True, exist_ok=True)
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)
+        heartbeat.enter(heartbeat.JOINED)
         worker = training.build_worker(rank)
         if rank.is_rank_0:
-            _run_rank_0(config, training, worker, connections, stack, resume)
+            _run_rank_0(config, training, worker, connections, stack, resume, start_s)
         else:
             serve(worker, connections[0])
 
 
 def _run_rank_0(
-    config: AnyConfig, training: Training, worker: Any, connections: list, stack: contextlib.ExitStack, resume: bool
+    config: AnyConfig,
+    training: Training,
+    worker: Any,
+    connections: list,
+    stack: contextlib.ExitStack,
+    resume: bool,
+    start_s: float,
 ) -> None:
     output_dir = Path(config.run.output_dir)
     requests = SaveRequests()
+    heartbeat.enter("reading the data")
     training.connect(worker, connections, requests, stack)
     data = data_fingerprint(vars(config.data))
     checkpoints = RunCheckpoints(config, training.team, training.order, requests, data)
     stack.callback(checkpoints.close)
     progress = Progress()
     if resume:
+        heartbeat.enter("reading the checkpoint")
         progress = checkpoints.resume()
         print(f"mindrlhf: resumed after step {progress.step}", flush=True)
     first_step = progress.step + 1 if resume else 0
     sinks = open_sinks(
-        output_dir, first_step=first_step, num_steps=training.shown_steps, tensorboard=config.observe.tensorboard
+        output_dir,
+        first_step=first_step,
+        num_steps=training.shown_steps,
+        tensorboard=config.observe.tensorboard,
+        accuracy=training.accuracy,
     )
     stack.callback(sinks.close)
     write_config(config, output_dir)
+    _note_start(output_dir, first_step, start_s)
+    if not resume:
+        sinks.write_text("config", (output_dir / "config.yaml").read_text(encoding="utf-8"))
     steps = training.open(progress, checkpoints, first_step, stack)
     requests.listen()
     is_complete = run_steps(steps, checkpoints, sinks)
     checkpoints.wait()
     if is_complete:
         sinks.close()
+        heartbeat.enter("summing up and exporting the model")
         training.finish(worker, progress)
+
+
+def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
+    """Keep when this process began, for the total time in the report."""
+    writer = JsonlWriter(output_dir / STARTS_NAME, first_step=first_step)
+    writer.write({"step": first_step, "start_s": start_s})
+    writer.close()
 
 
 def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bool:
@@ -166,6 +205,8 @@ def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bo
             return False
         metrics |= steps.evaluate()
         sinks.write(progress.step, metrics)
+        if details := steps.details():
+            sinks.write_details(progress.step, details)
         steps.check()
         must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
         if checkpoints.is_due(progress):

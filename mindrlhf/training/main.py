@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.errors import RunFailure, UserError, messages_of
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.runtime import num_ranks_from_environment
@@ -36,7 +36,8 @@ def guarded(program: str, run: Callable[[], None]) -> int:
     try:
         run()
     except (UserError, RunFailure) as failure:
-        print(f"{program}: error: {failure}", file=sys.stderr, flush=True)
+        for line in messages_of(failure):
+            print(f"{program}: error: {line}", file=sys.stderr, flush=True)
         return failure.exit_code
     return 0
 

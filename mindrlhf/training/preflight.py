@@ -1,26 +1,39 @@
 """Everything about a run that can be checked, and counted, before a device is touched."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.msprobe_section import CELL_LEVEL
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, ParallelSection
+from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
-from mindrlhf.layout.feasibility import check_feasible, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
 from mindrlhf.layout.layout import Layout
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.rollout.vllm_options import check_positions
 from mindrlhf.sandbox.server import check_strong
 from mindrlhf.shards.strategy_files import check_strategy_directory
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import find_spec, scorer_config
+from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision_checks import (
+    check_device,
+    check_images,
+    check_text_only,
+    check_vision,
+    image_tokens,
+)
+from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded, open_tensors
@@ -38,6 +51,7 @@ class RunInputs:
     held_out: PromptFile | None
     row_lengths: tuple[int, ...]  # ascending
     num_steps: int
+    image_tokens: ImageTokens | None = None  # of a model with vision
 
 
 def check_sandbox(config: GrpoConfig) -> str:
@@ -51,74 +65,141 @@ def check_sandbox(config: GrpoConfig) -> str:
     return f"sandbox of programs that the model writes: {check_strong(config.sandbox.allow_weak)}"
 
 
-def check_grpo_inputs(config: GrpoConfig, world_size: int = 1) -> RunInputs:
+def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a `mindrlhf train` run on ``world_size`` ranks.
 
+    Args:
+        mistakes: found before; None for none.
+
     Raises:
-        UserError: anything that would stop the run later: files, tokenizer, verifiers, weights, lengths, layout.
+        UserError: everything that would stop the run later: files, tokenizer, verifiers, weights, lengths, layout;
+            after what is in ``mistakes``.
     """
+    mistakes = Mistakes() if mistakes is None else mistakes
+    check = mistakes.check
+    check(check_vision, config, needs=["model.path"])
     if config.run.device == "cpu":
-        _check_data_parallel(config.parallel_config, "run.device=cpu")
+        check(_check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
     if selection is not None:
-        selection.check()
-    check_tools(config.tools.names)
-    tokenizer, prompts = _open_data(config.data, config.data.train_file, "prompts")
-    held_out = _open_data(config.data, config.data.eval_file, "prompts")[1] if config.data.eval_file else None
+        check(selection.check, needs=["reward.verifier_weight"])
+    check(check_tools, config.tools.names)
+    files = _Files.open(config.data, "prompts", mistakes)
     if selection is not None:
-        selection.check_prompts(prompts.header.verifier_choices, prompts.path)
-    if selection is not None and held_out is not None:
-        selection.check_prompts(held_out.header.verifier_choices, held_out.path, accuracy_verifier(config))
-    longer = max((prompts, *([held_out] if held_out else [])), key=lambda file: file.header.longest_prompt)
+        for file in files.present:
+            accuracy = accuracy_verifier(config) if file is files.held_out else ""
+            check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
+    check(_check_msprobe, config)
+    num_steps = 0
+    if files.training is not None:
+        per_step = config.training.chunk_size * config.training.num_rollouts
+        num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
+    row_lengths = None
+    if files.present:
+        row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
+    if config.run.device != "cpu":
+        check(_check_servers, config, world_size, needs=["model.path"])
+    if row_lengths is not None:
+        if config.run.device != "cpu":
+            check(_check_layout, config, row_lengths, world_size, needs=["model.path"])
+        check(check_positions, config.model.path, row_lengths[-1], needs=["model.path"])
+    _check_models(config, files.tokenizer, num_steps, mistakes)
+    for file in files.present:
+        check(check_images, config.model.path, file, needs=["model.path"])
+        if config.algorithm.beta > 0 and config.model.reference_path:
+            check(check_images, config.model.reference_path, file, needs=["model.reference_path"])
+    mistakes.raise_if_any()
+    seen = image_tokens(config.model.path)
+    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen)
+
+
+def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> RunInputs:
+    """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
+    mistakes = Mistakes() if mistakes is None else mistakes
+    mistakes.check(check_device, config.model, config.run, needs=["model.path"])
+    mistakes.check(_check_data_parallel, config.parallel_config, "mindrlhf sft")
+    files = _Files.open(config.data, "sft", mistakes)
+    mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
+    mistakes.check(_check_lora, config.lora, config.model.path, False, needs=["model.path"])
+    for file in files.present:
+        mistakes.check(check_images, config.model.path, file, needs=["model.path"])
+    lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
+    mistakes.raise_if_any()
+    seen = image_tokens(config.model.path)
+    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
+
+
+def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mistakes | None = None) -> RunInputs:
+    """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
+    mistakes = Mistakes() if mistakes is None else mistakes
+    command = "dpo" if isinstance(config, DpoConfig) else "reward-model"
+    mistakes.check(check_text_only, config.model, command, needs=["model.path"])
+    mistakes.check(_check_data_parallel, config.parallel_config, "preference learning")
+    files = _Files.open(config.data, "preference", mistakes)
+    for key, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path)):
+        if path:
+            mistakes.check(_check_model, config.model, path, files.tokenizer, needs=[key])
+            if isinstance(config, DpoConfig):
+                mistakes.check(_check_gives_tokens, path, needs=[key])
+    is_scorer = not isinstance(config, DpoConfig)
+    mistakes.check(_check_lora, config.lora, config.model.path, is_scorer, needs=["model.path"])
+    lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
+    mistakes.raise_if_any()
+    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The tokenizer and the data files of a run, each None where it cannot be opened."""
+
+    tokenizer: Tokenizer | None
+    training: PromptFile | None
+    held_out: PromptFile | None
+
+    @classmethod
+    def open(cls, data: DataSection, task: str, mistakes: Mistakes) -> "_Files":
+        tokenizer = mistakes.check(load_tokenizer, data.tokenizer_dir, needs=["data.tokenizer_dir"])
+        training = mistakes.check(_open_file, data.train_file, tokenizer, task, needs=["data.train_file"])
+        held_out = None
+        if data.eval_file:
+            held_out = mistakes.check(_open_file, data.eval_file, tokenizer, task, needs=["data.eval_file"])
+        return cls(tokenizer, training, held_out)
+
+    @property
+    def present(self) -> list[PromptFile]:
+        return [file for file in (self.training, self.held_out) if file is not None]
+
+
+def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[int, ...]:
+    longer = max(files, key=lambda file: file.header.longest_prompt)
     longest = longer.header.longest_prompt + config.rollout.max_response_length
     what = (
         f"the longest prompt of {longer.path} ({longer.header.longest_prompt} tokens) with "
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
     is_fitted = config.training.packing != FIRST_FIT
-    row_lengths = choose_row_length(config.training.row_lengths, longest, what, is_fitted=is_fitted)
-    _check_layout(config, row_lengths, world_size)
-    _check_msprobe(config)
-    _check_model(config.model, config.model.path, tokenizer)
-    if config.algorithm.beta > 0 and config.model.reference_path:
-        _check_model(config.model, config.model.reference_path, tokenizer)
-        _check_reference(config)
-    per_step = config.training.chunk_size * config.training.num_rollouts
-    num_steps = _num_steps(len(prompts) * config.training.epochs, per_step, config.run.max_steps)
+    return choose_row_length(config.training.row_lengths, longest, what, is_fitted=is_fitted)
+
+
+def _record_row_lengths(row_lengths: tuple[int, ...], files: Sequence[PromptFile], what: str) -> tuple[int, ...]:
+    if not files:
+        return ()
+    longer = max(files, key=lambda file: _longest_record(file.header))
+    longest = _longest_record(longer.header)
+    return choose_row_length(row_lengths, longest, f"the longest {what} of {longer.path} ({longest} tokens)")
+
+
+def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int, mistakes: Mistakes) -> None:
+    check, model = mistakes.check, config.model
+    check(_check_model, model, model.path, tokenizer, needs=["model.path"])
+    check(_check_lora, config.lora, model.path, False, needs=["model.path"])
+    if config.algorithm.beta > 0 and model.reference_path:
+        check(_check_model, model, model.reference_path, tokenizer, needs=["model.reference_path"])
+        check(_check_reference, config, needs=["model.path", "model.reference_path"])
     if needs_critic(config):
-        _check_critic(config, tokenizer, num_steps)
+        check(_check_critic, config, tokenizer, num_steps, needs=["critic.path"])
     if config.reward.model_path:
-        _check_reward_model(config, tokenizer)
-    return RunInputs(tokenizer, prompts, held_out, row_lengths, num_steps)
-
-
-def check_sft_inputs(config: SftConfig) -> RunInputs:
-    """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
-    _check_data_parallel(config.parallel_config, "mindrlhf sft")
-    tokenizer, records = _open_data(config.data, config.data.train_file, "sft")
-    held_out = _open_data(config.data, config.data.eval_file, "sft")[1] if config.data.eval_file else None
-    longer = max((records, *([held_out] if held_out else [])), key=lambda file: _longest_record(file.header))
-    longest = _longest_record(longer.header)
-    what = f"the longest record of {longer.path} ({longest} tokens)"
-    row_lengths = choose_row_length(config.supervised.row_lengths, longest, what)
-    _check_model(config.model, config.model.path, tokenizer)
-    return RunInputs(tokenizer, records, held_out, row_lengths, 0)
-
-
-def check_preference_inputs(config: DpoConfig | RewardModelConfig) -> RunInputs:
-    """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
-    _check_data_parallel(config.parallel_config, "preference learning")
-    tokenizer, records = _open_data(config.data, config.data.train_file, "preference")
-    held_out = _open_data(config.data, config.data.eval_file, "preference")[1] if config.data.eval_file else None
-    longer = max((records, *([held_out] if held_out else [])), key=lambda file: _longest_record(file.header))
-    longest = _longest_record(longer.header)
-    what = f"the longest pair of {longer.path} ({longest} tokens)"
-    row_lengths = choose_row_length(config.preference.row_lengths, longest, what)
-    for path in filter(None, (config.model.path, config.model.reference_path)):
-        _check_model(config.model, path, tokenizer)
-        if isinstance(config, DpoConfig) and find_spec(read_hf_config(path)).is_scorer:
-            raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
-    return RunInputs(tokenizer, records, held_out, row_lengths, 0)
+        check(_check_reward_model, config, tokenizer, needs=["reward.model_path"])
 
 
 def check_free(directory: Path) -> None:
@@ -135,6 +216,11 @@ def _check_msprobe(config: GrpoConfig) -> None:
         raise UserError(
             f"'msprobe.level' is {CELL_LEVEL}, but cells of a model that 'parallel_config' shards cannot be run one "
             "by one: set it to debug, or debug a smaller model in data parallel"
+        )
+    if section.level == CELL_LEVEL and config.lora.rank is not None:
+        raise UserError(
+            f"'msprobe.level' is {CELL_LEVEL}, but a reference model that is the policy without its adapters has no "
+            "cells of its own: set it to debug, or train without lora.rank"
         )
     check_dump(dump_dir(section, config.run))
 
@@ -181,26 +267,32 @@ def _check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: 
             check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
 
 
+def _check_servers(config: GrpoConfig, world_size: int) -> None:
+    hf_config = read_hf_config(config.model.path)
+    # Servers that leave devices idle run as well; the plan says what that costs.
+    num_devices = min(world_size, config.rollout.num_replicas * config.rollout.tensor_parallel)
+    check_rollout(config.rollout, find_spec(hf_config).dims(hf_config), num_devices)
+
+
 def _longest_record(header: PromptFileHeader) -> int:
     limit = header.longest_prompt + header.longest_response
     return min(limit, header.max_length) if header.max_length else limit
 
 
-def _open_data(data: DataSection, path: str, task: str) -> tuple[Tokenizer, PromptFile]:
-    tokenizer = load_tokenizer(data.tokenizer_dir)
-    file = PromptFile.open(path, tokenizer.fingerprint)
+def _open_file(path: str, tokenizer: Tokenizer | None, task: str) -> PromptFile:
+    file = PromptFile.open(path, tokenizer.fingerprint if tokenizer is not None else None)
     if file.header.task != task:
         raise UserError(f"{path} was built for task '{file.header.task}': build it again with --task {task}")
     if not len(file):
         raise UserError(f"{path} holds no prompts: raise --max-prompt-length or check the raw file, and build it again")
-    return tokenizer, file
+    return file
 
 
-def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
+def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) -> None:
     hf_config = read_hf_config(path)
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    if tokenizer.vocab_size > dims.vocab_size:
+    if tokenizer is not None and tokenizer.vocab_size > dims.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {path} has room for {dims.vocab_size}: "
             "use the model's own tokenizer"
@@ -209,7 +301,25 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer) -> None:
         open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
 
 
-def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer) -> None:
+def _check_gives_tokens(path: str) -> None:
+    if find_spec(read_hf_config(path)).is_scorer:
+        raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
+
+
+def _check_lora(lora: LoraSection, path: str, is_scorer: bool) -> None:
+    """Check that a model has the matrices that are to have adapters, and that an adapter to begin with is of it."""
+    if lora.options is None:
+        return
+    hf_config = read_hf_config(path)
+    if is_scorer:
+        hf_config = scorer_config(hf_config)
+    spec = find_spec(hf_config)
+    adapters(spec, spec.dims(hf_config), lora.options)
+    if lora.path:
+        check_adapter(lora.path, hf_config, lora.options)
+
+
+def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer | None) -> None:
     path = config.reward.model_path
     spec = find_spec(read_hf_config(path))
     if not spec.is_scorer:
@@ -236,7 +346,7 @@ def _check_reference(config: GrpoConfig) -> None:
         )
 
 
-def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> None:
+def _check_critic(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int) -> None:
     critic = config.critic
     if _brings_other_tokenizer(critic.path, tokenizer):
         raise UserError(
@@ -244,17 +354,18 @@ def _check_critic(config: GrpoConfig, tokenizer: Tokenizer, num_steps: int) -> N
             f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
         )
     _check_model(config.model, critic.path, tokenizer)
-    if critic.warmup_steps >= num_steps:
+    _check_lora(dataclasses.replace(config.lora, path=""), critic.path, True)
+    if 0 < num_steps <= critic.warmup_steps:
         raise UserError(
             f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "
             "never trained: lower it"
         )
 
 
-def _brings_other_tokenizer(path: str, tokenizer: Tokenizer) -> bool:
+def _brings_other_tokenizer(path: str, tokenizer: Tokenizer | None) -> bool:
     # Only a directory that brings its tokenizer can tell: models pad their vocabularies to sizes of their own.
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
-    return has_tokenizer and load_tokenizer(path).fingerprint != tokenizer.fingerprint
+    return tokenizer is not None and has_tokenizer and load_tokenizer(path).fingerprint != tokenizer.fingerprint
 
 
 def _num_steps(num_prompts: int, per_step: int, max_steps: int) -> int:

@@ -22,9 +22,9 @@ Contribution = dict[str, dict[str, Any]]  # see :meth:`mindrlhf.weights.board.We
 record(PackedRows)
 
 
-def merged_by(rule: Any) -> Any:
+def merged_by(rule: Any, **options: Any) -> Any:
     """Return a dataclass field whose values ``rule`` merges: a function of the list of the ranks' values."""
-    return dataclasses.field(metadata={_RULE: rule})
+    return dataclasses.field(metadata={_RULE: rule}, **options)
 
 
 def result(cls: type) -> type:
@@ -149,11 +149,37 @@ class HeldOutLogProbs:
     total: float = merged_by(last)
 
 
+def add_by_node(values: Sequence[Mapping[str, Contribution]]) -> dict[str, Contribution]:
+    """Add up what ranks wrote to the boards of several nodes, by node."""
+    nodes = dict.fromkeys(node for value in values for node in value)
+    return {node: add_contributions([value[node] for value in values if node in value]) for node in nodes}
+
+
 @result
 class Published:
-    """What a rank wrote to the weight board, for the seal."""
+    """What a rank wrote to the weight board of its node, for the seal.
+
+    Attributes:
+        contribution: to that of rank 0's node.
+        elsewhere: to those of other nodes, by node.
+    """
 
     contribution: Contribution = merged_by(add_contributions)
+    elsewhere: dict[str, Contribution] = merged_by(add_by_node, default_factory=dict)
+
+
+@result
+class Machine:
+    """Which machine a rank is on; see :func:`mindrlhf.system.processes.machine`."""
+
+    name: str = merged_by(last)
+
+
+@result
+class BoardPath:
+    """Where the ranks of a node find its weight board; empty where a rank made none."""
+
+    path: str = merged_by(last)
 
 
 @result

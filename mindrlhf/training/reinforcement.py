@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import socket
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.msprobe_section import CELL_LEVEL
+from mindrlhf.config.derived import needs_critic, reference_is_base
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
@@ -21,6 +22,7 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
+from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.samples import Sampler
 from mindrlhf.rollout.types import SamplingParams
@@ -36,6 +38,7 @@ from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
+from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
@@ -61,29 +64,43 @@ class ReinforcementTraining(life_cycle.Training):
         self._config = config
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
+        self._generator: Replicas | NodesGenerator | None = None  # of this node; on rank 0, once connected, of all
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
         if sandbox := check_sandbox(self._config):
             print(f"mindrlhf: {sandbox}", flush=True)
-        self._generator = _start_generator(self._config, self._inputs, stack)
+        self._generator = _start_generator(self._config, self._inputs, stack, self._output_dir / "logs")
+
+    def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
+        """Start the generator of this node."""
+        log_dir = self._output_dir / "logs" / f"rollout_{socket.gethostname()}"
+        self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
 
     def build_worker(self, rank: Rank):
         """Return the actor, which trains the policy, and with some algorithms the critic."""
-        return _build_actor(self._config, self._inputs, rank)
+        actor = _build_actor(self._config, self._inputs, rank)
+        if self._generator is not None and not rank.is_rank_0:
+            actor.use_generator(self._generator)
+        return actor
 
     def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
         """Connect the ranks, the board of weights between them and the generator, and the rewards."""
         config, inputs = self._config, self._inputs
         rewards = None
+        heartbeat.enter("starting the verifiers")
         if config.reward.verifier_function:
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
-        self.team = _make_team(config, worker, connections)
+        ranks = Team(worker, connections)
+        self.team = _make_team(config, ranks)
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
-        self.team.call("attach_board", path=board.path)
+        nodes = find_nodes(ranks)
+        attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
+        if len(nodes) > 1:
+            self._generator = connect_generators(ranks, nodes, self._generator)
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
@@ -94,6 +111,7 @@ class ReinforcementTraining(life_cycle.Training):
             packing=training.packing,
             cost=row_cost(find_spec(hf_config).dims(hf_config)),
             in_step=is_split(config.parallel_config),
+            image_tokens=inputs.image_tokens,
         )
         self._reward_model = None
         if config.reward.model_path:
@@ -115,9 +133,12 @@ class ReinforcementTraining(life_cycle.Training):
             timer=timer,
         )
         trainer = Trainer(self._config, parts, progress, self._inputs.num_steps)
+        stack.callback(trainer.close)
+        heartbeat.enter("compiling the training graphs")
         trainer.warm_up()
         if self._reward_model is not None:
             self._reward_model.warm_up()
+        heartbeat.enter("waiting for vLLM")
         self._generator.wait_ready()
         return trainer
 
@@ -157,30 +178,30 @@ class ReinforcementTraining(life_cycle.Training):
         return Observers(guards, samples, fingerprint, key_data)
 
 
-def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack) -> Replicas:
+def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack, log_dir: Path) -> Replicas:
     generator = start_replicas(
         config.rollout,
         model_dir=config.model.path,
         max_model_len=inputs.row_lengths[-1],
         seed=config.run.seed,
         device=config.run.device,
-        log_dir=Path(config.run.output_dir) / "logs",
+        log_dir=log_dir,
         load_weights=False,
     )
     stack.callback(generator.close)
     return generator
 
 
-def _make_team(config: GrpoConfig, worker, connections: list) -> Team | ReplicaTeam:
-    team = Team(worker, connections)
+def _make_team(config: GrpoConfig, team: Team) -> Team | ReplicaTeam:
     if not is_split(config.parallel_config):
         return team
     return ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))
 
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
-    # How many prompts a step of dynamic sampling takes is not known before: the number of steps is what ends the run.
-    num_epochs = None if config.algorithm.dynamic_sampling else config.training.epochs
+    # How many prompts such a step takes is not known before: the number of steps is what ends the run.
+    is_open = config.algorithm.dynamic_sampling or config.rollout.span_tokens > 0
+    num_epochs = None if is_open else config.training.epochs
     return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 
 
@@ -197,6 +218,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.models.load import load_model, load_scorer
     from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.training.worker.adapted_model import BaseModel
     from mindrlhf.training.worker.cell_dump import CellDump
     from mindrlhf.training.worker.critic import ActorCritic, build_critic
     from mindrlhf.training.worker.model import WholeModel
@@ -205,12 +227,19 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    network = load_model(model, model.path, config.run, length)
+    num_image_rows = config.training.batch_size * length
+    network = load_model(model, model.path, config.run, length, config.lora, num_image_rows=num_image_rows)
     loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
-    if algorithm.beta > 0:
-        reference_network = load_model(model, model.reference_path or model.path, config.run, length)
+    if algorithm.beta > 0 and reference_is_base(config):
+        reference = BaseModel(loss.policy, rank)
+    elif algorithm.beta > 0:
+        reference_path = model.reference_path or model.path
+        frozen = dataclasses.replace(model, train_vision="none")
+        reference_network = load_model(frozen, reference_path, config.run, length, num_image_rows=num_image_rows)
+        if network.images is not None and reference_path == model.path and model.train_vision == "none":
+            reference_network.images.borrow(network.images)
         reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
     options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
     if needs_critic(config):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mindrlhf.config.sections import ParallelSection, RunSection
 from mindrlhf.system import heartbeat
+from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,19 @@ def is_rank_0_process() -> bool:
     return os.environ.get("RANK_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED"
 
 
+def is_first_of_node() -> bool:
+    """Whether this process is the first rank of its node: msrun numbers the devices of each node from 0."""
+    return os.environ.get("DEVICE_ID", "0") == "0" and os.environ.get("MS_ROLE") != "MS_SCHED"
+
+
 def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     """Set the MindSpore context from the config and join the other ranks; call it once per process.
 
     The number of threads comes from ``OMP_NUM_THREADS``, which the launcher sets: MindSpore's own default
     is a pool of threads far larger than a share of a CPU machine.
     """
+    if num_ranks_from_environment() == 1:
+        heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
     import mindspore as ms
 
     from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers
@@ -75,8 +83,12 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
         # tied to one would wait while another is free.
         os.sched_setaffinity(0, cores)
+        num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
         # Set last: preparing MindFormers resets it.
-        ms.set_context(runtime_num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
+        ms.set_context(runtime_num_threads=num_threads)
+        if index == 0:  # what the last bits of a result depend on, beside the config
+            kernels = os.environ.get(OPENBLAS_CORE_VARIABLE) or "chosen by OpenBLAS"
+            print(f"mindrlhf: kernels of matrix products: {kernels}; threads: {num_threads}", flush=True)
     return Rank(index, world_size)
 
 

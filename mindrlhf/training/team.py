@@ -17,6 +17,7 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat
+from mindrlhf.system.handshake import keep_alive
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.training.messages import decode, encode
 from mindrlhf.training.runtime import Rank
@@ -129,16 +130,16 @@ def connect(rank: Rank) -> list[socket.socket]:
     if rank.is_rank_0:
         return _admit(rank)
     port, *token = _broadcast(np.zeros(1 + _TOKEN_WORDS, np.int32))
-    connection = socket.create_connection((_rank_0_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
+    connection = socket.create_connection((rank_0_host(), int(port)), timeout=_ADMISSION_TIMEOUT_S)
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
     send_message(connection, {"rank": rank.index, "token": [int(word) for word in token]})
     return [connection]
 
 
 def _admit(rank: Rank) -> list[socket.socket]:
     token = [secrets.randbits(31) for _ in range(_TOKEN_WORDS)]
-    with socket.create_server((_rank_0_host(), 0), backlog=rank.world_size) as listener:
+    with socket.create_server((rank_0_host(), 0), backlog=rank.world_size) as listener:
         _broadcast(np.array([listener.getsockname()[1], *token], np.int32))
         end_s = time.monotonic() + _ADMISSION_TIMEOUT_S  # for all of them: strangers may come without end
         connections: dict[int, socket.socket] = {}
@@ -168,11 +169,12 @@ def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
         raise RunFailure(
             f"{num_missing} ranks did not join within {_ADMISSION_TIMEOUT_S:g} s; see their logs"
         ) from None
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
     return connection
 
 
-def _rank_0_host() -> str:
+def rank_0_host() -> str:
+    """Return the address at which rank 0 is for the other ranks: that of MindSpore's scheduler."""
     return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
 
 

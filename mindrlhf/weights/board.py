@@ -70,6 +70,7 @@ class WeightBoard:
             offset = _align(offset + info.size_bytes)
         self._version_in_progress: int | None = None
         self._contribution: dict[str, dict[str, Any]] = {}
+        self._earlier: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def create(cls, infos: Iterable[TensorInfo]) -> "WeightBoard":
@@ -135,6 +136,11 @@ class WeightBoard:
         return sum(info.size_bytes for info in self.infos)
 
     @property
+    def is_own(self) -> bool:
+        """Whether this process made the board."""
+        return self.path.startswith(f"/proc/{os.getpid()}/")
+
+    @property
     def version(self) -> int | None:
         """The version that readers see, or None while none is sealed."""
         version = _HEADER.unpack_from(self._memory)[1]
@@ -148,6 +154,7 @@ class WeightBoard:
         assert self._writable, "the weight board was attached for reading only"
         assert version >= 0, f"version {version} is negative"
         self._version_in_progress = version
+        self._earlier |= self._contribution
         self._contribution = {}
         self._set_version(_NO_VERSION)
 
@@ -171,6 +178,17 @@ class WeightBoard:
         entry = self._contribution.setdefault(name, {"regions": [], "checksum": 0})
         entry["regions"].append(bounds)
         entry["checksum"] = (entry["checksum"] + _copy_and_sum(target, array)) % 2**64
+
+    def keep(self, name: str) -> bool:
+        """Count the tensor ``name`` as written, as this process wrote it for an earlier version.
+
+        Returns:
+            False when it never did.
+        """
+        assert self._version_in_progress is not None, "keep() before begin()"
+        if name in self._earlier:
+            self._contribution[name] = self._earlier[name]
+        return name in self._earlier
 
     def contribution(self) -> dict[str, dict[str, Any]]:
         """What this process has written since ``begin``, as JSON-able values.

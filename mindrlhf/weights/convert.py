@@ -276,8 +276,14 @@ def common_dtype(source: TensorDirectory, names: tuple[str, ...]) -> str:
 
 def with_dtype(hf_config: dict, dtype: str) -> dict:
     """config.json that states the dtype of its files; transformers 4 and 5 and vLLM all read `torch_dtype`."""
-    kept = {key: value for key, value in without_drafts(hf_config).items() if key != "dtype"}
+    kept = {key: _without_dtype(value) for key, value in without_drafts(hf_config).items() if key != "dtype"}
     return {**kept, "torch_dtype": dtype}
+
+
+def _without_dtype(value: object) -> object:
+    """The config of a part, which has the dtype of the whole."""
+    is_part = isinstance(value, dict)
+    return {key: one for key, one in value.items() if key not in ("dtype", "torch_dtype")} if is_part else value
 
 
 def without_drafts(hf_config: dict) -> dict:

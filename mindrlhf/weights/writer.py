@@ -23,6 +23,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
     "generation_config.json",
 )
 

@@ -14,8 +14,6 @@ from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.advantages.gae import discounted_sums
 from mindrlhf.algorithms.advantages.pass_at_k import group_advantages
 
-PENALISED = ("reinforce_pp", "remax", "gae")
-
 
 def draw(seed: int, *, penalised: bool = False, sizes=(4, 3, 1, 5), discrete: bool = False) -> RewardBatch:
     """Return ragged groups, their samples mixed, with everything that any estimator takes."""
@@ -122,7 +120,17 @@ def pass_at_k(batch, pass_k=2):
     return result
 
 
+def distill(batch, distill_reward_weight=0.0):
+    result = []
+    for index, reward in enumerate(batch.rewards):
+        mean = statistics.fmean(batch.rewards[other] for other in siblings(batch, index))
+        penalty = batch.penalties[index] if batch.penalties else np.zeros(batch.lengths[index])
+        result.append([distill_reward_weight * (reward - mean) - value for value in penalty])
+    return result
+
+
 OPTIONS = {
+    "distill": [{"distill_reward_weight": 0.0}, {"distill_reward_weight": 0.5}],
     "grpo": [{"scale_rewards": True}, {"scale_rewards": False}],
     "gae": [
         {"gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": True},
@@ -151,7 +159,7 @@ def test_modules_state_what_they_take(name):
     batch = draw(0)
     options = {key: value for case, values in CASES if case == name for key, value in values.items()}
     assert set(module.OPTIONS) == set(options)
-    assert set(module.NEEDS) <= {"group", "baselines", "values"}
+    assert set(module.NEEDS) <= {"group", "baselines", "values", "teacher"}
     assert module.PER_TOKEN in ("always", "penalised", "never")
     varies = any(np.ptp(part) > 1e-9 for part in module.estimate(batch, **options))
     assert varies == (module.PER_TOKEN == "always")

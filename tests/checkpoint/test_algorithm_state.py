@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlState, PairAccuracy, SampleTotals
+from mindrlhf.checkpoint.algorithm_state import (
+    AheadState,
+    AlgorithmState,
+    GuardsState,
+    KlState,
+    PairAccuracy,
+    SampleTotals,
+)
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 
 # Written when format version 2 was new: grpo_state.json after one step of dynamic sampling with a KL target.
@@ -22,6 +29,7 @@ states = st.builds(
     st.none() | st.builds(GuardsState, counts, st.lists(floats, max_size=3), st.dictionaries(st.text(), counts)),
     st.none() | st.builds(KlState, floats),
     *[st.none() | st.builds(PairAccuracy, st.text(), counts, st.lists(floats, max_size=4))] * 2,
+    st.none() | st.builds(AheadState, *[st.lists(counts, max_size=3)] * 3),
 )
 
 

@@ -1,22 +1,26 @@
 """The algorithm section: what presets fill in, and each combination that is refused, with the fix that mends it."""
 
+import json
+
 import pytest
+import yaml
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.config import sections
-from mindrlhf.config.derived import correction_weight, is_corrected
+from mindrlhf.config.derived import correction_weight, is_corrected, is_on_policy
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.config.parse import write_config
-from mindrlhf.config.presets import PRESETS
+from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]
 BFLOAT16 = ["run.device=ascend", "rollout.dtype=bfloat16", "model.compute_dtype=bfloat16"]
 
 
-def critic_of(preset):
-    """Return the overrides that a preset with a critic cannot do without."""
-    return ["critic.path=c"] if PRESETS[preset].get("advantage") == "gae" else []
+def model_of(preset):
+    """Return the overrides that a preset with a critic or a teacher cannot do without."""
+    needed = {"gae": ["critic.path=c"], "distill": ["model.reference_path=r"]}
+    return needed.get(PRESETS[preset].get("advantage"), [])
 
 
 @pytest.fixture
@@ -31,6 +35,22 @@ RULES = {
     "leave-one-out of one": (
         ["algorithm.name=rloo", "algorithm.num_generations=1"],
         ["'algorithm.num_generations' is 1", "rloo", "set it to 2 or more"],
+        ["algorithm.num_generations=2"],
+    ),
+    "no teacher": (
+        ["algorithm.name=distill"],
+        ["'algorithm.advantage' is distill", "there is no teacher", "'model.reference_path'"],
+        ["model.reference_path=teacher"],
+    ),
+    "a teacher that is not heard": (
+        ["algorithm.advantage=distill", "model.reference_path=teacher", "algorithm.beta=1"],
+        ["whose advantage is the KL against the teacher", "algorithm.name to distill"],
+        ["algorithm.name=distill"],
+    ),
+    "rewards beside a teacher, of one sample": (
+        ["algorithm.name=distill", "model.reference_path=t", "algorithm.distill_reward_weight=1"]
+        + ["algorithm.num_generations=1"],
+        ["'algorithm.num_generations' is 1", "distill_reward_weight", "set it to 2 or more"],
         ["algorithm.num_generations=2"],
     ),
     "the best of all": (
@@ -87,6 +107,21 @@ RULES = {
         ["correction.bypass=true", "algorithm.loss=reinforce"],
         ["'correction.bypass' is true", "reinforce has no ratio", "set it to false"],
         ["correction.bypass=false"],
+    ),
+    "old samples without correction": (
+        ["rollout.ahead=1", "correction.weight=none"],
+        ["'correction.weight' is none", "rollout.ahead", "set it to auto, or 'correction.bypass' to true"],
+        ["correction.bypass=true"],
+    ),
+    "old tokens without correction": (
+        ["rollout.span_tokens=64", "correction.weight=none"],
+        ["'correction.weight' is none", "rollout.span_tokens", "set it to auto"],
+        ["correction.weight=auto"],
+    ),
+    "a preset and a loss of other ratios": (
+        ["correction.preset=decoupled_token_is", "algorithm.name=gspo"],
+        ["'correction.weight' is token", "set it to sequence"],
+        ["correction.preset=decoupled_seq_is"],
     ),
     "bounds the wrong way round": (
         ["correction.mask=token", "correction.mask_low=2", "correction.mask_high=1"],
@@ -167,7 +202,7 @@ def test_a_mistyped_part_is_met_with_the_choices(load, name):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fills_in_what_is_not_given(load, preset):
     plain = sections.AlgorithmSection()
-    algorithm = load(f"algorithm.name={preset}", *critic_of(preset)).algorithm
+    algorithm = load(f"algorithm.name={preset}", *model_of(preset)).algorithm
     for name, value in PRESETS[preset].items():
         assert getattr(algorithm, name) == value
         assert value is not None and name != "num_generations"
@@ -183,7 +218,7 @@ def test_what_is_given_stays(load):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
-    config = load(f"algorithm.name={preset}", *critic_of(preset))
+    config = load(f"algorithm.name={preset}", *model_of(preset))
     write_config(config, tmp_path)
     lines = (tmp_path / "config.yaml").read_text().splitlines()
     # Other sections refuse keys that are written out but not used.
@@ -191,7 +226,29 @@ def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
     kept = [line for line in lines[begin:end] if "ref_model_sync_steps" not in line]
     path = tmp_path / "again.yaml"
     path.write_text("\n".join(kept))
-    assert load_grpo_config(path, [*BASE, *critic_of(preset)]).algorithm == config.algorithm
+    assert load_grpo_config(path, [*BASE, *model_of(preset)]).algorithm == config.algorithm
+
+
+@pytest.mark.parametrize("preset", CORRECTIONS)
+def test_a_preset_of_the_correction_fills_in_what_is_not_given_and_loads_again(load, preset, tmp_path):
+    plain = sections.CorrectionSection()
+    config = load(f"correction.preset={preset}", "rollout.ahead=1")
+    for name in sections.CorrectionSection.__dataclass_fields__.keys() - {"preset"}:
+        assert getattr(config.correction, name) == CORRECTIONS[preset].get(name, getattr(plain, name))
+    write_config(config, tmp_path)
+    values = yaml.safe_load((tmp_path / "config.yaml").read_text())["correction"]
+    again = load("rollout.ahead=1", *[f"correction.{name}={json.dumps(value)}" for name, value in values.items()])
+    assert again.correction == config.correction
+    assert load("correction.preset=icepop", "correction.mask_high=3").correction.mask_high == 3
+
+
+def test_old_samples_are_corrected_and_old_logprobs_are_the_updates_own(load):
+    assert correction_weight(load("rollout.ahead=1")) == "token" and is_corrected(load("rollout.ahead=1"))
+    assert correction_weight(load("rollout.ahead=1", "algorithm.name=gspo")) == "sequence"
+    assert not is_corrected(load("rollout.ahead=1", "correction.bypass=true"))
+    assert is_on_policy(load("rollout.ahead=1")) and is_on_policy(load("rollout.ahead=1", "algorithm.name=dapo"))
+    assert not is_on_policy(load("algorithm.name=dapo"))
+    assert not is_on_policy(load("rollout.ahead=1", "training.num_iterations=2"))
 
 
 def test_correction_is_on_where_the_numerics_differ(load):

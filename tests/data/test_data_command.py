@@ -3,8 +3,11 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 import tokenizers as hf
+from PIL import Image
+from tiny_vl import write_tiny_vl
 
 from mindrlhf.commands import data
 from mindrlhf.errors import UserError
@@ -77,3 +80,30 @@ def test_faulty_map_is_a_usage_error(run, text, capsys):
     with pytest.raises(SystemExit):
         run("data", "build", "--map", text)
     assert "expected question=KEY,answer=KEY" in capsys.readouterr().err
+
+
+def test_build_and_show_images(run, tmp_path, capsys):
+    model = write_tiny_vl(tmp_path / "model")
+    Image.new("RGB", (100, 60), (200, 0, 0)).save(tmp_path / "a.png")
+    rows = [{"q": "how <image> red?", "pics": ["a.png"]}, {"q": "no picture"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output, shown = tmp_path / "o.mindrecord", tmp_path / "shown"
+    flags = [
+        "--handler",
+        "map_keys",
+        "--map",
+        "question=q,images=pics",
+        "--template",
+        "plain",
+        "--max-prompt-length",
+        90,
+    ]
+    common = ["--input", tmp_path / "a.jsonl", "--output", output, "--tokenizer", model, "--workers", 1]
+    assert run("data", "build", *common, *flags, "--min-pixels", 784, "--max-pixels", 4 * 784) == 0
+    assert "images     1 in 1 records, at most 1 in one and 2 tokens each" in capsys.readouterr().out
+    assert run("data", "show", output, "--tokenizer", model, "--images", shown) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "how <|vision_start|><|image_pad|><|vision_end|> red?" in lines
+    assert f"image     56 x 28 pixels  {shown / '000000_0.png'}" in lines
+    assert [path.name for path in shown.iterdir()] == ["000000_0.png"]
+    assert (np.asarray(Image.open(shown / "000000_0.png")) == (200, 0, 0)).all()

@@ -95,3 +95,18 @@ def test_the_text_tells_numbers_and_answers_in_lines():
 def test_the_verdict_needs_the_whole_interval(low, high, verdict):
     text = difference_text({"mean": (low + high) / 2, "low": low, "high": high})
     assert verdict in text
+
+
+def test_answers_that_changed_are_shown_first():
+    def with_rewards(rewards, texts):
+        shown = [
+            {"prompt": f"q{index}", "completion": text, "answer": "7", "reward": reward}
+            for index, (reward, text) in enumerate(zip(rewards, texts))
+        ]
+        return Evaluation(0, "correct", {"correct": np.zeros((6, 1))}, 5.0, shown, "those")
+
+    before = with_rewards([0, 1, 0, 0.5, 1, 0], "aaaaaa")
+    after = with_rewards([0, 1, 1, 0.5, 0.5, 0], "aaabaa")
+    summary = compare(before, after)
+    assert [one["prompt"] for one in summary["samples_before"]] == ["q2", "q4", "q3"]
+    assert [one["reward"] for one in summary["samples_after"]] == [1, 0.5, 0.5]

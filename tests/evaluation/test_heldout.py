@@ -54,7 +54,8 @@ def test_metrics_by_hand(evaluation):
 
 
 def test_the_first_answers_to_the_first_questions_are_shown(evaluation):
-    assert [shown["completion"] for shown in evaluation.shown] == ["answer 0 of 1", "answer 1 of 2", "answer 2 of 3"]
+    first = [shown["completion"] for shown in evaluation.shown[:3]]
+    assert first == ["answer 0 of 1", "answer 1 of 2", "answer 2 of 3"]
     assert evaluation.shown[0] == {
         "prompt": "question 0",
         "completion": "answer 0 of 1",

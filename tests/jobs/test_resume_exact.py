@@ -11,8 +11,6 @@ from slow_tests import SLOW
 
 pytestmark = pytest.mark.timeout(1800)
 
-# One rank starts in half the time of two, and there are seven starts; the proof on two is run by hand.
-WORLD_SIZES = (1, pytest.param(2, marks=SLOW))
 TIMEOUT_S = 400  # generous: other work may load the machine
 
 
@@ -26,7 +24,9 @@ def kill_in(job: FaultJob, is_reached: Callable[[], bool], victim: int) -> str:
     return json.loads((logs / "heartbeat_0.json").read_text())["activity"]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+# There are seven starts: nightly. test_fault_matrix.py and test_random_kills.py kill a run every day.
+@SLOW
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_killed_everywhere_ends_like_one_that_was_never_killed(start_job, undisturbed_run, tmp_path, world_size):
     output_dir = tmp_path / "run"
     job = start_job(output_dir, "--workers", world_size, "--max-restarts", 12)

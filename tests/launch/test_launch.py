@@ -16,6 +16,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.launch.launch import find_free_port, launch, worker_environment
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.system import processes
+from mindrlhf.system.processor import openblas_environment
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -244,7 +245,7 @@ def test_status_of_a_zombie_tells_how_it_ended(ending, returncode):
 
 def test_defaults_of_the_environment_give_way_to_the_users(monkeypatch):
     num_cores = len(os.sched_getaffinity(0))
-    for name in ("OMP_NUM_THREADS", "MS_NODE_TIMEOUT"):
+    for name in ("OMP_NUM_THREADS", "MS_NODE_TIMEOUT", "OPENBLAS_CORETYPE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK_ID", "3")
     environment = worker_environment(1, {})
@@ -253,6 +254,9 @@ def test_defaults_of_the_environment_give_way_to_the_users(monkeypatch):
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert "RANK_ID" not in environment, "a launch from within another run must not inherit its rank"
     assert worker_environment(num_cores + 1, {})["OMP_NUM_THREADS"] == "1"
+    assert openblas_environment().items() <= environment.items()
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "")
+    assert worker_environment(1, {})["OPENBLAS_CORETYPE"] == "", "the user's choice, which may be to have none"
     monkeypatch.setenv("MS_NODE_TIMEOUT", "60")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     environment = worker_environment(2, {"OMP_NUM_THREADS": "6"})

@@ -9,15 +9,18 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from mindrlhf.commands import report as report_command
 from mindrlhf.errors import UserError
+from mindrlhf.images.pixels import decode_png, encode_png, image_digest
 from mindrlhf.observe.learning_curve import write_learning_curve
 from mindrlhf.observe.panels import build_panels
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.run_data import read_run
+from mindrlhf.observe.samples import SampleRecord, SampleWriter
 
 VOID_ELEMENTS = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "</script ><script>alert(1)</script><img src=x onerror=\"alert('2')\"> & <!-- \u2028 ]]> {{ 7*7 }} \ud800"
@@ -164,6 +167,32 @@ def test_hostile_text_stays_text(tmp_path):
     assert HOSTILE in {series["name"] for chart in data for series in chart["series"]}
 
 
+def test_pictures_are_shown_and_only_those_of_the_run(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 56, 3), dtype=np.uint8)
+    make_run(run_dir, training_records(2))
+    writer = SampleWriter(run_dir / "samples.jsonl", first_step=0)
+    texts = {"prompt": "<|image_pad|>?", "completion": "2", "answer": "2", "reward": 1.0, "rewards": {}}
+    record = SampleRecord(step=1, finish_reason="stop", images=(pixels, pixels[::-1]), **texts)
+    writer.write([record, record, SampleRecord(step=1, finish_reason="stop", **texts)])
+    writer.close()
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [line.get("images") for line in lines] == [[image_digest(pixels), image_digest(pixels[::-1])]] * 2 + [None]
+    assert len(list((run_dir / "sample_images").iterdir())) == 2
+    # Names that lead elsewhere, a picture that is gone, and one that is none.
+    (tmp_path / "secret.png").write_bytes(encode_png(pixels))
+    (run_dir / "sample_images" / f"{'0' * 64}.png").write_bytes(b"<svg onload=alert(1)>")
+    strange = [["../../secret", "a" * 64, "0" * 64, 3, None, {}], "../../secret", 7]
+    with (run_dir / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(lines[2] | {"images": value}) + "\n" for value in strange)
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    sources = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
+    shown = [decode_png(base64.b64decode(source.removeprefix("data:image/png;base64,"))) for source in sources]
+    assert len(shown) == 4
+    assert all(np.array_equal(*pair) for pair in zip(shown, [pixels, pixels[::-1]] * 2))
+
+
 def test_long_samples_are_shortened(tmp_path):
     make_run(tmp_path, training_records(1), [sample(1, "x" * 5000)])
     assert "(1,000 more characters)" in write_report(tmp_path).read_text(encoding="utf-8")
@@ -267,3 +296,38 @@ def test_learning_curve_of_a_supervised_run(tmp_path):
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="no curve to draw"):
         write_learning_curve(make_run(tmp_path / "other", [{"step": 1, "lr": 2.0}]), tmp_path / "d.svg")
+
+
+def test_the_total_time_is_from_the_start_to_the_last_record(tmp_path):
+    run_dir = make_run(tmp_path / "run", training_records(3))
+    os.utime(run_dir / "metrics.jsonl", (5000.0, 5000.0))
+    (run_dir / "starts.jsonl").write_text('{"step": 0, "start_s": 1100.0}\n{"step": 2, "start_s": 4000.0}\n')
+    page = Page(write_report(run_dir).read_text())
+    assert "1 h 5 min" in page.text and "with 1 restart and" in page.text
+    (run_dir / "starts.jsonl").unlink()
+    assert "sum of all steps" in Page(write_report(run_dir).read_text()).text
+
+
+def test_the_audit_of_the_rewards_is_a_section(tmp_path):
+    run_dir = make_run(tmp_path / "run", training_records(3))
+    assert "What the rewards follow" not in Page(write_report(run_dir).read_text()).text
+    audit = {
+        "correlations": [
+            {"feature": HOSTILE, "within": "all samples", "rho": 0.42, "p_value": 0.001, "num_samples": 1200}
+        ],
+        "clusters": [{"completion": "the answer is 7", "num_samples": 9, "num_prompts": 8, "share": 0.25}],
+        "flips": [],
+    }
+    (run_dir / "audit.json").write_text(json.dumps(audit))
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    for text in ("What the rewards follow", "+0.42", "in all samples", "25%", "8 prompts", "nothing found"):
+        assert text in page.text
+    assert len(page.scripts) == 2
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"correlations": [{}], "clusters": [], "flips": []}', "not JSON"])
+def test_a_broken_audit_is_one_line(tmp_path, text):
+    run_dir = make_run(tmp_path / "run", training_records(3))
+    (run_dir / "audit.json").write_text(text)
+    with pytest.raises(UserError, match="is not an audit of rewards"):
+        write_report(run_dir)

@@ -58,6 +58,7 @@ def make_sample(**changed):
         "rollout_logprobs": np.array([-1, -2, -3], np.float32),
         "rewards": {"accuracy": 1.0},
         "reward": 1.0,
+        "images": (),
     }
     return SimpleNamespace(**{**values, **changed})
 
@@ -66,6 +67,7 @@ def make_sample(**changed):
     "name, changed",
     [
         ("prompts", {"prompt_ids": np.array([2, 1], np.int32)}),
+        ("prompts", {"images": (np.zeros((28, 28, 3), np.uint8),)}),
         ("samples", {"response_ids": np.array([3, 4, 6], np.int32)}),
         ("rollout_logprobs", {"rollout_logprobs": np.array([-1, -2, -3.0000005], np.float32)}),
         ("rewards", {"rewards": {"accuracy": np.nextafter(1.0, 0.0)}}),

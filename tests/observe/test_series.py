@@ -96,6 +96,20 @@ def test_tick_labels(value, spacing, unit, text):
 
 
 @pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ([0, 5000, 10000, 15000], ["0", "5k", "10k", "15k"]),
+        ([0, 2000, 4000], ["0", "2,000", "4,000"]),
+        ([500000, 1000000, 1500000], ["0.5M", "1.0M", "1.5M"]),
+        ([0, 5e-6, 1e-5], ["0", "0.5e-5", "1.0e-5"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_one_format(ticks, labels):
+    spacing = ticks[1] - ticks[0]
+    assert [tick_label(tick, spacing, "", largest=max(ticks)) for tick in ticks] == labels
+
+
+@pytest.mark.parametrize(
     "value, text",
     [(0.0, "0"), (0.9123, "0.912"), (72.51, "72.5"), (3190, "3,190"), (12500, "12.5k"), (3.2e6, "3.2M"),
      (4.1e-5, "4.1e-5"), (1e-6, "1e-6"), (-0.5, "-0.5"), (1e14, "1e+14")],

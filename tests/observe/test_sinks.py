@@ -2,13 +2,16 @@
 
 import io
 import json
+import math
+import os
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import HEADER_EVERY, PLAIN_WIDTH, ConsoleSink
-from mindrlhf.observe.sinks import TensorBoardSink, open_sinks
+from mindrlhf.observe.sinks import StepDetails, TensorBoardSink, open_sinks
 
 FULL = {
     "reward/mean": 0.5,
@@ -129,3 +132,45 @@ def test_all_sinks_of_a_run_resume_together(tmp_path):
     assert scalars(tmp_path / "tensorboard")["loss"] == [(0, 1.0), (1, 1.0), (2, 5.0), (3, 5.0)]
     table = [line.split() for line in stream.getvalue().splitlines()]
     assert table == [["step", "loss"], ["2/3", "5.000"], ["3/3", "5.000"]]
+
+
+def test_the_log_prob_difference_stays_in_the_narrowest_table():
+    for columns in (40, 60, 100):
+        os.environ["COLUMNS"] = str(columns)
+        try:
+            header, line = printed([(3, FULL)], num_steps=10)
+        finally:
+            del os.environ["COLUMNS"]
+        assert "diff" in header.split() and len(header) <= columns
+    assert "lr" not in header.split()
+
+
+def test_evaluations_of_pairs_and_of_records_have_their_own_names():
+    lines = printed([(0, {"eval/accuracy": 0.5, "eval/loss": 0.693})], accuracy="preference accuracy on held-out pairs")
+    assert lines == ["     0  preference accuracy on held-out pairs 50.0%  held-out loss 0.693"]
+    assert printed([(9, {"eval/loss": 1.25})], num_steps=9) == ["   9/9  held-out loss 1.250"]
+
+
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    sink = ConsoleSink(stream := Terminal())
+    sink.write(1, {"loss": math.nan})
+    assert "\033" not in stream.getvalue()
+
+
+def test_tensorboard_gets_histograms_and_texts(tmp_path):
+    sinks = open_sinks(tmp_path, first_step=0, stream=io.StringIO())
+    rewards, lengths = np.array([0.0, 1.0, 1.0, 0.25]), np.array([3, 9, 4, 4])
+    sinks.write_text("config", "run:\n  seed: 3")
+    sinks.write_details(2, StepDetails(rewards, lengths, ["1+1?\n<b>2</b>"]))
+    sinks.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert set(events.Tags()["histograms"]) == {"histograms/reward", "histograms/response_length"}
+    (event,) = events.Histograms("histograms/reward")
+    found = event.histogram_value
+    assert (event.step, found.num, found.sum, found.min, found.max) == (2, 4, 2.25, 0, 1)
+    assert sum(found.bucket) == 4 and found.bucket[-1] == 2 and found.sum_squares == 2.0625
+    assert set(events.Tags()["tensors"]) == {"config", "samples/1"}
+    assert events.Tensors("config")[0].tensor_proto.string_val == [b"    run:\n      seed: 3"]
+    assert events.SummaryMetadata("samples/1").plugin_data.plugin_name == "text"

@@ -22,6 +22,7 @@ class Server:
         self.is_alive = True
         self.num_starts = 1
         self.version = 0
+        self.has_weights = True
         self.asked: list[list[int]] = []
         self.log: list[str] = []
 
@@ -119,6 +120,15 @@ def test_only_unfinished_requests_are_asked_again():
 def test_without_restarts_a_death_is_raised():
     replicas = Replicas([Server(dies_after=2)], num_restarts=0)
     with pytest.raises(RunFailure, match="killed by signal 9"):
+        collect(replicas)
+
+
+def test_a_death_is_raised_when_the_weights_have_been_replaced():
+    server = Server(dies_after=2)
+    server.restart = lambda: setattr(server, "has_weights", False)
+    replicas = Replicas([server], num_restarts=5)
+    replicas.update_weights(7)
+    with pytest.raises(RunFailure, match="killed by signal 9.*weights it sampled with have been replaced: resume"):
         collect(replicas)
 
 

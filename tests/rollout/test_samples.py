@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_record
+from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_parts, sample_record
 from mindrlhf.rollout.types import Completion, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=(0,))
@@ -130,6 +131,28 @@ def test_prompts_go_out_in_chunks(chunk_size, sizes):
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1, 2]
     assert [request.prompt_ids for chunk in generator.chunks for request in chunk] == [(3, 4), (5,), (6, 0, 7)]
     assert [sample.reward for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
+
+
+def test_images_go_to_the_generator_and_the_samples_and_texts_show_each_as_one_token():
+    class WithImages(Letters):
+        def token_to_id(self, token):
+            return {"<|image_pad|>": 9}[token]
+
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 56, 3), dtype=np.uint8)
+    ids = np.array([3, 9, 9, 4, 9, 9, 5], np.int32)
+    seeing = dataclasses.replace(RECORDS[0], prompt_ids=ids, image_files=(encode_png(pixels), encode_png(pixels[::-1])))
+    generator, pool = Script(), Counter()
+    samples = Sampler(generator, pool, WithImages()).sample([RECORDS[1], seeing], 2, SAMPLING, (0,))
+    asked = generator.chunks[0]
+    assert asked[0].images == () and asked[1].prompt_ids == tuple(ids)
+    for images in (asked[1].images, samples[2].images, samples[3].images):
+        assert len(images) == 2
+        assert np.array_equal(images[0], pixels) and np.array_equal(images[1], pixels[::-1])
+    assert [sample.prompt for sample in samples[::2]] == ["e", "cidie"]
+    assert {sample.prompt for sample in pool.inputs} == {"e", "cidie"}
+    other = [dataclasses.replace(sample, images=sample.images[::-1]) for sample in samples]
+    assert sample_parts(samples)["prompts"] != sample_parts(other)["prompts"]
+    assert sample_parts(samples)["samples"] == sample_parts(other)["samples"]
 
 
 def test_a_generator_that_loses_a_sample_is_noticed():

@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
-from mindrlhf.rollout.types import GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import Cancelled, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 
@@ -91,6 +92,13 @@ def test_requests_and_completions_pass_unchanged(options):
     assert {(c.finish_reason, c.weights_version) for c in got} == {("length", 4)}
 
 
+def test_images_go_to_models_that_see_only(options):
+    request = GenerationRequest(0, (1, 2), 1, seed=0, images=(np.zeros((28, 28, 3), np.uint8),))
+    with VllmGenerator.start(options) as generator:
+        with pytest.raises(UserError, match="prompts have images, and the model in .*model sees none"):
+            generator.generate([request], SamplingParams(max_tokens=8))
+
+
 def test_relative_paths_are_those_of_the_trainer(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with VllmGenerator.start(change(options, python="./python", model_dir="model", log_path="here.log")) as generator:
@@ -136,6 +144,22 @@ def test_a_server_that_does_not_come_up_is_stopped(options, tmp_path):
     with pytest.raises(RunFailure, match="was not ready within 0.3 s"):
         generator.wait_ready()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_another_thread_breaks_off_a_generation(options):
+    with VllmGenerator.start(options) as generator, ThreadPoolExecutor(1) as thread:
+        generator.wait_ready()
+        # The server works for four seconds on the second request before it says so much as a word.
+        requests = [GenerationRequest(0, (1, 2), 1, seed=0), GenerationRequest(1, (4711,), 1, seed=0)]
+        completions = generator.generate(requests, SamplingParams(max_tokens=4))
+        assert next(completions).token_ids.tolist() == [1, 2]
+        rest = thread.submit(list, completions)
+        generator.cancel()
+        with pytest.raises(Cancelled):
+            rest.result()
+        with pytest.raises(Cancelled):
+            list(generator.generate(requests[:1], SamplingParams(max_tokens=4)))
+        generator.ping()  # the two sides are in step
 
 
 def test_a_death_while_generating_is_reported_and_restart_mends_it(options):

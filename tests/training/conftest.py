@@ -48,18 +48,21 @@ def inputs_dir(tmp_path_factory) -> Path:
     write_prompts(directory / "long.mindrecord", fingerprint, [LONGEST, 40])
     write_prompts(directory / "foreign.mindrecord", "0" * 64, [LONGEST])
     write_prompts(directory / "sft.mindrecord", fingerprint, [LONGEST] * 3, response_lengths=[8, 9, 3])
+    write_prompts(
+        directory / "preference.mindrecord", fingerprint, [LONGEST] * 2, response_lengths=[8, 9], task="preference"
+    )
     write_prompts(directory / "sft_long.mindrecord", fingerprint, [LONGEST], response_lengths=[50])
     return directory
 
 
-def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None) -> None:
+def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None, task="sft") -> None:
     responses = response_lengths or [0] * len(prompt_lengths)
     records = [
         PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"s:{i}")
         for i, (prompt, response) in enumerate(zip(prompt_lengths, responses))
     ]
     header = PromptFileHeader(
-        task="sft" if response_lengths else "prompts",
+        task=task if response_lengths else "prompts",
         tokenizer_fingerprint=fingerprint,
         template="plain",
         template_sha256="",
@@ -87,3 +90,24 @@ def config(inputs_dir) -> GrpoConfig:
         rollout=sections.RolloutSection(max_response_length=20),
         training=sections.TrainingSection(chunk_size=2, epochs=3),
     )
+
+
+@pytest.fixture
+def contents(inputs_dir, tmp_path) -> dict[str, dict]:
+    """A right config of each task, as YAML reads it."""
+    common = {"run": {"output_dir": str(tmp_path / "run")}, "model": {"path": str(inputs_dir / "model")}}
+
+    def data(name):
+        return {"train_file": str(inputs_dir / name), "tokenizer_dir": str(inputs_dir / "tokenizer")}
+
+    train = {
+        "reward": {"verifier_function": "accuracy_reward"},
+        "rollout": {"max_response_length": 20, "python": "sh"},
+        "training": {"chunk_size": 2, "epochs": 3},
+        "data": data("train.mindrecord"),
+    }
+    return {
+        "train": common | train,
+        "sft": common | {"data": data("sft.mindrecord"), "supervised": {"epochs": 1}},
+        "dpo": common | {"data": data("preference.mindrecord"), "dpo": {"beta": 0.1}},
+    }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
@@ -99,7 +99,7 @@ def run(tmp_path, monkeypatch):
         data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
         reward=sections.RewardSection(verifier_function=("length",)),
         checkpoint=sections.CheckpointSection(every_steps=2, asynchronous=False),
-        observe=sections.ObserveSection(tensorboard=False),
+        observe=watching_sections.ObserveSection(tensorboard=False),
     )
 
     def run_one(resume=False, **options):

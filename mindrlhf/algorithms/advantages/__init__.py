@@ -2,7 +2,8 @@
 
 Each module states in literals what it takes, and has one function:
 
-    NEEDS: what must be there: "group" (several samples per prompt), "baselines" or "values" of :class:`RewardBatch`
+    NEEDS: what must be there: "group" (several samples per prompt), "baselines" or "values" of :class:`RewardBatch`,
+        "teacher" (penalties of a reference model that is another than the start)
     OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
     PER_TOKEN: advantages differ within a response: "always", "penalised" (with KL in the reward) or "never"
     estimate(batch: RewardBatch, **options) -> list of float64 [response], one for each sample

@@ -19,8 +19,15 @@ from mindrlhf.dryrun.compile.request import CompileReport, CompileRequest, can_c
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.feasibility import check_feasible
 from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.shards.strategy_files import finish_strategy_directory, stage_path, write_strategy_directory
+from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.shards.strategy_files import (
+    add_layouts,
+    finish_strategy_directory,
+    stage_path,
+    write_strategy_directory,
+)
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.system.files import sync
 
 ROLLOUT_NAME = "rollout"
@@ -64,7 +71,7 @@ def compile_strategy(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    by_stage = _requests(config, hf_config, layout, layers_per_stage)
+    by_stage = _requests(config, spec.decoder_config(hf_config), layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
         raise UserError(f"--out {directory} exists: give a directory that does not")
@@ -85,6 +92,7 @@ def compile_strategy(
         ]
         if layers_per_stage != ALL_LAYERS:
             extend_strategies(temporary, spec, dims, layout)
+        _add_tower(temporary, parameter_layouts(spec, dims, layout))
         finish_strategy_directory(temporary, dims, layout, {"compiled_layers": reports[0].num_layers})
         write_strategy_directory(temporary / ROLLOUT_NAME, dims, *rollout)
         _publish(temporary, directory)
@@ -187,6 +195,18 @@ def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout:
         layers = [layer for layer, of_stage in enumerate(stages) if of_stage == stage]
         _extend(extended, spec, dims, layers, stage)
         _write(stage_path(directory, stage), extended.SerializeToString())
+
+
+def _add_tower(directory: Path, layouts: Sequence[ParameterLayout]) -> None:
+    """Add a vision tower, which is not compiled, to the stage files: whole on every rank of its stage."""
+    from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
+
+    tower = [layout for layout in layouts if layout.name.startswith(VISION_PREFIX)]
+    for stage in sorted({stage for layout in tower for stage in layout.stages}):
+        message = ParallelStrategyMap()
+        message.ParseFromString(stage_path(directory, stage).read_bytes())
+        add_layouts(message, tower, stage)
+        _write(stage_path(directory, stage), message.SerializeToString())
 
 
 def _extend(message, spec: ModelSpec, dims: ModelDims, layers: Sequence[int], stage: int) -> None:

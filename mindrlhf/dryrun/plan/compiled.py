@@ -7,6 +7,7 @@ from mindrlhf.config.sections import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
+from mindrlhf.errors import UserError
 
 # Not part of the compiled step: the generator and the runtime.
 _OUTSIDE_THE_STEP = (RUNTIME,)
@@ -42,6 +43,8 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
     Raises:
         UserError, RunFailure: this machine cannot compile, or a compilation failed.
     """
+    if plan.config.lora.rank is not None:
+        raise UserError("'lora.rank' is set, but --compile compiles the training of all weights: leave out one of them")
     num_stages = plan.layout.pipeline_stage
     stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
     reports = compile_ranks([_request(plan, stage * plan.layout.stage_size) for stage in stages])
@@ -71,7 +74,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
     config = plan.config
     parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
     return CompileRequest(
-        hf_config=plan.model.hf_config,
+        hf_config=plan.model.spec.decoder_config(plan.model.hf_config),
         parallel=parallel,
         rank=rank,
         seq_length=plan.batch.row_length,

@@ -24,7 +24,11 @@ def plan_json(
     """Return all that the text says, and the ranks of every group."""
     values = {
         "format_version": FORMAT_VERSION,
-        "model": {"name": plan.model.name, "num_parameters": plan.num_parameters},
+        "model": {
+            "name": plan.model.name,
+            "num_parameters": plan.num_parameters,
+            "num_adapter_parameters": plan.num_adapter_parameters,
+        },
         "machine": dataclasses.asdict(plan.machine),
         "layout": plan.layout.to_dict(),
         "batch": _json_fields(plan.batch),
@@ -42,6 +46,8 @@ def plan_json(
             "notes": list(verdict.notes),
         },
     }
+    if plan.vision is not None:
+        values["vision"] = dataclasses.asdict(plan.vision)
     if result is not None:
         values["search"] = {
             "num_tried": result.num_tried,

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
+    ADAPTER_BYTES,
     ELEMENT_BYTES,
     GRADIENT_SUM_BYTES,
     MOMENT_BYTES,
@@ -122,19 +124,22 @@ def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
     """What the trainer keeps on the device in every phase."""
     width = ELEMENT_BYTES[inputs.config.model.param_dtype]
     num_trained = state.moments // (NUM_MOMENTS * MOMENT_BYTES)
+    num_weights = state.num_elements - state.adapters // ADAPTER_BYTES
+    own_width = ADAPTER_BYTES if state.adapters else width
     number = inputs.num_communicators
     items = [
-        MemoryItem("parameters", state.parameters, True, f"{state.num_elements:,} x {width} B"),
+        MemoryItem("parameters", state.parameters, True, f"{num_weights:,} x {width} B"),
+        MemoryItem("adapters", state.adapters, True, f"{num_trained:,} x {ADAPTER_BYTES} B"),
         MemoryItem("AdamW moments", state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
         MemoryItem("gradient sums", state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
         MemoryItem(
             "gradient accumulators",
             state.accumulators,
             True,
-            f"{state.accumulators // width:,} x {width} B: not sharded by the parallel optimizer",
+            f"{state.accumulators // own_width:,} x {own_width} B: not sharded by the parallel optimizer",
         ),
     ]
-    if inputs.config.algorithm.beta > 0:
+    if inputs.config.algorithm.beta > 0 and not reference_is_base(inputs.config):
         items.append(MemoryItem("reference model", state.parameters, True, "as the parameters"))
     runtime = _CONTEXT_BYTES + number * _COMMUNICATOR_BYTES
     groups = f"{number} groups (the world and those above) x {format_size(_COMMUNICATOR_BYTES)}"
@@ -188,7 +193,7 @@ def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
         _activations(inputs, stage),
         MemoryItem("one layer's work", copies * layer, False, f"{copies} x {_per_token(inputs, layer)}"),
         MemoryItem(
-            "largest gradient", state.largest_gathered_elements * 4, False, f"{state.largest_gathered_elements:,} x 4 B"
+            "largest gradient", state.largest_gradient_elements * 4, False, f"{state.largest_gradient_elements:,} x 4 B"
         ),
         _logits(inputs, stage),
         _mask(inputs),

@@ -2,17 +2,20 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, ParameterRule
+from mindrlhf.specs.lora import LoraOptions, adapters
+from mindrlhf.specs.rules import VISION_PREFIX
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # MindFormers' AdamW keeps both moments in float32, whatever the parameters are; so are our sums of gradients.
 MOMENT_BYTES = 4
 GRADIENT_SUM_BYTES = 4
-UNTRAINED_BYTES = 4
+# Low-rank factors are float32 too.
+ADAPTER_BYTES = 4
 NUM_MOMENTS = 2
 
 
@@ -24,27 +27,31 @@ class StageState:
         num_elements: elements of its parameter shards, optimiser sharding included.
         num_gathered_elements: elements of the same shards before optimiser sharding, as the layers use them.
         largest_gathered_elements: those of the largest parameter.
+        largest_gradient_elements: those of the largest that is trained.
         largest_elements: elements of the largest shard that is trained, after optimiser sharding.
-        parameters: shards in the parameters' dtype.
+        parameters: shards in the parameters' dtype, without adapters.
         moments: AdamW's two moments of those shards, float32.
         gradient_sums: gradients of those shards, float32, added up over the micro-batches of an update.
         accumulators: gradients added up over pipeline micro-batches, where there are several. They are of the
-            parameters' dtype, and of the shards before optimiser sharding: MindSpore clones the parameters for it.
+            trained parameters' dtype, and of the shards before optimiser sharding: MindSpore clones them for it.
+        adapters: low-rank factors, float32; where there are any, only they are trained.
     """
 
     num_elements: int
     num_gathered_elements: int
     largest_gathered_elements: int
+    largest_gradient_elements: int
     largest_elements: int
     parameters: int
     moments: int
     gradient_sums: int
     accumulators: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.moments + self.gradient_sums + self.accumulators
+        return self.parameters + self.adapters + self.moments + self.gradient_sums + self.accumulators
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,17 @@ class ParameterRow:
 
 
 class KnownRules:
-    """A spec whose rules are spelled out once: those of a large mixture of experts hold 45,000 names."""
+    """A spec whose rules are spelled out once: those of a large mixture of experts hold 45,000 names.
 
-    def __init__(self, spec: ModelSpec, dims: ModelDims):
+    Args:
+        lora: stands for the factors of these adapters instead.
+    """
+
+    def __init__(self, spec: ModelSpec, dims: ModelDims, lora: LoraOptions | None = None):
         self._rules = spec.rules(dims)
         self.is_scorer = spec.is_scorer
+        if lora is not None:
+            self._rules = [rule for one in adapters(spec, dims, lora) for rule in (one.down, one.up)]
 
     def rules(self, _: ModelDims) -> list[ParameterRule]:
         """Return the rules of the model that this was made for."""
@@ -88,52 +101,73 @@ def count_parameters(layouts: Sequence[ParameterLayout]) -> int:
 
 
 def active_parameters(spec: ModelSpec | KnownRules, dims: ModelDims) -> int:
-    """Return the parameters that one token meets: of the routed experts, those it is sent to."""
+    """Return the parameters that one token meets: of the routed experts, those it is sent to; no vision tower."""
     total = 0
     for rule in spec.rules(dims):
+        if rule.mf_name.startswith(VISION_PREFIX):
+            continue
         elements = math.prod(rule.mf_shape(dims))
         total += elements if rule.expert_axis is None else elements * dims.experts.num_active // dims.num_experts
     return total
 
 
-def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> frozenset[str]:
-    """Return the names of the parameters that gradients do not change: float32, without moments and gradients."""
-    return frozenset(rule.mf_name for rule in spec.rules(dims) if not rule.trained)
+def untrained_names(spec: ModelSpec | KnownRules, dims: ModelDims) -> dict[str, bool]:
+    """Return the parameters that gradients do not change: name -> whether it is float32 whatever the others are."""
+    return {rule.mf_name: rule.keeps_float32 for rule in spec.rules(dims) if not rule.trained}
+
+
+def _untrained_bytes(keeps_float32: bool, param_dtype: str) -> int:
+    return ELEMENT_BYTES["float32" if keeps_float32 else param_dtype]
 
 
 def stage_states(
     layouts: Sequence[ParameterLayout],
     num_stages: int,
     param_dtype: str,
-    untrained: frozenset[str] = frozenset(),
+    untrained: Mapping[str, bool] | None = None,
     accumulates: bool = False,
+    adapters: Sequence[ParameterLayout] = (),
 ) -> list[StageState]:
     """Return the state of a rank, by pipeline stage; all ranks of a stage hold shards of the same shapes.
 
     Args:
-        untrained: names of the parameters without moments and gradients, which are float32.
+        untrained: parameters without moments and gradients; see :func:`untrained_names`.
         accumulates: micro-batches are split into pipeline micro-batches.
+        adapters: low-rank factors, which are trained in the place of ``layouts``.
     """
-    states = []
+    states, untrained = [], untrained or {}
     for stage in range(num_stages):
         held = [layout for layout in layouts if stage in layout.stages]
-        trained = [layout for layout in held if layout.name not in untrained]
-        fixed_elements = sum(math.prod(layout.shard_shape) for layout in held if layout.name in untrained)
-        elements = sum(math.prod(layout.shard_shape) for layout in trained)
-        gathered = [gathered_elements(layout) for layout in trained]
+        weights = [layout for layout in held if layout.name not in untrained]
+        fixed = [layout for layout in held if layout.name in untrained]
+        factors = [layout for layout in adapters if stage in layout.stages]
+        trained, trained_bytes = (factors, ADAPTER_BYTES) if adapters else (weights, ELEMENT_BYTES[param_dtype])
+        fixed_elements = sum(math.prod(layout.shard_shape) for layout in fixed)
+        fixed_bytes = sum(
+            math.prod(layout.shard_shape) * _untrained_bytes(untrained[layout.name], param_dtype) for layout in fixed
+        )
+        elements, factor_elements, trained_elements = map(_shard_elements, (weights, factors, trained))
+        gathered = [gathered_elements(layout) for layout in weights]
+        gradients = [gathered_elements(layout) for layout in trained]
         states.append(
             StageState(
-                num_elements=elements + fixed_elements,
+                num_elements=elements + fixed_elements + factor_elements,
                 num_gathered_elements=sum(gathered) + fixed_elements,
                 largest_gathered_elements=max(gathered),
+                largest_gradient_elements=max(gradients),
                 largest_elements=max(math.prod(layout.shard_shape) for layout in trained),
-                parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_elements * UNTRAINED_BYTES,
-                moments=elements * NUM_MOMENTS * MOMENT_BYTES,
-                gradient_sums=elements * GRADIENT_SUM_BYTES,
-                accumulators=sum(gathered) * ELEMENT_BYTES[param_dtype] if accumulates else 0,
+                parameters=elements * ELEMENT_BYTES[param_dtype] + fixed_bytes,
+                moments=trained_elements * NUM_MOMENTS * MOMENT_BYTES,
+                gradient_sums=trained_elements * GRADIENT_SUM_BYTES,
+                accumulators=sum(gradients) * trained_bytes if accumulates else 0,
+                adapters=factor_elements * ADAPTER_BYTES,
             )
         )
     return states
+
+
+def _shard_elements(layouts: Sequence[ParameterLayout]) -> int:
+    return sum(math.prod(layout.shard_shape) for layout in layouts)
 
 
 def gathered_elements(layout: ParameterLayout) -> int:
@@ -142,17 +176,29 @@ def gathered_elements(layout: ParameterLayout) -> int:
 
 
 def parameter_rows(
-    layouts: Sequence[ParameterLayout], param_dtype: str, untrained: frozenset[str] = frozenset()
+    layouts: Sequence[ParameterLayout],
+    param_dtype: str,
+    untrained: Mapping[str, bool] | None = None,
+    adapters: Sequence[ParameterLayout] = (),
 ) -> list[ParameterRow]:
-    """Return the table of parameters, in the order of the forward pass."""
+    """Return the table of parameters, in the order of the forward pass, and of the adapters that alone are trained."""
+    untrained = untrained or {}
+    trained_bytes = ELEMENT_BYTES[param_dtype] + (0 if adapters else NUM_MOMENTS * MOMENT_BYTES)
+    factor_bytes = ADAPTER_BYTES + NUM_MOMENTS * MOMENT_BYTES
+
+    def element_bytes(name: str) -> int:
+        return _untrained_bytes(untrained[name], param_dtype) if name in untrained else trained_bytes
+
+    return _rows(layouts, element_bytes) + _rows(adapters, lambda name: factor_bytes)
+
+
+def _rows(layouts: Sequence[ParameterLayout], element_bytes: Callable[[str], int]) -> list[ParameterRow]:
     alike: dict[tuple, list[ParameterLayout]] = {}
     for layout in layouts:
-        name = re.sub(r"\.layers\.\d+\.", ".layers.*.", layout.name)
+        name = re.sub(r"\.(layers|blocks)\.\d+\.", r".\1.*.", layout.name)
         alike.setdefault((name, layout.shape, layout.shard_shape), []).append(layout)
     rows = []
     for (name, shape, shard_shape), members in alike.items():
-        is_trained = members[0].name not in untrained
-        element_bytes = ELEMENT_BYTES[param_dtype] + NUM_MOMENTS * MOMENT_BYTES if is_trained else UNTRAINED_BYTES
         stages = [stage for one in members for stage in one.stages]
         rows.append(
             ParameterRow(
@@ -162,7 +208,7 @@ def parameter_rows(
                 shard_shape=shard_shape,
                 stages=(min(stages), max(stages)),
                 split=split_words(members[0]),
-                state_bytes=math.prod(shard_shape) * element_bytes,
+                state_bytes=math.prod(shard_shape) * element_bytes(members[0].name),
             )
         )
     return rows

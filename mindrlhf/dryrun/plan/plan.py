@@ -4,6 +4,7 @@ Parameters and optimiser state are sums over the parameter layouts, exact to the
 generator's share and the runtime are estimates, and marked so. Nothing here imports MindSpore.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -11,9 +12,11 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import check_num_ranks
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
+from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
 from mindrlhf.dryrun.plan.groups import GroupKind, num_communicators, plan_groups
 from mindrlhf.dryrun.plan.memory import MemoryInputs, PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.parameters import (
+    ADAPTER_BYTES,
     ELEMENT_BYTES,
     KnownRules,
     ParameterRow,
@@ -23,13 +26,16 @@ from mindrlhf.dryrun.plan.parameters import (
     stage_states,
     untrained_names,
 )
-from mindrlhf.dryrun.plan.rollout import RolloutPlan, check_rollout, plan_rollout
+from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
+from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
-from mindrlhf.layout.feasibility import check_feasible, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.weights.hf import read_hf_config
 
 
@@ -62,8 +68,8 @@ class Model:
         return KnownRules(self.spec, self.dims)
 
     @cached_property
-    def untrained(self) -> frozenset[str]:
-        """Names of the parameters that gradients do not change."""
+    def untrained(self) -> dict[str, bool]:
+        """The parameters that gradients do not change; see ``untrained_names``."""
         return untrained_names(self.known, self.dims)
 
     @property
@@ -77,10 +83,12 @@ class Plan:
     """All that `mindrlhf plan` reports.
 
     Attributes:
-        num_parameters: elements of the whole model.
+        num_parameters: elements of the whole model, without adapters.
+        num_adapter_parameters: elements of its adapters; 0 where all of it is trained.
         layouts: of every parameter.
         layer_stages: pipeline stage of every decoder layer.
         states: exact parameter and optimiser state of a rank, by pipeline stage.
+        vision: the vision tower; None for a model of text.
         memory: every phase of the loop for every pipeline stage.
     """
 
@@ -89,6 +97,7 @@ class Plan:
     model: Model
     layout: Layout
     num_parameters: int
+    num_adapter_parameters: int
     layouts: tuple[ParameterLayout, ...]
     layer_stages: tuple[int, ...]
     batch: BatchPlan
@@ -98,6 +107,7 @@ class Plan:
     rollout: RolloutPlan
     memory: tuple[PhaseMemory, ...]
     transfer: TransferPlan
+    vision: VisionPlan | None
 
     @property
     def peak(self) -> PhaseMemory:
@@ -127,12 +137,18 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     Raises:
         UserError: the model cannot be sharded this way, or the numbers do not fit together; names the fix.
     """
+    if config.model.train_vision != "none":
+        raise UserError(
+            f"'model.train_vision' is {config.model.train_vision}, but the plan knows frozen towers only: set it to "
+            "none"
+        )
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
     if is_split(config.parallel_config):
         check_num_ranks(machine.world_size)
     check_rollout(config.rollout, model.dims, machine.world_size)
-    layouts, states = _state(model, layout, config.model.param_dtype, accumulates(config.parallel_config))
+    layouts, _ = _layouts(model, layout, config.model.param_dtype, config.lora.options)
+    states = _states(model, layout, config.model.param_dtype, config.lora.options, accumulates(config.parallel_config))
     inputs = MemoryInputs(
         config=config,
         layout=layout,
@@ -155,17 +171,33 @@ def accumulates(parallel: ParallelSection) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _state(
-    model: Model, layout: Layout, param_dtype: str, accumulates: bool
-) -> tuple[list[ParameterLayout], list[StageState]]:
-    """Cached, since the search varies what it does not depend on."""
-    layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
-    return layouts, stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates)
+def _layouts(
+    model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None
+) -> tuple[list[ParameterLayout], list[ParameterLayout]]:
+    """How the parameters lie, and the factors of adapters; cached, since the search varies what it depends not on.
+
+    Weights that have no optimiser state are not counted as shared by a parallel optimizer.
+    """
+    if lora is None:
+        return parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype]), []
+    held = dataclasses.replace(layout, optimizer_shard=1)
+    layouts = parameter_layouts(model.known, model.dims, held, ELEMENT_BYTES[param_dtype])
+    rules = KnownRules(model.spec, model.dims, lora)
+    return layouts, parameter_layouts(rules, model.dims, layout, ADAPTER_BYTES)
+
+
+@lru_cache(maxsize=4)
+def _states(
+    model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None, accumulates: bool
+) -> list[StageState]:
+    layouts, factors = _layouts(model, layout, param_dtype, lora)
+    return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors)
 
 
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     """Plan a run; raises UserError as :func:`prepare` does."""
     inputs, layouts = prepare(config, model, machine)
+    factors = _layouts(model, inputs.layout, config.model.param_dtype, config.lora.options)[1]
     return Plan(
         config=config,
         machine=machine,
@@ -177,10 +209,12 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         batch=inputs.batch,
         groups=tuple(plan_groups(inputs.layout, layouts, machine.node_size)),
         states=tuple(inputs.states),
-        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained)),
+        num_adapter_parameters=count_parameters(factors),
+        rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
         transfer=plan_transfer(
             config, inputs.layout, layouts, rollout_rank_bytes=inputs.rollout.weights, node_size=machine.node_size
         ),
+        vision=plan_vision(inputs, count_parameters([one for one in layouts if one.name.startswith(VISION_PREFIX)])),
     )

@@ -18,6 +18,8 @@ from mindrlhf.errors import UserError
 from mindrlhf.system.files import sync
 from mindrlhf.system.sizes import parse_size
 
+STANDARD_OUTPUT = "-"
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -53,16 +55,23 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     planned = compile_plan(plan) if options.compiles else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
+    # What goes to standard output stands there alone.
+    printed = "\n\n".join(parts)
     if options.json_path:
-        text = json.dumps(plan_json(plan, verdict, result, planned), indent=1) + "\n"
-        _write(options.json_path, text)
-    if options.picture_path:
+        text = json.dumps(plan_json(plan, verdict, result, planned), indent=1)
+        if options.json_path == STANDARD_OUTPUT:
+            printed = text
+        else:
+            _write(options.json_path, f"{text}\n")
+    if options.picture_path == STANDARD_OUTPUT:
+        printed = render_picture(plan)
+    elif options.picture_path:
         _write(options.picture_path, render_picture(plan))
-    return "\n\n".join(parts), verdict.fits
+    return printed, verdict.fits
 
 
 def _machine(options: PlanOptions) -> Machine:
-    for value, option in ((options.world_size, "--world-size"), (options.node_size, "--node-size")):
+    for value, option in ((options.world_size, "--workers"), (options.node_size, "--node-size")):
         if value < 1:
             raise UserError(f"{option} is {value}: give a number of devices, 1 or more")
     device_bytes = parse_size(options.device_memory, "--device-memory")
@@ -71,7 +80,7 @@ def _machine(options: PlanOptions) -> Machine:
 
 def _check_target(path: str | None, option: str) -> None:
     """Refuse a file that cannot be written before time is spent on its content."""
-    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
+    if path not in (None, STANDARD_OUTPUT) and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
         raise UserError(f"{option} {path} cannot be written: give a file in a directory that exists")
 
 

@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, KnownRules
-from mindrlhf.errors import UserError
 from mindrlhf.specs import ModelDims, ParameterRule
 
 # Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
@@ -84,28 +83,3 @@ def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:
     else:
         channels = 2 * -(-dims.num_kv_heads // rollout.tensor_parallel) * dims.head_dim
     return channels * dims.num_layers * ELEMENT_BYTES[rollout.dtype]
-
-
-def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:
-    """Check that the servers use exactly the devices that there are.
-
-    Raises:
-        UserError: they do not, or the heads do not divide.
-    """
-    devices = rollout.num_replicas * rollout.tensor_parallel
-    if devices != world_size:
-        fix = (
-            f"set num_replicas to {world_size // rollout.tensor_parallel}"
-            if world_size % rollout.tensor_parallel == 0
-            else f"set tensor_parallel to a divisor of {world_size}"
-        )
-        raise UserError(
-            f"'rollout.num_replicas' {rollout.num_replicas} x 'rollout.tensor_parallel' {rollout.tensor_parallel} "
-            f"uses {devices} devices of {world_size}: {fix}"
-        )
-    if dims.num_heads % rollout.tensor_parallel:
-        choices = [size for size in range(1, dims.num_heads + 1) if dims.num_heads % size == world_size % size == 0]
-        raise UserError(
-            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, which does not divide the model's "
-            f"{dims.num_heads} query heads: set it to one of {', '.join(map(str, choices))}"
-        )

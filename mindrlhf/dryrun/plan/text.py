@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from mindrlhf.dryrun.plan.compiled import PlannedStage
-from mindrlhf.dryrun.plan.cost import NETWORK_BYTES_PER_S, NODE_BYTES_PER_S
+from mindrlhf.dryrun.plan.cost import NETWORK_BYTES_PER_S, NODE_BYTES_PER_S, VisionPlan
 from mindrlhf.dryrun.plan.groups import describe_groups
 from mindrlhf.dryrun.plan.memory import PhaseMemory
 from mindrlhf.dryrun.plan.parameters import StageState
@@ -29,7 +29,21 @@ def render_text(plan: Plan, verdict: Verdict) -> str:
         section("Weight transfer", _transfer_lines(plan)),
         section("Verdict", verdict_lines(verdict)),
     ]
+    if plan.vision is not None:
+        parts.insert(-1, section("Vision tower", _vision_lines(plan.vision)))
     return "\n\n".join(parts)
+
+
+def _vision_lines(vision: VisionPlan) -> list[str]:
+    rows = [
+        ("parameters", f"{vision.num_parameters:,}", "frozen; whole on every rank of the first stage, sent once"),
+        ("image tokens, at most", f"{vision.num_image_tokens:,}", "of a prompt that holds nothing else"),
+        ("~ operations per image token", f"{vision.operations_per_token / 1e9:.2f} G", "forward only"),
+        ("~ prompts seen per step", f"{vision.num_passes:,}", "each by every data-parallel rank with samples of it"),
+        ("~ time per step, at most", f"{vision.seconds:.1f} s", "a rate for ranking, not a prediction"),
+        ("~ memory while it runs", format_size(vision.run_bytes), "for one image of that many tokens"),
+    ]
+    return _columns(rows, "<><")
 
 
 def section(title: str, lines: Iterable[str]) -> str:
@@ -126,9 +140,18 @@ def _heading(plan: Plan) -> str:
             f" x context {layout.context_parallel}, expert {layout.expert_parallel}"
             f"{', sequence parallel' if layout.use_seq_parallel else ''}"
             f"{', parallel optimizer' if layout.optimizer_shard != 1 else ''}",
+            *_adapter_lines(plan),
             "exact: parameters, moments, gradients (sums over the layouts, to the byte); ~ marks an estimate",
         ]
     )
+
+
+def _adapter_lines(plan: Plan) -> list[str]:
+    if not plan.num_adapter_parameters:
+        return []
+    number = plan.num_adapter_parameters
+    share = number / plan.num_parameters
+    return [f"trained: adapters of rank {plan.config.lora.rank}, {number:,} parameters ({share:.2%} more)"]
 
 
 def _group_lines(plan: Plan) -> list[str]:
@@ -147,7 +170,8 @@ def _stage_lines(plan: Plan) -> list[str]:
     size = plan.layout.stage_size
     for stage, state in enumerate(plan.states):
         layers = [layer for layer, place in enumerate(plan.layer_stages) if place == stage]
-        extra = ["embedding"] * (stage == 0) + ["head"] * (stage == plan.layout.pipeline_stage - 1)
+        extra = ["vision"] * (stage == 0 and plan.vision is not None) + ["embedding"] * (stage == 0)
+        extra += ["head"] * (stage == plan.layout.pipeline_stage - 1)
         rows.append(
             (
                 str(stage),
@@ -161,7 +185,7 @@ def _stage_lines(plan: Plan) -> list[str]:
 
 
 def _exact_sizes(state: StageState) -> tuple[int, int, int]:
-    return state.parameters, state.moments, state.gradient_sums + state.accumulators
+    return state.parameters + state.adapters, state.moments, state.gradient_sums + state.accumulators
 
 
 def _memory_lines(plan: Plan) -> list[str]:

@@ -102,6 +102,8 @@ def _reason(plan: Plan) -> str:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = []
+    if plan.config.lora.rank is not None and plan.config.run.device != "cpu":
+        notes.append(f"adapters are trained on run.device=cpu only so far; `train` refuses {plan.config.run.device}")
     if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
         notes.append(
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "

@@ -4,7 +4,7 @@ The trainer starts it (see ``mindrlhf.rollout.vllm``) as ``python -m mindrlhf.ro
 JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf.system.wire``) are headers with a
 "kind", and each is answered:
 
-    generate        {sampling} + request_ids, num_samples, seeds, prompt_lengths, prompt_ids
+    generate        {sampling} + request_ids, num_samples, seeds, max_tokens, prompt_lengths, prompt_ids, and images
                     -> completions (as they finish, any number of times), then generated
     abort           (during generate) ends it early -> generated
     update_weights  {version, board_path} -> done
@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 
 _PARENT_POLL_S = 0.5
@@ -118,7 +119,7 @@ class Server:
         ends = np.cumsum(arrays["prompt_lengths"])[:-1]
         prompts = [prompt.tolist() for prompt in np.split(arrays["prompt_ids"], ends)]
         numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
-        self._engine.submit(prompts, *numbers, sampling)
+        self._engine.submit(prompts, *numbers, sampling, unpack_images(arrays))
         while self._engine.num_pending:
             samples = self._engine.step()
             self._stats["num_steps"] += 1

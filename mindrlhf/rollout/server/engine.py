@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.inputs.engine import mm_input
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 
 from mindrlhf.rollout.sampling import stream_key
+from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.rollout.server import cpu
+from mindrlhf.rollout.server.vision import VisionModel
 
 # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32.
 _CPU_BLOCK_SIZE = 32
@@ -39,6 +43,8 @@ class VllmEngine:
         self._is_cpu = config["device"] == "cpu"
         self._uses_sleep = config["enable_sleep"]
         self._kv_cache_is_asleep = False
+        self._vision = VisionModel.of(config["model_dir"])
+        self._image_items: dict[str, MultiModalKwargsItem] = {}  # of the batch, by digest
         cpu.do_without_lscpu()
         is_alone = config["tensor_parallel_size"] == 1 and cpu.is_known()
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
@@ -69,7 +75,7 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
         if self._is_cpu:
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
-        return arguments
+        return arguments if self._vision is None else arguments | self._vision.engine_arguments(config["max_model_len"])
 
     @property
     def num_pending(self) -> int:
@@ -83,16 +89,23 @@ class VllmEngine:
         seeds: Sequence[int],
         max_tokens: Sequence[int],
         sampling: dict[str, Any],
+        images: Sequence[Sequence[SentImage]],
     ) -> None:
-        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache."""
-        requests = zip(prompts, nums_samples, seeds, max_tokens, strict=True)
-        for request_index, (prompt, num_samples, seed, limit) in enumerate(requests):
+        """Queue ``nums_samples[i]`` samples of ``prompts[i]``; they share the prompt through the prefix cache.
+
+        Raises:
+            ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
+        """
+        self._image_items.clear()
+        requests = zip(prompts, nums_samples, seeds, max_tokens, images, strict=True)
+        for request_index, (prompt, num_samples, seed, limit, own_images) in enumerate(requests):
             own_sampling = {**sampling, "max_tokens": limit}
+            features = self._features(prompt, own_images)
             for sample_index in range(num_samples):
                 name = str(self._num_submitted)
                 self._num_submitted += 1
                 self._pending[name] = (request_index, sample_index)
-                self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling)
+                self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
     def step(self) -> list[FinishedSample]:
         """Run the model once; return the samples that ended."""
@@ -120,6 +133,9 @@ class VllmEngine:
             self._kv_cache_is_asleep = False
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM refused to reset its prefix cache after a weight update")
+        if self._vision is not None:
+            # What the old tower saw; no other reset forgets it.
+            self._engine.reset_encoder_cache()
 
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""
@@ -136,11 +152,29 @@ class VllmEngine:
         """Stop vLLM's worker processes, if it has any."""
         self._engine.engine_core.shutdown()
 
-    def _add(self, name: str, prompt: list[int], key: int, sampling: dict[str, Any]) -> None:
+    def _features(self, prompt: Sequence[int], images: Sequence[SentImage]) -> list[MultiModalFeatureSpec]:
+        if self._vision is None:
+            if images:
+                raise ValueError("a prompt has images, and the model sees none")
+            return []
+        return self._vision.features(prompt, images, self._image_items)
+
+    def _add(
+        self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
+    ) -> None:
         params = SamplingParams(
             **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **_TOKENS_ONLY
         )
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        if not features:
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            return
+        inputs = mm_input(
+            prompt,
+            MultiModalKwargsItems({"image": [feature.data for feature in features]}),
+            {"image": [feature.identifier for feature in features]},
+            {"image": [feature.mm_position for feature in features]},
+        )
+        self._engine.add_request(name, inputs, params)
 
     def _finish(self, name: str, token_ids: Any, logprobs: Any, finish_reason: str) -> FinishedSample:
         if finish_reason not in ("stop", "length"):
@@ -206,7 +240,9 @@ class CpuEngine(VllmEngine):
         self._sampler.streams.clear()
         self._pending.clear()
 
-    def _add(self, name: str, prompt: list[int], key: int, sampling: dict[str, Any]) -> None:
+    def _add(
+        self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
+    ) -> None:
         if self._params is None or self._params[0] != sampling:
             self._params = sampling, SamplingParams(**sampling, **_TOKENS_ONLY)
         max_tokens = sampling["max_tokens"]
@@ -214,7 +250,7 @@ class CpuEngine(VllmEngine):
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,
-            mm_features=None,
+            mm_features=list(features) or None,
             sampling_params=self._params[1],
             pooling_params=None,
             arrival_time=time.time(),

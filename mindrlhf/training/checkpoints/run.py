@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
+from mindrlhf.weights.adapters.peft import exported_adapter
 
 AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
@@ -70,14 +72,35 @@ def check_output(config: AnyConfig, *, resume: bool) -> None:
         UserError: the run's directories hold a trained model, checkpoints that ``resume`` does not continue, or none
             that it could continue.
     """
+    refuse_taken(config, resume=resume)
     output_dir = Path(config.run.output_dir)
+    for name in (FINAL_NAME, CRITIC_NAME):
+        for pattern in (f".{name}.partial-*", f".{exported_adapter(output_dir / name).name}.*.partial"):
+            for unfinished in output_dir.glob(pattern):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def refuse_taken(config: AnyConfig, *, resume: bool) -> None:
+    """Refuse to write over an earlier run, or where nothing can be written; changes nothing.
+
+    Raises:
+        UserError: as ``check_output``; or something on the way to the output directory is no directory.
+    """
+    output_dir = Path(config.run.output_dir)
+    for parent in (output_dir, *output_dir.parents):
+        if parent.exists():
+            if not parent.is_dir():
+                raise UserError(f"'run.output_dir' is {output_dir}, but {parent} is a file: choose another directory")
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise UserError(f"'run.output_dir' is {output_dir}, but {parent} cannot be written: choose another")
+            break
     check_free(output_dir / FINAL_NAME)
     has_critic = isinstance(config, GrpoConfig) and needs_critic(config)
     if has_critic and not resume:  # a resumed run may have been killed after it exported the critic
         check_free(output_dir / CRITIC_NAME)
     for name in (FINAL_NAME, CRITIC_NAME):
-        for unfinished in output_dir.glob(f".{name}.partial-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        if config.lora.rank is not None and not resume:
+            check_free(exported_adapter(output_dir / name))
     store = CheckpointStore(save_dir(config), config.checkpoint.keep_last)
     if store.steps() and not resume:
         raise UserError(

@@ -4,6 +4,7 @@ DAPO: Yu et al. 2025 (arXiv:2503.14476), section 3.2. What is sampled beyond a s
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.rollout.samples import Sample
+
+_IMAGE = "image"  # with a number, the name of one of a leftover sample's images
 
 Group = list[Sample]
 SampleRound = Callable[[int, int], list[Sample]]  # (number of prompts, number of the first group) -> their samples
@@ -41,11 +44,6 @@ class StepSamples:
     num_without_signal: int
     leftover: list[Sample]
     dropped: list[Sample]
-
-    @property
-    def fresh(self) -> list[Sample]:
-        """Those of ``used`` that are of the weights which the step begins with."""
-        return self.used[self.num_stale :]
 
 
 class GroupSampling:
@@ -149,6 +147,7 @@ def to_leftover(samples: Sequence[Sample]) -> list[LeftoverSample]:
     leftover = []
     for sample in samples:
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+        values |= {f"{_IMAGE}{number}": image for number, image in enumerate(values.pop("images"))}
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         leftover.append(LeftoverSample({name: values[name] for name in values.keys() - arrays.keys()}, arrays))
     return leftover
@@ -160,14 +159,17 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
     Raises:
         UserError: the samples of the checkpoint lack a value, or have one too many.
     """
-    fields = {field.name for field in dataclasses.fields(Sample)}
+    fields = {field.name for field in dataclasses.fields(Sample)} - {"images"}
     samples = []
     for index, item in enumerate(leftover):
-        values: dict[str, Any] = {**item.record, **item.arrays}
+        # Checkpoints of earlier releases do not say these.
+        values: dict[str, Any] = {"weights_version": 0, "spans": (), **item.record, **item.arrays}
+        numbers = sorted(int(name.removeprefix(_IMAGE)) for name in values if re.fullmatch(rf"{_IMAGE}\d+", name))
+        images = tuple(values.pop(f"{_IMAGE}{number}") for number in numbers)
         if values.keys() != fields:
             wrong = min(values.keys() ^ fields)
             raise DamagedDirectory(f"the checkpoint is damaged: {wrong!r} of leftover sample {index} is missing or new")
-        samples.append(Sample(**values))
+        samples.append(Sample(**values, images=images))
     return samples
 
 

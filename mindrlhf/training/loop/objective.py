@@ -75,7 +75,9 @@ class Objective:
                 values["rollout_logprobs"] = sample.rollout_logprobs
             if self._bypass:
                 values["old_logprobs"] = sample.rollout_logprobs
-            sequences.append(TokenSequence(sample.prompt_ids, sample.response_ids, values, sample.is_generated))
+            sequences.append(
+                TokenSequence(sample.prompt_ids, sample.response_ids, values, sample.is_generated, sample.images)
+            )
         return sequences
 
     def penalties(

@@ -1,15 +1,15 @@
 """The policy as the loop sees it: all that passes between rank 0 and the ranks that compute and train it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.training.batch import Batch, RowOptions
-from mindrlhf.training.records import PolicyUpdateResult, Share
+from mindrlhf.training.batch import Batch, RowOptions, images_of_ranks
+from mindrlhf.training.records import PolicyUpdateResult, Published, Share, add_by_node
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 
@@ -73,6 +73,8 @@ class Policy:
         self._batches = batches
         for position, batch in enumerate(batches):
             self._team.call("receive_batch", per_rank=batch.shares(self._team.world_size), is_first=position == 0)
+        if any(batch.images for batch in batches):
+            self._team.call("receive_images", per_rank=images_of_ranks(batches, self._team.world_size))
 
     def logprobs(self, name: str) -> list[np.ndarray]:
         """Have the ranks compute and keep "old_logprobs" or "reference_logprobs".
@@ -117,11 +119,16 @@ class Policy:
     def publish(self, version: int) -> str:
         """Put the weights on the board, where the generator finds them; return their digest."""
         self._board.begin(version)
-        contributions: list[Mapping[str, Any]] = [
-            result.contribution for result in self._team.call("publish", version=version)
-        ]
+        results: list[Published] = self._team.call("publish", version=version)
+        contributions = [result.contribution for result in results]
         self._board.seal(contributions)
-        return digest_weights(contributions)
+        digest = digest_weights(contributions)
+        if elsewhere := add_by_node([result.elsewhere for result in results]):
+            for node, written in elsewhere.items():
+                if (other := digest_weights([written])) != digest:
+                    raise RunFailure(f"the weights of node {node} ({other}) are not those of node 0 ({digest})")
+            self._team.call("seal_board", contributions=elsewhere)
+        return digest
 
     def begin_dump(self, step: int) -> None:
         """Have the ranks write the cells of what follows, as those of a step, from 1."""

@@ -1,8 +1,9 @@
 """The prompts of each step in the order of the stream, and their samples, on rank 0."""
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile, PromptRecord
@@ -39,13 +40,13 @@ class PromptSampling:
     ):
         self._config = config
         self._prompts = prompts
-        self._stream = stream
+        self.stream = stream
         self._sampler = sampler
         self._timer = timer
-        self._interruptible = interruptible
+        self.interruptible = interruptible
         self._groups = GroupSampling(config)
         self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
-        self._sampling = SamplingParams(
+        self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
@@ -54,9 +55,19 @@ class PromptSampling:
         )
 
     def read_small_file(self) -> None:
-        """Read the prompts into memory, unless they are many."""
-        if len(self._prompts) <= MAX_RECORDS_IN_MEMORY:
-            self._records = self._prompts.read(range(len(self._prompts)))
+        """Read the prompts into memory, unless they are many or have images."""
+        if len(self._prompts) <= MAX_RECORDS_IN_MEMORY and self._prompts.header.images is None:
+            self._records += self._prompts.read(range(len(self._prompts)))
+
+    def beside_the_loop(self) -> "PromptSampling":
+        """Return one for another thread, of the same prompts and place in the stream.
+
+        Its times are of no stage of the loop, and no request to end breaks it off.
+        """
+        other = copy.copy(self)
+        other._timer = StageTimer()
+        other.interruptible = contextlib.nullcontext
+        return other
 
     def sample(self, index: int, leftover: Sequence[Sample], *, needs_greedy: bool) -> tuple[StepSamples, list[Sample]]:
         """Return the samples of step ``index`` (from 0), and the likeliest response to each prompt if it is needed.
@@ -72,27 +83,33 @@ class PromptSampling:
         records: list[PromptRecord] = []
 
         def sample_round(num_prompts: int, first_group: int) -> list[Sample]:
-            with self._timer.stage("data"):
-                new = self._next_records(num_prompts)
+            new = self.read(self.stream.next(num_prompts))
             records.extend(new)
-            return self._generate(new, index, self._config.algorithm.num_generations, self._sampling, first_group)
+            return self._generate(new, index, self._config.algorithm.num_generations, self.sampling, first_group)
 
         step = self._groups.collect(sample_round, leftover)
         if not needs_greedy:
             return step, []
-        greedy = dataclasses.replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return step, self._generate(records, index, 1, greedy, 0)
 
-    def _next_records(self, num_prompts: int) -> list[PromptRecord]:
-        indices = self._stream.next(num_prompts)
-        if self._records:
-            return [self._records[index] for index in indices]
-        return self._prompts.read(indices)
+    def read(self, indices: Sequence[int]) -> list[PromptRecord]:
+        """Return the prompts at ``indices``."""
+        with self._timer.stage("data"):
+            if self._records:
+                return [self._records[index] for index in indices]
+            return self._prompts.read(indices)
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Time the body as ``rollout``, and let a request to end break it off."""
+        with self._timer.stage("rollout"), self.interruptible():
+            yield
 
     def _generate(
         self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
-        with self._timer.stage("rollout"), self._interruptible():
+        with self.generating():
             return self._sampler.sample(
                 records,
                 num_samples,

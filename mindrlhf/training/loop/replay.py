@@ -13,7 +13,7 @@ from mindrlhf.config.parse import build
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
-from mindrlhf.training.loop.skipped_batches import SkippedBatch, load_skipped
+from mindrlhf.training.loop.skipped_batches import SkippedBatch, load_images, load_skipped
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
@@ -76,7 +76,9 @@ def replay(directory: Path, model_dir: Path | None = None) -> Replay:
     batch, micro_batches, logprobs = load_skipped(directory)
     config = build(GrpoConfig, batch.config)
     model_dir = model_dir or find_weights(directory, batch, config)
-    learner = _build_learner(config, model_dir, max(rows.mask.shape[1] for rows in micro_batches))
+    learner = _build_learner(config, model_dir, micro_batches)
+    if learner.network.images is not None:
+        learner.network.images.see(load_images(directory, batch.num_micro_batches))
     losses, computed = [], []
     for rows in micro_batches:
         statistics, values = learner.accumulate(rows, _inputs(rows, batch.kl_coefficient), batch.num_tokens)
@@ -111,7 +113,7 @@ def find_weights(directory: Path, batch: SkippedBatch, config: GrpoConfig) -> Pa
     return Path(config.model.path)
 
 
-def _build_learner(config: GrpoConfig, model_dir: Path, row_length: int):
+def _build_learner(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[PackedRows]):
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
@@ -120,7 +122,9 @@ def _build_learner(config: GrpoConfig, model_dir: Path, row_length: int):
 
     with tempfile.TemporaryDirectory(prefix="mindrlhf-replay-") as log_dir:
         rank = start_runtime(config.run, Path(log_dir))
-    network = load_model(config.model, str(model_dir), config.run, row_length)
+    row_length = max(rows.mask.shape[1] for rows in micro_batches)
+    num_image_rows = max(rows.mask.size for rows in micro_batches)
+    network = load_model(config.model, str(model_dir), config.run, row_length, num_image_rows=num_image_rows)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, config.run.device))
     return Learner(network, loss, config.optimizer, rank, config.run.device)
 

@@ -1,6 +1,7 @@
 """The batch of an update that was skipped, on disk: what ``mindrlhf replay`` works on.
 
-batch.safetensors   the rows of each micro-batch as every rank had them, and the log-probabilities it computed
+batch.safetensors   the rows of each micro-batch as every rank had them, their images, and the log-probabilities it
+                    computed
 batch.json          everything else; see SkippedBatch
 """
 
@@ -12,6 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import numpy as np
 from mindrlhf.checkpoint.manifest import DamagedDirectory, read_json_object
 from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.errors import UserError
+from mindrlhf.images.pixels import image_digest
 from mindrlhf.system.files import sync
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.tensors import array_infos
@@ -46,18 +49,24 @@ class SkippedBatch:
     config: dict[str, Any]  # the run's config
 
 
-def saved_arrays(micro_batches: Sequence[PackedRows], logprobs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+def saved_arrays(
+    micro_batches: Sequence[PackedRows],
+    logprobs: Sequence[np.ndarray],
+    images: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> dict[str, np.ndarray]:
     """Return the arrays of the file by name, the inverse of ``_loaded_arrays``.
 
     Args:
         micro_batches: of the batch, in order.
         logprobs: [rows, length] for each.
+        images: uint8 [height, width, 3] by digest, those that the rows name.
     """
     arrays = {}
     for index, (rows, computed) in enumerate(zip(micro_batches, logprobs, strict=True)):
         arrays |= {f"{index}.{field}": getattr(rows, field) for field in _ROW_FIELDS}
         for part in _PARTS:
             arrays |= {f"{index}.{part}.{name}": array for name, array in getattr(rows, part).items()}
+        arrays |= {f"{index}.image.{number}": images[digest] for number, digest in enumerate(rows.images)}
         arrays[f"{index}.logprobs"] = computed
     return arrays
 
@@ -69,9 +78,21 @@ def _loaded_arrays(num_micro_batches: int, arrays: Mapping[str, np.ndarray]) -> 
         for part in _PARTS:
             prefix = f"{index}.{part}."
             fields[part] = {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
-        micro_batches.append(PackedRows(**fields))
+        images = tuple(image_digest(image) for image in _images(index, arrays))
+        micro_batches.append(PackedRows(**fields, images=images))
         logprobs.append(arrays[f"{index}.logprobs"])
     return micro_batches, logprobs
+
+
+def _images(index: int, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    count = sum(name.startswith(f"{index}.image.") for name in arrays)
+    return [arrays[f"{index}.image.{number}"] for number in range(count)]
+
+
+def load_images(directory: Path, num_micro_batches: int) -> list[np.ndarray]:
+    """Read the images of a batch that ``load_skipped`` has read."""
+    arrays = load_arrays(directory / ARRAYS_NAME)
+    return [image for index in range(num_micro_batches) for image in _images(index, arrays)]
 
 
 def save_skipped(directory: Path, batch: SkippedBatch, arrays: Mapping[str, np.ndarray]) -> None:
@@ -131,8 +152,9 @@ def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logp
     ):
         return "kl_coefficient, loss, grad_norm or weights"
     for rows, computed in zip(micro_batches, logprobs, strict=True):
-        arrays = [rows.input_ids, rows.segment_ids, rows.labels, rows.mask, computed]
-        arrays += [*rows.tokens.values(), *rows.context.values()]
+        # With vision a position takes several numbers.
+        arrays = [rows.input_ids[:, :, 0] if rows.input_ids.ndim == 3 else rows.input_ids]
+        arrays += [rows.segment_ids, rows.labels, rows.mask, *rows.tokens.values(), *rows.context.values()]
         if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
             return "a row"
         if rows.context.keys() not in (set(), {PREFIX_IDS, POSITIONS}):

@@ -5,21 +5,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
+from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.timing import throughput
 from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, reward_matrix, verifier_names
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.loop.dynamic_sampling import StepSamples
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import PolicyUpdate
+from mindrlhf.training.loop.sampling.in_step import SampledStep
 
 
 def step_metrics(
     config: GrpoConfig,
     objective: Objective,
-    samples: StepSamples,
+    sampled: SampledStep,
+    version: int,
     batches: Sequence[Batch],
     train_logprobs: Sequence[np.ndarray],
     updates: Sequence[PolicyUpdate],
@@ -29,15 +31,20 @@ def step_metrics(
 
     Args:
         config, objective: of the run.
-        samples: of the step.
+        sampled: of the step.
+        version: of the weights that the step began with.
         batches: of one pass over the used samples.
         train_logprobs: float [generated tokens] of each used sample, under the weights that the step began with.
         updates: of the step, passes in order.
         lr: learning rate of the last update, None when there was none.
     """
+    samples = sampled.samples
+    has_older = has_older_samples(config)
     return measure.combine_metrics(
         sample_metrics(samples.generated),
-        rollout_metrics(samples, train_logprobs),
+        rollout_metrics(samples.used, train_logprobs, sampled.num_stale(version), has_older=has_older),
+        staleness_metrics(samples.used, version) if has_older else {},
+        span_metrics(sampled) if config.rollout.span_tokens else {},
         packing_metrics(batches),
         update_metrics(config, objective, batches, updates, lr) if updates else {},
         tool_metrics(samples.generated) if config.tools.names else {},
@@ -59,15 +66,45 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {**rewards, "reward/failures": sum(bool(sample.failures) for sample in samples), **lengths}
 
 
-def rollout_metrics(samples: StepSamples, train_logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``."""
-    # Stale samples differ by the update since they were sampled as well.
-    fresh = train_logprobs[samples.num_stale :]
-    rollout = [sample.rollout_logprobs for sample in samples.fresh]
-    difference = measure.rollout_diff_metrics(
-        np.concatenate(rollout), np.concatenate(fresh), np.ones(sum(map(len, rollout)))
-    )
-    return difference | measure.rollout_ratio_metrics(rollout, fresh)
+def rollout_metrics(
+    used: Sequence[Sample], train_logprobs: Sequence[np.ndarray], num_stale: int, *, has_older: bool
+) -> dict[str, float]:
+    """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``.
+
+    Args:
+        used: samples that the step trained on.
+        num_stale: how many of them, at their head, are of older weights. They differ by the updates since as well, so
+            that they do not count as differences of the generator. Where all are, there is none to report.
+        has_older: the correction acts on the stale ones too, and so their ratios are reported.
+    """
+    rollout = [sample.rollout_logprobs for sample in used]
+    metrics: dict[str, float] = {}
+    if num_stale < len(used):
+        tokens, trained = np.concatenate(rollout[num_stale:]), np.concatenate(train_logprobs[num_stale:])
+        metrics |= measure.rollout_diff_metrics(tokens, trained, np.ones(len(tokens)))
+    first = 0 if has_older else num_stale
+    if first < len(used):
+        metrics |= measure.rollout_ratio_metrics(rollout[first:], train_logprobs[first:])
+    return metrics
+
+
+def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
+    """Return how many versions of the weights the tokens of a step that began with ``version`` are behind."""
+    spans = [span for sample in used for span in sample.spans or ((sample.weights_version, sample.num_generated),)]
+    staleness = version - np.array([span_version for span_version, _ in spans])
+    assert staleness.min() >= 0, f"weights {version} train on samples of weights {version - staleness.min()}"
+    mean = np.average(staleness, weights=[num_tokens for _, num_tokens in spans])
+    return {"staleness/mean": float(mean), "staleness/max": float(staleness.max())}
+
+
+def span_metrics(sampled: SampledStep) -> dict[str, float]:
+    """Return with how many weights the responses of a step were made, and how many go on in the next."""
+    counts = [len(sample.spans) for sample in sampled.samples.used]
+    return {
+        "spans/mean": float(np.mean(counts)),
+        "spans/max": float(max(counts)),
+        "spans/unfinished": float(sampled.num_unfinished),
+    }
 
 
 def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:
@@ -106,13 +143,16 @@ def update_metrics(
 
 
 def performance_metrics(
-    config: GrpoConfig, timings: Mapping[str, float], samples: StepSamples, num_devices: int
+    config: GrpoConfig, timings: Mapping[str, float], sampled: SampledStep, num_devices: int
 ) -> dict[str, float]:
     """Return times and rates of a step, the rollout's of the samples it generated, the others of those it used."""
     if not config.observe.performance_stats:
         return {}
     num_generations = config.algorithm.num_generations
     metrics = dict(timings)
+    if sampled.rollout_s is not None:  # beside the loop
+        timings = {**timings, "timing/rollout": sampled.rollout_s}
+    samples = sampled.samples
     for stages, ones in ((("rollout",), samples.generated), (("all", "update"), samples.used)):
         metrics |= throughput(
             {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},

@@ -2,24 +2,30 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import KlState
+from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
+from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
+from mindrlhf.system import heartbeat
 from mindrlhf.training.batch import Batch, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import Steps
-from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples, from_leftover, to_leftover
+from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.parts import Parts
 from mindrlhf.training.loop.policy import PolicyUpdate
+from mindrlhf.training.loop.sampling.ahead import SamplingAhead
+from mindrlhf.training.loop.sampling.in_step import SampledStep, SamplingInStep
+from mindrlhf.training.loop.sampling.spans import SamplingInSpans
 from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
 from mindrlhf.training.loop.step_record import StepRecord
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
@@ -43,6 +49,7 @@ class Trainer(Steps):
         needs_values = self.objective.needs_values
         self.critic = ValueFunction(config, parts.team, self.timer, num_steps) if needs_values else None
         self.ledger = SampleLedger(progress.algorithm.samples)
+        self.sampling = self._build_sampling()
         self._reward_watch = RewardWatch()
 
     @property
@@ -64,6 +71,7 @@ class Trainer(Steps):
 
     def begin(self) -> None:
         """Give the generator the weights that the first step samples from."""
+        heartbeat.enter("handing the weights to vLLM")
         self.publish()
         if self.progress.step == 0:
             self._write_fingerprint({})
@@ -73,7 +81,8 @@ class Trainer(Steps):
         """Do one step and return its metrics; see ``Steps.step``."""
         index = self.progress.step
         key_data = self._begin_key_data(index + 1)
-        samples, greedy = self._sample(index)
+        sampled = self.sampling.sample(index)
+        samples = sampled.samples
         batches = self._make_batches(samples.used)
         with self.timer.stage("distribute"):
             self.policy.distribute(batches)
@@ -82,7 +91,7 @@ class Trainer(Steps):
         old_logprobs = self._old_logprobs(samples, old)
         values = self.critic.values(batches) if self.critic else None
         with self.timer.stage("pack"):
-            metrics = self._send_advantages(samples.used, greedy, old_logprobs, reference, values)
+            metrics = self._send_advantages(samples.used, sampled.greedy, old_logprobs, reference, values)
         if self.critic:
             metrics |= self.critic.update(batches, index)
         updates = self._update(len(batches), index) if trains_actor else []
@@ -90,25 +99,31 @@ class Trainer(Steps):
         if key_data:
             with self.timer.stage("dump"):
                 key_data.finish(record)
+        version = self.progress.weights_version
+        self.sampling.free_board(index + 1)
         with self.timer.stage("reshard_to_infer"):
             self.publish()
         self.progress.step += 1
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        return self._report(record, samples, old or self.policy.responses(updates), metrics)
+        return self._report(record, sampled, version, old or self.policy.responses(updates), metrics)
+
+    def details(self) -> StepDetails | None:
+        """Return rewards, lengths and a few samples of the last step."""
+        return self._details
 
     def publish(self) -> None:
         """Put the current weights on the board and have the generator load them."""
         self.progress.weights_version += 1
         version = self.progress.weights_version
         self._weights = self.policy.publish(version)
-        self.parts.rollout.generator.wake()
-        self.parts.rollout.generator.update_weights(version)
+        self.sampling.load(version)
 
     def evaluate(self) -> dict[str, float]:
         """Sample the held-out prompts if it is time, and return their metrics; the time counts to no step."""
         if not self._must_evaluate():
             return {}
         rollout = self.parts.rollout
+        self.sampling.settle()
         with self.timer.stage("evaluation"):
             evaluation = rollout.held_out.run(rollout.sampler, self.progress.step)
         self.progress.evaluations.append(evaluation)
@@ -120,9 +135,31 @@ class Trainer(Steps):
         """Stop the run if its guards demand it."""
         self.parts.observers.guards.check()
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
         """Time the saving of a checkpoint; it is reported with the next step."""
-        return self.timer.stage("checkpoint")
+        self.sampling.settle()
+        with self.timer.stage("checkpoint"):
+            yield
+
+    def close(self) -> None:
+        """End what is still going on."""
+        self.sampling.close()
+
+    def _build_sampling(self) -> SamplingInStep | SamplingAhead:
+        rollout, ahead, needs_greedy = self.parts.rollout, self.config.rollout.ahead, self.objective.needs_greedy
+        if self.config.rollout.span_tokens:
+            return SamplingInSpans(self.config, rollout, self.progress, self.num_steps)
+        if not ahead:
+            return SamplingInStep(rollout, self.progress, needs_greedy=needs_greedy)
+        return SamplingAhead(
+            rollout,
+            self.progress,
+            ahead=ahead,
+            num_steps=self.num_steps,
+            needs_greedy=needs_greedy,
+            wait_stage=lambda: self.timer.stage("rollout_wait"),
+        )
 
     def _must_evaluate(self) -> bool:
         step, evaluation = self.progress.step, self.config.evaluation
@@ -139,13 +176,6 @@ class Trainer(Steps):
             return None
         key_data.begin(step)
         return key_data
-
-    def _sample(self, index: int) -> tuple[StepSamples, list[Sample]]:
-        """Return the scored samples of a step, and the likeliest responses if the objective needs them."""
-        rollout, leftover = self.parts.rollout, from_leftover(self.progress.leftover)
-        sampled = rollout.prompts.sample(index, leftover, needs_greedy=self.objective.needs_greedy)
-        rollout.generator.sleep()
-        return sampled
 
     def _make_batches(self, samples: Sequence[Sample]) -> list[Batch]:
         """Return one batch of samples for each optimiser update of a pass."""
@@ -175,10 +205,13 @@ class Trainer(Steps):
         """Return the log-probabilities under the policy that generated each sample, as the loss takes them.
 
         Those of stale samples are the generator's, since the weights that generated them are gone; the ranks are told.
+        Where samples are older by plan they are the trainer's for all: the correction accounts for their age.
         """
         rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.used]
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
             return rollout_logprobs
+        if has_older_samples(self.config):
+            return old
         num_stale = step_samples.num_stale
         logprobs = rollout_logprobs[:num_stale] + old[num_stale:]
         if num_stale:
@@ -231,21 +264,40 @@ class Trainer(Steps):
         return learning_rate(self.config.optimizer, update, num_updates)
 
     def _report(
-        self, record: StepRecord, samples: StepSamples, train_logprobs: Sequence[np.ndarray], metrics: dict[str, float]
+        self,
+        record: StepRecord,
+        sampled: SampledStep,
+        version: int,
+        train_logprobs: Sequence[np.ndarray],
+        metrics: dict[str, float],
     ) -> dict[str, float]:
-        """Have a step that is done written down and reviewed; return its metrics, with those that it has already."""
+        """Have a step that is done written down and reviewed; return its metrics, with those that it has already.
+
+        Args:
+            version: of the weights that the step began with.
+        """
+        samples = sampled.samples
         config, observers, state = self.config, self.parts.observers, self.progress.algorithm
         shown = record.samples[: config.observe.samples_per_step]
         observers.samples.write(sample_record(sample, record.step) for sample in shown)
+        self._details = StepDetails(
+            rewards=np.array([sample.reward for sample in record.samples], np.float64),
+            lengths=np.array([len(sample.response_ids) for sample in record.samples]),
+            samples=[f"{one.prompt}\n--- reward {one.reward:g}\n{one.completion}" for one in shown],
+        )
         num_updates = (record.step - self.num_critic_steps) * self.updates_per_step
         lr = self.learning_rate(num_updates - 1) if record.updates else None
-        measured = step_metrics(config, self.objective, samples, record.batches, train_logprobs, record.updates, lr)
+        measured = step_metrics(
+            config, self.objective, sampled, version, record.batches, train_logprobs, record.updates, lr
+        )
         timings = self.timer.finish_step()
-        performance = performance_metrics(config, timings, samples, self.parts.team.num_devices)
+        performance = performance_metrics(config, timings, sampled, self.parts.team.num_devices)
+        if config.observe.performance_stats:
+            performance |= self.sampling.metrics(timings)
         metrics = combine_metrics(measured, performance) | metrics | self._keep_leftover(samples)
         self._reward_watch.note(metrics["reward/mean"])
         observers.guards.review_rewards(record.step, samples.generated)
-        metrics |= observers.guards.review(record, metrics["rollout_diff/mean_abs"])
+        metrics |= observers.guards.review(record, metrics.get("rollout_diff/mean_abs"))
         state.guards = observers.guards.state()
         course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
         self._write_fingerprint(sample_parts(record.samples) | course)
@@ -255,11 +307,11 @@ class Trainer(Steps):
         return metrics
 
     def _keep_leftover(self, samples: StepSamples) -> dict[str, float]:
-        """Keep what is left over for the next step, and return where the samples of this one went."""
+        """Keep what is left over for the next step; with dynamic sampling return where the samples of this one went."""
+        self.sampling.keep_leftover(samples)
         if not self.config.algorithm.dynamic_sampling:
             return {}
         metrics = self.ledger.add(samples)
-        self.progress.leftover = to_leftover(samples.leftover)
         self.progress.algorithm.samples = self.ledger.state()
         return metrics
 

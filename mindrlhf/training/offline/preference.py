@@ -15,6 +15,7 @@ from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import CoefficientLoss
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
+from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
@@ -31,6 +32,7 @@ from mindrlhf.training.records import Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
+from mindrlhf.training.worker.adapted_model import BaseModel
 from mindrlhf.training.worker.cells import check_finite
 from mindrlhf.training.worker.learner import Learner
 from mindrlhf.training.worker.model import WholeModel
@@ -104,14 +106,16 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
 def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
     model, run = config.model, config.run
     if isinstance(config, RewardModelConfig):
-        network = load_scorer(model, model.path, run, length)
+        network = load_scorer(model, model.path, run, length, config.lora)
         return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
-    network = load_model(model, model.path, run, length)
+    network = load_model(model, model.path, run, length, config.lora)
+    loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
     reference = None
-    if model.reference_path or config.dpo.reference == "live":
+    if reference_is_base(config):
+        reference = BaseModel(loss.policy, rank)
+    elif model.reference_path or config.dpo.reference == "live":
         reference_network = load_model(model, model.reference_path or model.path, run, length)
         reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device), rank)
-    loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
     return PreferenceLearner(network, loss, config, rank, reference)
 
 
@@ -128,7 +132,8 @@ class PreferenceTrainer:
         self._rows = RowOptions(inputs.row_lengths, preference.batch_size, team.world_size, preference.pack)
         is_dpo = isinstance(config, DpoConfig)
         self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
-        self._reference_name = "reference" if is_dpo and config.model.reference_path else "policy"
+        has_reference = is_dpo and (config.model.reference_path or reference_is_base(config))
+        self._reference_name = "reference" if has_reference else "policy"
         self._reference_is_live = is_dpo and config.dpo.reference == "live"
         self._pairs = self._with_reference(Pairs(read_pairs(inputs.prompts)))
         self._held_out = self._with_reference(Pairs(read_pairs(inputs.held_out))) if inputs.held_out else None

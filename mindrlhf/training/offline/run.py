@@ -9,6 +9,7 @@ import numpy as np
 
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
@@ -90,7 +91,7 @@ class OfflineSteps(life_cycle.Steps):
 class OfflineTraining(life_cycle.Training):
     """A run on fixed data; see :func:`run_rank`."""
 
-    shown_steps = None
+    accuracy = "preference accuracy on held-out pairs"
 
     def __init__(
         self, config: Config, build_learner: Callable[[Rank], Learner], make_trainer: Callable[[Team], Trainer]
@@ -98,6 +99,11 @@ class OfflineTraining(life_cycle.Training):
         self._config = config
         self._build_learner = build_learner
         self._make_trainer = make_trainer
+
+    @property
+    def shown_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self._trainer.num_steps
 
     def build_worker(self, rank: Rank) -> Learner:
         """Return the learner."""
@@ -117,10 +123,11 @@ class OfflineTraining(life_cycle.Training):
         return OfflineSteps(self._trainer, progress)
 
     def finish(self, worker: Learner, progress: Progress) -> None:
-        """Print the summary and export the model."""
+        """Print the summary, write the report and export the model."""
         if summary := self._trainer.summary(progress):
             print(f"\n{summary}", flush=True)
-        final = Path(self._config.run.output_dir) / FINAL_NAME
+        output_dir = Path(self._config.run.output_dir)
+        report, final = write_report(output_dir), output_dir / FINAL_NAME
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         worker.export(final, self._config.data.tokenizer_dir)
-        print(f"model: {final}", flush=True)
+        print(f"model:  {final}\nreport: {report}", flush=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import SupervisedLoss
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.epochs import EpochSteps
-from mindrlhf.data.packing import TokenSequence, plan_rows
+from mindrlhf.data.packing import Row, TokenSequence, plan_rows
+from mindrlhf.images.pixels import decode_png
 from mindrlhf.models.load import load_model
-from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
+from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, images_of_ranks
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import run_rank
 from mindrlhf.training.preflight import RunInputs, check_sft_inputs
@@ -36,6 +38,10 @@ class SupervisedLearner(Learner):
         norm = check_finite(self.apply(lr))
         return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
 
+    def receive_images(self, images: tuple) -> None:
+        """Take the images, uint8 [height, width, 3] each, of this rank's next share."""
+        self.network.images.see(images)
+
     def evaluate(self, share: Share) -> HeldOutLogProbs:
         """Return the summed log-probability of this rank's response tokens."""
         return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in share.micro_batches))
@@ -50,14 +56,18 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
     inputs = check_sft_inputs(config)
     run_rank(
         config,
-        lambda rank: _build_learner(config, inputs.row_lengths[-1], rank),
+        lambda rank: build_learner(config, inputs.row_lengths[-1], rank),
         lambda team: SupervisedTrainer(config, inputs, team),
         resume=resume,
     )
 
 
-def _build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
-    network = load_model(config.model, config.model.path, config.run, length)
+def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
+    """Build the learner of a rank; ``length`` is that of the longest row."""
+    num_image_rows = config.supervised.batch_size * length
+    network = load_model(
+        config.model, config.model.path, config.run, length, config.lora, num_image_rows=num_image_rows
+    )
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device))
     return SupervisedLearner(network, loss, config, rank)
 
@@ -72,8 +82,11 @@ class SupervisedTrainer:
         section = config.supervised
         self._config = config
         self._team = team
-        self._options = RowOptions(inputs.row_lengths, section.batch_size, team.world_size, section.pack)
+        self._options = RowOptions(
+            inputs.row_lengths, section.batch_size, team.world_size, section.pack, inputs.image_tokens
+        )
         self._sequences = read_sequences(inputs.prompts)
+        self._image_files = read_image_files(inputs.prompts) if inputs.image_tokens else []
         lengths = [sequence.num_tokens for sequence in self._sequences]
         self._rows = plan_rows(lengths, self._options.row_lengths, pack=section.pack)
         self._held_out = self._held_out_batch(inputs.held_out) if inputs.held_out else None
@@ -83,7 +96,7 @@ class SupervisedTrainer:
     def step(self, index: int, items: np.ndarray) -> dict[str, float]:
         """Make one optimiser update and return its metrics."""
         start_s = time.perf_counter()
-        batch = batch_of_rows(self._sequences, [self._rows[item] for item in items], self._options)
+        batch = self._batch(self._sequences, self._image_files, [self._rows[item] for item in items])
         lr = learning_rate(self._config.optimizer, index, self.num_steps)
         metrics = _metrics(self._call("update", batch, lr=lr), batch, lr)
         if self._config.observe.performance_stats:
@@ -104,9 +117,21 @@ class SupervisedTrainer:
     def _held_out_batch(self, file: Any) -> Batch:
         sequences = read_sequences(file)
         lengths = [sequence.num_tokens for sequence in sequences]
-        return batch_of_rows(sequences, plan_rows(lengths, self._options.row_lengths), self._options)
+        files = read_image_files(file) if self._options.image_tokens else []
+        return self._batch(sequences, files, plan_rows(lengths, self._options.row_lengths))
+
+    def _batch(
+        self, sequences: Sequence[TokenSequence], image_files: Sequence[tuple[bytes, ...]], rows: Sequence[Row]
+    ) -> Batch:
+        """Make a batch of rows; their images are unpacked for it."""
+        if image_files:
+            items = [item for row in rows for item in row.items]
+            sequences = {item: _with_images(sequences[item], image_files[item]) for item in items}
+        return batch_of_rows(sequences, rows, self._options)
 
     def _call(self, method: str, batch: Batch, **arguments: Any) -> Results:
+        if batch.images:
+            self._team.call("receive_images", per_rank=images_of_ranks([batch], self._team.world_size))
         return self._team.call(method, per_rank=batch.shares(self._team.world_size), **arguments)
 
 
@@ -117,6 +142,17 @@ def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:
         for record in file.read(range(start, min(start + block, len(file)))):
             sequences.append(TokenSequence(record.prompt_ids, record.response_ids, {}))
     return sequences
+
+
+def read_image_files(file: Any, block: int = 4096) -> list[tuple[bytes, ...]]:
+    """Read the images of every record of a prompt file, as PNG."""
+    starts = range(0, len(file), block)
+    blocks = (file.read(range(start, min(start + block, len(file)))) for start in starts)
+    return [record.image_files for records in blocks for record in records]
+
+
+def _with_images(sequence: TokenSequence, files: tuple[bytes, ...]) -> TokenSequence:
+    return replace(sequence, images=tuple(decode_png(file) for file in files))
 
 
 def _metrics(results: Sequence[UpdateResult], batch: Batch, lr: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """One rank's shard of a model, and the graph of its log-probabilities."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import mindspore as ms
@@ -112,8 +112,9 @@ class ShardedModel(RankModel):
         for one in self.held:
             self._parameters[one.name].set_data(ms.Tensor(other._parameters[one.name].asnumpy().copy()))
 
-    def write_to(self, board: WeightBoard) -> None:
-        """Write what this rank holds, and no other rank writes."""
+    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+        """Write what this rank holds, and no other rank writes; all ranks share one board."""
+        assert ranks is None or len(ranks) == self.layout.world_size, "ranks of other nodes have boards of their own"
         for name, array in self.shards():
             if name in self._publication:
                 write_shards(board, {name: self._publication[name]}, {name: array})

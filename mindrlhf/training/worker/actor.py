@@ -1,13 +1,24 @@
 """What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.rollout.remote import ReplicatedGenerator, answer
+from mindrlhf.system import processes
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, Share, TokenArrays
+from mindrlhf.training.records import (
+    BoardPath,
+    Contribution,
+    Machine,
+    PolicyUpdateResult,
+    ProcessStatistics,
+    Published,
+    Share,
+    TokenArrays,
+)
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.training.worker.policy_learner import ActorLearner
@@ -36,6 +47,9 @@ class Actor(ReceivedBatches, SavesState):
         self.reference = reference
         self._saves_reference = saves_reference
         self._board: WeightBoard | None = None
+        self._node = 0
+        self._ranks_of_node: Sequence[int] | None = None
+        self._node_generator: ReplicatedGenerator | None = None
         self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
         self._old_logprobs: dict[int, TokenArrays] = {}  # of the step, by batch
@@ -53,6 +67,12 @@ class Actor(ReceivedBatches, SavesState):
         if is_first:
             self._old_logprobs = {}
         super().receive_batch(share, is_first)
+
+    def receive_images(self, images: tuple) -> None:
+        """Take the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
+        self.model.network.images.see(images)
+        if self.reference is not None:
+            self.reference.network.images.see(images)
 
     def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
@@ -114,16 +134,55 @@ class Actor(ReceivedBatches, SavesState):
         self._board = self.model.create_board()
         return self._board
 
-    def attach_board(self, path: str) -> None:
-        """Map the board that rank 0 created."""
+    def machine(self) -> Machine:
+        """Return where this rank is."""
+        return Machine(processes.machine())
+
+    def open_board(self, is_wanted: bool) -> BoardPath:
+        """Make the weight board of another node than rank 0's; called on the first rank there."""
+        if not is_wanted:
+            return BoardPath("")
+        board = self.create_board()
+        if self._node_generator is not None:
+            self._node_generator.use_board(board.path)
+        return BoardPath(board.path)
+
+    def attach_board(self, path: str, node: int = 0, ranks: Sequence[int] | None = None) -> None:
+        """Map the board of this node.
+
+        Args:
+            path: where its first rank made it.
+            node: number of this node.
+            ranks: those of this node; None for all.
+        """
+        self._node, self._ranks_of_node = node, ranks
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
     def publish(self, version: int) -> Published:
-        """Write this rank's share of the tensors to the board."""
+        """Write this rank's share of the tensors to the board of its node."""
         self._board.begin(version)
-        self.model.write_to(self._board)
-        return Published(self._board.contribution())
+        self.model.write_to(self._board, self._ranks_of_node)
+        written = self._board.contribution()
+        return Published({}, {str(self._node): written}) if self._node else Published(written)
+
+    def seal_board(self, contributions: dict[str, Contribution]) -> None:
+        """On the first rank of another node than rank 0's, make what was published visible there.
+
+        Args:
+            contributions: of the ranks of each such node, by node.
+        """
+        if self._node and self._board.is_own:
+            self._board.seal([contributions[str(self._node)]])
+
+    def use_generator(self, generator: ReplicatedGenerator) -> None:
+        """Take the rollout servers of this node; on its first rank."""
+        self._node_generator = generator
+
+    def answer_for_node(self, host: str, port: int, token: str) -> None:
+        """On the first rank of another node than rank 0's, let rank 0 use the rollout servers here from now on."""
+        if self._node and self._node_generator is not None:
+            answer(self._node_generator, host, port, token.encode(), self._node)
 
     def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
         """Write the published weights as a Hugging Face directory; on rank 0, which has the board of its node."""

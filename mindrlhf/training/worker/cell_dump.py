@@ -14,12 +14,12 @@ import numpy as np
 from mindspore import Parameter, nn
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.config.msprobe_section import CELL_LEVEL, MsprobeSection
+from mindrlhf.config.watching_sections import CELL_LEVEL, MsprobeSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.training.runtime import run_eagerly
-from mindrlhf.training.worker.model import row_tensors
+from mindrlhf.training.worker.model import model_tensors
 
 
 class CellDump:
@@ -58,7 +58,7 @@ class CellDump:
         for rows in micro_batches:
             policy.bind()
             with _watched(policy, dump, seen), run_eagerly():
-                policy(*row_tensors(rows))
+                policy(*model_tensors(policy.model, rows))
         dump.write()
 
     def gradients(self, policy: PolicyLogProbs, gradients: Iterable[tuple[str, np.ndarray]]) -> None:

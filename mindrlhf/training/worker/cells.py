@@ -127,6 +127,7 @@ class OptimizerStep:
     """
 
     def __init__(self, optimizer: nn.Cell, accumulators: ms.ParameterTuple, max_grad_norm: float, num_ranks: int):
+        self.optimizer = optimizer
         self._measure = GradientNorm(accumulators, num_ranks)
         self._update = ClippedUpdate(optimizer, accumulators, max_grad_norm)
         self._clear = ClearAccumulators(accumulators)
@@ -192,11 +193,9 @@ def make_optimizer(
 
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-        {"order_params": list(parameters)},
-    ]
+    decayed = [(matrices, options.weight_decay), (vectors, 0.0)]
+    groups = [{"params": members, "weight_decay": decay} for members, decay in decayed if members]
+    groups.append({"order_params": list(parameters)})
     return (adamw or AdamW)(
         groups,
         learning_rate=options.start_lr,

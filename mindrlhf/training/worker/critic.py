@@ -158,6 +158,7 @@ def build_critic(config: GrpoConfig, row_length: int, rank: Rank) -> Critic:
     Raises:
         UserError: the model in ``critic.path`` does not fit.
     """
-    network = load_scorer(config.model, config.critic.path, config.run, row_length)
+    lora = replace(config.lora, path="")  # that adapter is the actor's
+    network = load_scorer(config.model, config.critic.path, config.run, row_length, lora)
     loss = ValueLoss(TokenScores(network, after_token=False), config.critic.clip_range)
     return Critic(network, loss, critic_optimizer(config), rank, config.run.device)

@@ -2,51 +2,123 @@
 
 Built of separate operators, AdamW makes a dozen temporaries as large as each weight. Here all of it happens in
 blocks that stay in the cache. MindSpore's CPU arrays are live views of the parameters, so nothing is copied;
-the state is that of MindFormers' AdamW, and the results are its results.
+the state is that of MindFormers' AdamW, and the results are its results. Ranks on one machine divide the update among
+them; ranks on several sum gradients by collectives and make the same update each.
 """
 
 import math
+from collections.abc import Sequence
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindrlhf.training.worker.cells import SumOverRanks
+from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.worker.cells import SumOverRanks, make_optimizer
+from mindrlhf.training.worker.rank_memory import share_memory
+from mindrlhf.training.worker.shared_update import Piece, SharedUpdate
 
 BLOCK_ELEMENTS = 1 << 16
+
+
+class SharedAdamW:
+    """Settings and state of MindFormers' AdamW under the same names, the moments being NumPy arrays in shared memory.
+
+    Args:
+        parameters: the trained parameters; only matrices are decayed.
+        options: of AdamW.
+        moments: float32 [2, elements of all parameters], zero.
+    """
+
+    def __init__(self, parameters: Sequence[ms.Parameter], options: OptimizerSection, moments: np.ndarray):
+        self.parameters = tuple(parameters)
+        self.learning_rate = ms.Parameter(ms.Tensor(options.start_lr, ms.float32), name="learning_rate")
+        self.global_step = ms.Parameter(ms.Tensor([0], ms.int32), name="global_step")
+        self.beta1, self.beta2, self.eps = (
+            ms.Tensor([value], ms.float32) for value in (options.beta1, options.beta2, options.epsilon)
+        )
+        self.weight_decay = tuple(
+            ms.Tensor(options.weight_decay if parameter.ndim > 1 else 0.0, ms.float32) for parameter in parameters
+        )
+        ends = np.cumsum([parameter.size for parameter in parameters])[:-1]
+        self.exp_avg, self.exp_avg_sq = (
+            [flat.reshape(parameter.shape) for flat, parameter in zip(np.split(moment, ends), parameters, strict=True)]
+            for moment in moments
+        )
+
+    def get_parameters(self) -> tuple[ms.Parameter, ...]:
+        """Return what lies in the memory of MindSpore."""
+        return (self.learning_rate, self.global_step)
+
+
+def make_host_step(
+    parameters: Sequence[ms.Parameter], accumulators: ms.ParameterTuple, options: OptimizerSection, rank: Rank
+) -> "HostOptimizerStep":
+    """Return the step over trained parameters; all ranks of the run must call it, for the same."""
+    if rank.world_size > 1:
+        sizes = [parameter.size for parameter in parameters]
+        memory = share_memory(rank, SharedUpdate.size_bytes(sizes, rank.world_size))
+        if memory is not None:
+            shared = SharedUpdate(memory, sizes)
+            optimizer = SharedAdamW(parameters, options, shared.moments)
+            return HostOptimizerStep(optimizer, accumulators, options.max_grad_norm, rank.world_size, shared)
+    return HostOptimizerStep(make_optimizer(parameters, options), accumulators, options.max_grad_norm, rank.world_size)
 
 
 class HostOptimizerStep:
     """What :class:`mindrlhf.training.worker.cells.OptimizerStep` does, on the CPU.
 
     Args:
-        optimizer: MindFormers AdamW; its moments, step count, learning rate and decay are used.
+        optimizer: AdamW; its moments, step count, learning rate and decay are used.
         accumulators: summed gradients of this rank, cleared by each call.
         max_grad_norm: 0 leaves the gradients as they are.
         num_ranks: data-parallel ranks whose gradients are added.
+        shared: by which they divide the update; None where they cannot, or there is one.
     """
 
-    def __init__(self, optimizer: nn.Cell, accumulators: ms.ParameterTuple, max_grad_norm: float, num_ranks: int):
+    def __init__(
+        self,
+        optimizer: nn.Cell | SharedAdamW,
+        accumulators: ms.ParameterTuple,
+        max_grad_norm: float,
+        num_ranks: int,
+        shared: SharedUpdate | None = None,
+    ):
         self.optimizer = optimizer
         self.accumulators = accumulators
         self.max_grad_norm = max_grad_norm
-        self.reduce = SumOverRanks(accumulators) if num_ranks > 1 else None
+        self._shared = shared
+        self.reduce = SumOverRanks(accumulators) if num_ranks > 1 and shared is None else None
 
     def __call__(self) -> float:
         """Update the weights, unless the norm is not finite, and return the global gradient norm before clipping."""
         if self.reduce is not None:
             self.reduce().asnumpy()  # waits for the collective
         gradients = [_flat(accumulator) for accumulator in self.accumulators]
-        norm = math.sqrt(sum(float(np.dot(gradient, gradient)) for gradient in gradients))
-        if math.isfinite(norm):
-            scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-            self._update(gradients, scale)
+        if self._shared is not None:
+            self._shared.sum_gradients(gradients)
+            square_sums = self._shared.square_sums(gradients)
         else:
+            square_sums = [float(np.dot(gradient, gradient)) for gradient in gradients]
+        norm = math.sqrt(sum(square_sums))
+        if not math.isfinite(norm):
             for gradient in gradients:
                 gradient[...] = 0.0
+            return norm
+        scale = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+        if self._shared is None:
+            whole = [Piece(index, 0, len(gradient), 0) for index, gradient in enumerate(gradients)]
+            self._update(gradients, scale, whole)
+        else:
+            self._update(gradients, scale, self._shared.owned)
+            for piece in self._shared.others():
+                gradients[piece.tensor][piece.first : piece.last] = 0.0
+            self._shared.spread_weights([_flat(parameter) for parameter in self.optimizer.parameters])
         return norm
 
-    def _update(self, gradients: list[np.ndarray], scale: float) -> None:
+    def _update(self, gradients: list[np.ndarray], scale: float, pieces: Sequence[Piece]) -> None:
+        """Update the weights and moments of some elements, and clear their gradients."""
         optimizer = self.optimizer
         step = optimizer.global_step.asnumpy()
         step += 1
@@ -57,11 +129,17 @@ class HostOptimizerStep:
         rate = lr / (1.0 - beta1 ** int(step[0]))
         correction = 1.0 - beta2 ** int(step[0])
         scratch = np.empty(BLOCK_ELEMENTS, np.float32)
-        states = zip(optimizer.parameters, gradients, optimizer.exp_avg, optimizer.exp_avg_sq, _decays(optimizer))
-        for parameter, gradient, mean, square, decay in states:
-            arrays = (_flat(parameter), gradient, _flat(mean), _flat(square))
-            for start in range(0, len(gradient), BLOCK_ELEMENTS):
-                weights, grad, first, second = (array[start : start + BLOCK_ELEMENTS] for array in arrays)
+        states = [
+            (_flat(parameter), gradient, _flat(mean), _flat(square), decay)
+            for parameter, gradient, mean, square, decay in zip(
+                optimizer.parameters, gradients, optimizer.exp_avg, optimizer.exp_avg_sq, _decays(optimizer)
+            )
+        ]
+        for piece in pieces:
+            *arrays, decay = states[piece.tensor]
+            for start in range(piece.first, piece.last, BLOCK_ELEMENTS):
+                block = slice(start, min(start + BLOCK_ELEMENTS, piece.last))
+                weights, grad, first, second = (array[block] for array in arrays)
                 update = scratch[: len(grad)]
                 grad *= np.float32(scale)
                 first *= np.float32(beta1)
@@ -78,14 +156,15 @@ class HostOptimizerStep:
                 grad[...] = 0.0
 
 
-def _flat(parameter: ms.Parameter) -> np.ndarray:
+def _flat(parameter: ms.Parameter | np.ndarray) -> np.ndarray:
     """Return a live one-dimensional view."""
-    view = parameter.asnumpy().reshape(-1)
-    assert np.shares_memory(view, parameter.asnumpy()), f"{parameter.name} is not contiguous"
+    array = parameter if isinstance(parameter, np.ndarray) else parameter.asnumpy()
+    view = array.reshape(-1)
+    assert np.shares_memory(view, array), f"an array of shape {array.shape} is not contiguous"
     return view
 
 
-def _decays(optimizer: nn.Cell) -> list[float]:
+def _decays(optimizer: nn.Cell | SharedAdamW) -> list[float]:
     """Return the weight decay of each parameter, in order."""
     decay = optimizer.weight_decay
     values = decay if isinstance(decay, (list, tuple)) else [decay] * len(optimizer.parameters)

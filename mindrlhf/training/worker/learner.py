@@ -15,14 +15,16 @@ from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.observe.timing import peak_rss_gb
-from mindrlhf.shards.sources import ShardedSource, open_source, saved_state
+from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
+from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
-from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
-from mindrlhf.training.worker.model import WholeModel, row_tensors
+from mindrlhf.training.worker.host_optimizer import HostOptimizerStep, SharedAdamW, make_host_step
+from mindrlhf.training.worker.model import model_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
+from mindrlhf.weights.open import is_sharded
 
 
 class CountsCompiles:
@@ -59,19 +61,28 @@ class Learner(CountsCompiles, SavesState):
         CountsCompiles.__init__(self)
         SavesState.__init__(self)
         self.network = network
-        self.model = WholeModel(loss.policy, rank)
+        self.model = trained_model(loss.policy, rank)
         loss.set_train(True)
         parameters = network.trainable_params()
         self._accumulators = accumulators = make_accumulators(parameters)
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
-        self.optimizer = make_optimizer(parameters, optimizer)
         self.policy = loss.policy
-        self._head_accumulator = accumulator_of[network.head_weight.name]
+        # None where the head is not trained.
+        self._head_accumulator = accumulator_of.get(network.head_weight.name)
         in_graph = ms.ParameterTuple(self.policy.graph_parameters())
+        assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        step = HostOptimizerStep if device == "cpu" else OptimizerStep
-        self._step = step(self.optimizer, accumulators, optimizer.max_grad_norm, rank.world_size)
+        self._step = _make_step(parameters, accumulators, optimizer, rank, device)
+        self.optimizer = self._step.optimizer
+        self._writes_moments = rank.is_rank_0 or not isinstance(self.optimizer, SharedAdamW)
+
+    def count_compile(self, graph: str, rows: PackedRows) -> None:
+        """See :meth:`CountsCompiles.count_compile`; images may be of the shape."""
+        shape = rows.input_ids.shape
+        if self.network.images is not None:
+            shape += self.network.images.shape_of(rows.images)
+        self._shapes_seen.add((graph, shape))
 
     def accumulate(self, rows: PackedRows, values: Sequence[np.ndarray], num_tokens: int) -> tuple[Any, np.ndarray]:
         """Add the gradients of one micro-batch.
@@ -87,7 +98,9 @@ class Learner(CountsCompiles, SavesState):
         self.count_compile("update", rows)
         self.policy.bind()
         inputs = [ms.Tensor(value) for value in values]
-        statistics, logprobs = self._gradients(*row_tensors(rows), *inputs, ms.Tensor(num_tokens, ms.float32))
+        statistics, logprobs = self._gradients(
+            *model_tensors(self.network, rows), *inputs, ms.Tensor(num_tokens, ms.float32)
+        )
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
 
     def apply(self, lr: float, loss: float = 0.0) -> float:
@@ -102,7 +115,7 @@ class Learner(CountsCompiles, SavesState):
             is not finite on every rank, and nothing was updated.
         """
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
-        self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
+        self._collect_head_gradient()
         if not math.isfinite(loss):
             # The sum over the ranks carries it to the others, who know only their own loss.
             smallest = min(self._accumulators, key=lambda accumulator: accumulator.size)
@@ -111,9 +124,13 @@ class Learner(CountsCompiles, SavesState):
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and accumulated gradient, float32, of each trained parameter of this rank, for a look at them."""
-        self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
+        self._collect_head_gradient()
         for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
             yield parameter.name, accumulator.asnumpy()
+
+    def _collect_head_gradient(self) -> None:
+        if self._head_accumulator is not None:
+            self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
 
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
@@ -147,8 +164,20 @@ class Learner(CountsCompiles, SavesState):
         """Load what ``save`` wrote, or ranks that held shards."""
         model_dir = Path(directory) / self.model_name
         self.model.restore(model_dir)
-        source = open_source(model_dir)
-        # Ranks that held shards have saved shards, moments among them.
-        is_sharded = isinstance(source, ShardedSource)
-        state = saved_state(source) if is_sharded else load_arrays(Path(directory) / self.optimizer_name)
-        restore_optimizer(self.optimizer, state)
+        if is_sharded(model_dir):  # by ranks that held shards, of moments too
+            state = saved_state(ShardedSource(model_dir))
+        else:
+            state = load_arrays(Path(directory) / self.optimizer_name)
+        restore_optimizer(self.optimizer, state, writes_moments=self._writes_moments)
+
+
+def _make_step(
+    parameters: Sequence[ms.Parameter],
+    accumulators: ms.ParameterTuple,
+    options: OptimizerSection,
+    rank: Rank,
+    device: str,
+) -> HostOptimizerStep | OptimizerStep:
+    if device == "cpu":
+        return make_host_step(parameters, accumulators, options, rank)
+    return OptimizerStep(make_optimizer(parameters, options), accumulators, options.max_grad_norm, rank.world_size)

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import mindspore as ms
@@ -14,6 +14,7 @@ from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
@@ -43,8 +44,12 @@ class RankModel(ABC):
         """Take the weights of a model of the same shape."""
 
     @abstractmethod
-    def write_to(self, board: WeightBoard) -> None:
-        """Write this rank's share of the tensors to a board."""
+    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+        """Write this rank's share of the tensors to a board.
+
+        Args:
+            ranks: those of this node, which share the board; None for all.
+        """
 
     @abstractmethod
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,17 +102,22 @@ class WholeModel(RankModel):
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`RankModel.logprobs`."""
         self.policy.bind()
-        return self.policy(*row_tensors(rows))[0].asnumpy().copy()
+        return self.policy(*model_tensors(self.network, rows))[0].asnumpy().copy()
 
     def copy_from(self, other: "WholeModel") -> None:
         """See :meth:`RankModel.copy_from`."""
         for target, source in zip(self.network.get_parameters(), other.network.get_parameters(), strict=True):
             target.set_data(ms.Tensor(source.asnumpy().copy()))
 
-    def write_to(self, board: WeightBoard) -> None:
-        """See :meth:`RankModel.write_to`: the ranks divide the tensors."""
-        for name, array in iter_hf_tensors(self.network, self._rank.index, self._rank.world_size):
-            board.write(name, array)
+    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
+        """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write a tower's that are frozen once."""
+        ranks = range(self._rank.world_size) if ranks is None else ranks
+        # A tower's parameters have the names of their tensors.
+        trained = {parameter.name for parameter in self.network.trainable_params()}
+        for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks)):
+            is_frozen = name.startswith(VISION_PREFIX) and name not in trained
+            if not (is_frozen and board.keep(name)):
+                board.write(name, array)
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors, of this rank's memory."""
@@ -115,7 +125,7 @@ class WholeModel(RankModel):
 
     def size_bytes(self) -> int:
         """See :meth:`RankModel.size_bytes`."""
-        return sum(parameter.nbytes for parameter in self.network.get_parameters())
+        return sum(info.size_bytes for info in hf_tensor_infos(self.network))
 
     def state_writer(self, name: str, hold: Callable) -> StateWriter:
         """See :meth:`RankModel.state_writer`: the only shard, which one rank writes, as a Hugging Face directory."""
@@ -127,6 +137,14 @@ class WholeModel(RankModel):
     def restore(self, directory: str | os.PathLike) -> None:
         """See :meth:`RankModel.restore`."""
         load_hf_weights(self.network, directory)
+
+
+def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:
+    """Return `row_tensors` as a model takes them: one with vision is given the images of the rows."""
+    input_ids, *others = row_tensors(rows)
+    if network.images is not None:
+        input_ids = network.images.inputs(input_ids, rows.images)
+    return (input_ids, *others)
 
 
 def row_tensors(rows: PackedRows) -> tuple[ms.Tensor, ...]:

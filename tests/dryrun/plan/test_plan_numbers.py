@@ -17,6 +17,7 @@ MODELS = {
     "qwen3_32b": CONFIGS / "qwen3" / "qwen3_32b",
     "qwen3_30b_a3b": CONFIGS / "qwen3" / "qwen3_30b_a3b",
     "deepseek_v3_671b": CONFIGS / "deepseek_v3" / "deepseek_v3_671b",
+    "qwen2_5_vl_3b": CONFIGS / "qwen2_5_vl" / "qwen2_5_vl_3b",
     "tiny (tied)": CONFIGS / "qwen2_5" / "qwen2_5_tiny",
 }
 

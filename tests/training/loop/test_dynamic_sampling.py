@@ -1,6 +1,7 @@
 """Dynamic sampling over scripted rounds of sampling: which groups a step gets; every sample is accounted for."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
-from mindrlhf.checkpoint.leftover import LeftoverSample
+from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
@@ -80,7 +81,7 @@ def test_what_was_left_over_comes_first_and_is_told_apart():
     second = sampling.collect(rounds, from_leftover(to_leftover(first.leftover)))
     assert rounds.asked[3:] == [(4, 0)], "3 groups are missing, and prompts come by chunks of 2"
     assert names(second.used) == [7, 8, 9, 11]
-    assert second.num_stale == SIZE and names(second.fresh) == [8, 9, 11]
+    assert second.num_stale == SIZE and names(second.used[second.num_stale :]) == [8, 9, 11]
     assert [item.group for item in second.used[::SIZE]] == [0, 1, 2, 3]
 
 
@@ -185,3 +186,15 @@ def test_leftover_samples_come_back_exactly():
     with pytest.raises(UserError, match="'answer' of leftover sample 0"):
         record = {name: value for name, value in leftover.record.items() if name != "answer"}
         from_leftover([LeftoverSample(record, leftover.arrays)])
+
+
+def test_leftover_samples_keep_their_images(tmp_path):
+    images = tuple(np.full((28, 28 * (n % 3 + 1), 3), n, np.uint8) for n in range(11))
+    samples = [dataclasses.replace(sample(0, 0.0, "p", "stop"), images=images[first:]) for first in (0, 10, 11)]
+    leftover = to_leftover(samples)
+    save_leftover(tmp_path, leftover)
+    back = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))
+    for before, after in zip(samples, back, strict=True):
+        assert len(before.images) == len(after.images)
+        for image, same in zip(before.images, after.images):
+            np.testing.assert_array_equal(image, same, strict=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
@@ -41,7 +41,7 @@ def make_config(output_dir, **guard) -> GrpoConfig:
         data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
         reward=sections.RewardSection(verifier_function=("length",)),
         run=sections.RunSection(output_dir=str(output_dir)),
-        guard=sections.GuardSection(**guard),
+        guard=watching_sections.GuardSection(**guard),
     )
 
 

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.stream import PromptStream
@@ -32,6 +33,8 @@ NUM_GENERATIONS = 3
 
 class Prompts:
     """Prompt i is the single token i + 1; reads are counted."""
+
+    header = SimpleNamespace(images=None)
 
     def __init__(self, num_prompts: int):
         self.records = [
@@ -289,7 +292,7 @@ def make_config(**options):
         "evaluation": sections.EvaluationSection,
         "checkpoint": sections.CheckpointSection,
         "rollout": sections.RolloutSection,
-        "observe": sections.ObserveSection,
+        "observe": watching_sections.ObserveSection,
     }
     return GrpoConfig(
         model=sections.ModelSection(path="model"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.config import sections
-from mindrlhf.config.msprobe_section import MsprobeSection
+from mindrlhf.config.watching_sections import MsprobeSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir

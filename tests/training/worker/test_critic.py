@@ -43,7 +43,7 @@ def model_dirs(tmp_path_factory):
     import mindspore as ms
 
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.models.load import scorer_config
+    from mindrlhf.specs import scorer_config
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))

@@ -43,20 +43,21 @@ class Guards:
         for guard in self._guards:
             guard.review_rewards(step, samples)
 
-    def review(self, record: StepRecord, rollout_diff: float) -> dict[str, float]:
+    def review(self, record: StepRecord, rollout_diff: float | None) -> dict[str, float]:
         """Look at a step, report what is strange, and return how often.
 
         Args:
             record: the step.
-            rollout_diff: its ``rollout_diff/mean_abs``, in nats.
+            rollout_diff: its ``rollout_diff/mean_abs``, in nats; None where all samples are of older weights.
         """
         counts = {guard.METRIC: 0 for guard in self._guards if guard.METRIC}
         for number in range(len(record.updates)):
             for guard in self._guards:
                 if guard.review_update(record, number):
                     counts[guard.METRIC] += 1
-        for guard in self._guards:
-            guard.review_logprobs(record.step, rollout_diff)
+        if rollout_diff is not None:
+            for guard in self._guards:
+                guard.review_logprobs(record.step, rollout_diff)
         return counts
 
     def check(self) -> None:

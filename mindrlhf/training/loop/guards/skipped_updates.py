@@ -80,8 +80,8 @@ class SkippedUpdates(Guard):
             config=json.loads(json.dumps(dataclasses.asdict(self._config))),
         )
         try:
-            held = self._policy.held_rows(position, batch)
-            save_skipped(directory, skipped, saved_arrays(held, update.logprobs))
+            arrays = saved_arrays(self._policy.held_rows(position, batch), update.logprobs, batch.images)
+            save_skipped(directory, skipped, arrays)
         except OSError as error:
             warn(f"the batch of step {record.step} cannot be saved in {directory}: {error.strerror or error}")
             return None

@@ -1,0 +1,55 @@
+"""The words that all commands share: the same option means the same thing everywhere."""
+
+import argparse
+import sys
+from pathlib import Path
+
+OVERRIDES_HELP = """\
+section.key=value sets a key of the config for this run, as in run.max_steps=3 or training.row_lengths=[512,1024];
+it wins over the file and may stand anywhere on the line. docs/config.md lists the keys."""
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Let a command take keys of its config, and say in its help how."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="set a key; see below")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = OVERRIDES_HELP
+
+
+def add_workers(parser: argparse.ArgumentParser, help_text: str, *aliases: str, required: bool = False) -> None:
+    """Add ``--workers``, the number of trainer ranks; 1 when it may be left out."""
+    default = None if required else 1
+    action = parser.add_argument("--workers", type=int, default=default, required=required, metavar="N", help=help_text)
+    add_aliases(parser, action, *aliases)
+
+
+def add_aliases(parser: argparse.ArgumentParser, action: argparse.Action, *names: str) -> None:
+    """Have a parser take an option by older names too, which its help does not show."""
+    for name in names:
+        parser._option_string_actions[name] = action
+
+
+def allow_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, which prints the result as one JSON object instead of text."""
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def write_text(path: str, text: str, *, overwrite: bool = True) -> None:
+    """Write a result to a file, whole or not at all, or to standard output when ``path`` is ``-``.
+
+    Raises:
+        UserError: the file is there and may not be overwritten, or cannot be written.
+    """
+    from mindrlhf.errors import UserError
+    from mindrlhf.system.files import write_file
+
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    if not overwrite and Path(path).exists():
+        raise UserError(f"{path} exists: give another --output, or move it away")
+    try:
+        write_file(Path(path), text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,251 @@
+"""TRL: the arguments of `GRPOConfig` (with those of transformers' `TrainingArguments`), as its scripts read them.
+
+Keys and defaults after trl/trainer/grpo_config.py of that project (1.x).
+"""
+
+from typing import Any
+
+from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, into, to, without
+from mindrlhf.config.imports.shared import MODEL_SAYS, only, prompts, schedule, top_k, whole
+
+_AGGREGATIONS = {
+    "grpo": "sequence_mean",
+    "bnpo": "token_mean",
+    "dapo": "token_mean",
+    "dr_grpo": "sequence_sum",
+    "cispo": "token_mean",
+    "sapo": "sequence_mean",
+}
+NUM_PROCESSES = "num_processes"  # not of the file: given with the command
+
+
+def _samples_of_update(source: Source) -> int:
+    return int(
+        source.get("per_device_train_batch_size")
+        * source.get("gradient_accumulation_steps")
+        * source.get(NUM_PROCESSES, 1)
+    )
+
+
+def _batch(value: Any, source: Source) -> Values:
+    size = _samples_of_update(source)
+    drawn = source.get("generation_batch_size")
+    if drawn is None:
+        steps = source.get("steps_per_generation") or source.get("gradient_accumulation_steps")
+        drawn = size // source.get("gradient_accumulation_steps") * steps
+    return {
+        "training.batch_size": int(source.get("per_device_train_batch_size")),
+        **prompts(whole(drawn, source.get("num_generations"), "samples of a step and of a group")),
+        "training.num_minibatches": whole(drawn, size, "samples of a step and of an update"),
+    }
+
+
+def _loss(value: Any, source: Source) -> Values:
+    if value not in _AGGREGATIONS:
+        raise NoCounterpartError(f"no loss {value!r}: set algorithm.loss and algorithm.aggregation")
+    values: Values = {"algorithm.aggregation": _AGGREGATIONS[value]}
+    high = source.get("epsilon_high") or source.get("epsilon")
+    if value == "cispo":
+        return values | {"algorithm.loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": float(high) - 1}
+    values |= {"algorithm.clip_low": float(source.get("epsilon")), "algorithm.clip_high": float(high)}
+    if value == "sapo":
+        return values | {"algorithm.loss": "sapo"}
+    if source.get("importance_sampling_level", "token") == "sequence":
+        return values | {"algorithm.loss": "gspo"}
+    if source.get("delta") is not None:  # bounds the ratio of bad tokens, as the second clip does
+        return values | {"algorithm.loss": "dual_clip", "algorithm.dual_clip": float(source.get("delta"))}
+    return values | {"algorithm.loss": "ppo_clip"}
+
+
+def _scale(value: Any, source: Source) -> Values:
+    if value in (True, "group"):
+        return {"algorithm.scale_rewards": True}
+    if value in (False, "none"):
+        return {"algorithm.scale_rewards": False}
+    raise NoCounterpartError(f"{value!r} has no counterpart: advantages are scaled by group or not at all")
+
+
+def _correction(value: Any, source: Source) -> Values:
+    if not value or not source.get("use_vllm"):
+        return {"correction.weight": "none"}
+    level, _, kind = str(source.get("vllm_importance_sampling_mode")).partition("_")
+    cap = float(source.get("vllm_importance_sampling_cap"))
+    if kind == "truncate":
+        return {"correction.weight": level, "correction.max_weight": cap}
+    # What TRL masks has no lower bound.
+    return {
+        "correction.weight": "none",
+        "correction.mask": level,
+        "correction.mask_low": 0.0,
+        "correction.mask_high": cap,
+    }
+
+
+def _reference(value: Any, source: Source) -> Values:
+    if not value:
+        return {}
+    if float(source.get("ref_model_mixup_alpha")) != 1:
+        raise NoCounterpartError("the reference becomes a copy of the actor, no mixture: set algorithm.sync_ref_model")
+    return {
+        "algorithm.sync_ref_model": True,
+        "algorithm.ref_model_sync_steps": int(source.get("ref_model_sync_steps")),
+    }
+
+
+def _evaluation(value: Any, source: Source) -> Values:
+    every = source.get("eval_steps") if value == "steps" else 0
+    return {"evaluation.every_steps": int(every or source.get("logging_steps", 10) if value == "steps" else 0)}
+
+
+def _saving(value: Any, source: Source) -> Values:
+    return {"checkpoint.every_steps": int(source.get("save_steps")) if value == "steps" else 0}
+
+
+DEFAULTS = {
+    "learning_rate": 1e-6,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 8,
+    "max_completion_length": 256,
+    "beta": 0.0,
+    "epsilon": 0.2,
+    "loss_type": "dapo",
+    "scale_rewards": "group",
+    "seed": 42,
+    "eval_strategy": "no",
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_cap": 3.0,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
+    "gradient_checkpointing": True,
+}
+
+_SERVER = "the run starts its own servers"
+_HUB = "nothing is uploaded"
+_BATCH = "goes with per_device_train_batch_size"
+
+RULES: dict[str, Rule] = {
+    NUM_PROCESSES: without("the command says it: --workers"),
+    "model_name_or_path": to("model.path"),
+    "model_revision": without("the directory is what it is"),
+    "dataset_name": by_hand("build it with mindrlhf data build --output train.mindrecord; set data.train_file"),
+    "dataset_*": without("decided when the data is built: docs/tutorial.md"),
+    "output_dir": to("run.output_dir"),
+    "seed": to("run.seed", int),
+    "data_seed": without("`run.seed` is for all"),
+    "learning_rate": to("optimizer.start_lr", float),
+    "lr_scheduler_type": into(
+        lambda value, source: {
+            "optimizer.lr_schedule": schedule(value),
+            **({} if schedule(value) == "constant" else {"optimizer.end_lr": 0.0}),
+        }
+    ),
+    "lr_scheduler_kwargs": by_hand("set optimizer.lr_schedule and optimizer.end_lr"),
+    "warmup_steps": to("optimizer.warmup_steps", int),
+    "warmup_ratio": by_hand("a share of all steps: set optimizer.warmup_steps to the number of updates"),
+    "weight_decay": to("optimizer.weight_decay", float),
+    "adam_beta1": to("optimizer.beta1"),
+    "adam_beta2": to("optimizer.beta2"),
+    "adam_epsilon": to("optimizer.epsilon", float),
+    "max_grad_norm": to("optimizer.max_grad_norm", float),
+    "optim": only(
+        "adamw_torch", "adamw_torch_fused", "adamw_hf", otherwise="the optimiser is AdamW with float32 moments"
+    ),
+    "num_train_epochs": to("training.epochs", int),
+    "max_steps": into(lambda value, source: {"run.max_steps": int(value)} if int(value) > 0 else {}),
+    "per_device_train_batch_size": into(_batch),
+    "gradient_accumulation_steps": without(_BATCH),
+    "generation_batch_size": without(_BATCH),
+    "steps_per_generation": without(_BATCH),
+    "per_device_eval_batch_size": without("vLLM batches by itself"),
+    "num_generations": to("algorithm.num_generations"),
+    "num_generations_eval": to("evaluation.num_samples"),
+    "max_completion_length": to("rollout.max_response_length"),
+    "max_prompt_length": by_hand("give it to mindrlhf data build --max-prompt-length"),
+    "shuffle_dataset": to("data.shuffle"),
+    "num_iterations": to("training.num_iterations"),
+    "temperature": to("rollout.temperature"),
+    "top_p": to("rollout.top_p"),
+    "top_k": to("rollout.top_k", top_k),
+    "min_p": by_hand("not there: set rollout.top_p or rollout.top_k"),
+    "repetition_penalty": only(1, otherwise="sampling is from the model's own distribution: a penalty biases training"),
+    "generation_kwargs": by_hand("set what you need of it in `rollout`"),
+    "chat_template_kwargs": by_hand("give them to mindrlhf data build"),
+    "use_vllm": without("always vLLM"),
+    "vllm_tensor_parallel_size": to("rollout.tensor_parallel"),
+    "vllm_gpu_memory_utilization": to("rollout.gpu_memory_utilization"),
+    "vllm_importance_sampling_correction": into(_correction),
+    "vllm_importance_sampling_*": without("goes with vllm_importance_sampling_correction"),
+    "vllm_*": without(_SERVER),
+    "beta": into(
+        lambda value, source: {
+            "algorithm.beta": float(value),
+            "algorithm.kl_in": "loss",
+            "algorithm.kl_estimator": "k3",
+        }
+    ),
+    "use_bias_correction_kl": to("algorithm.kl_unbiased"),
+    "loss_type": into(_loss),
+    "epsilon": without("goes with loss_type: `algorithm.clip_low`"),
+    "epsilon_high": without("goes with loss_type: `algorithm.clip_high`"),
+    "delta": without("goes with loss_type: `algorithm.dual_clip`"),
+    "importance_sampling_level": without("goes with loss_type: `algorithm.loss`"),
+    "sapo_temperature_pos": to("algorithm.sapo_tau_positive"),
+    "sapo_temperature_neg": to("algorithm.sapo_tau_negative"),
+    "scale_rewards": into(_scale),
+    "reward_funcs": by_hand("set reward.verifier_function: `mindrlhf rewards list`, or path/to/file.py:function"),
+    "reward_weights": to("reward.verifier_weight"),
+    "multi_objective_aggregation": only("sum_then_normalize", otherwise="rewards are summed, then normalised"),
+    "mask_truncated_completions": to("algorithm.overlong_filter"),
+    "sync_ref_model": into(_reference),
+    "ref_model_*": without("goes with sync_ref_model"),
+    "top_entropy_quantile": only(1, otherwise="all tokens take part in the loss"),
+    "off_policy_mask_threshold": by_hand("see `correction.mask`"),
+    "max_tool_calling_iterations": to("tools.max_turns"),
+    "eval_strategy": into(_evaluation),
+    "eval_steps": without("goes with eval_strategy"),
+    "save_strategy": into(_saving),
+    "save_steps": without("goes with save_strategy"),
+    "save_total_limit": to("checkpoint.keep_last"),
+    "load_best_model_at_end": to("checkpoint.keep_best"),
+    "gradient_checkpointing": to("model.recompute"),
+    "gradient_checkpointing_kwargs": without("whole layers are recomputed"),
+    "bf16": into(
+        lambda value, source: {"model.compute_dtype": "bfloat16", "rollout.dtype": "bfloat16"} if value else {}
+    ),
+    "fp16": only(False, otherwise="float32 or bfloat16: model.compute_dtype"),
+    "use_peft": only(False, otherwise="see docs/config.md for low-rank adapters"),
+    "lora_*": without("goes with use_peft"),
+    "attn_implementation": without("MindFormers' cells choose it"),
+    "dtype": without("`model.param_dtype` and `model.compute_dtype`"),
+    "torch_dtype": without("`model.param_dtype` and `model.compute_dtype`"),
+    "model_init_kwargs": without(MODEL_SAYS),
+    "disable_dropout": without("there is no dropout"),
+    "cast_lm_head_to_fp32": without("log-probabilities are computed in float32"),
+    "log_*": without("samples go to samples.jsonl: `observe.samples_per_step`"),
+    "logging_*": without("every step is logged"),
+    "num_completions_to_print": without("samples go to samples.jsonl"),
+    "report_to": without("metrics go to metrics.jsonl, TensorBoard and the report"),
+    "run_name": without("the output directory is its name"),
+    "push_to_hub": without(_HUB),
+    "hub_*": without(_HUB),
+    "ddp_*": without("gradients are summed by MindSpore"),
+    "deepspeed": without("see `parallel_config`"),
+    "fsdp*": without("see `parallel_config`"),
+    "dataloader_*": without("prompts are read by the ranks"),
+    "remove_unused_columns": without("a prompt keeps the fields of its record"),
+    "ds3_gather_for_generation": without("weights reach vLLM through a board of shared memory"),
+    "use_transformers_paged": without("always vLLM"),
+    "cache_implementation": without("always vLLM"),
+    "use_liger_kernel": without("logits are never whole on CPU; kernels are MindFormers'"),
+    "torch_compile*": without("graphs are compiled whole"),
+    "tf32": without("a switch of GPUs"),
+}

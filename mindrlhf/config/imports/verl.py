@@ -1,0 +1,385 @@
+"""verl: `actor_rollout_ref`, `algorithm`, `data`, `critic`, `reward`, `trainer`.
+
+Keys and defaults after verl/trainer/config/_generated_ppo_trainer.yaml of that project (0.7); older names of keys that
+moved (`reward_model`, `custom_reward_function`) are known too.
+"""
+
+from typing import Any
+
+from mindrlhf.config.imports.rules import (
+    NoCounterpartError,
+    Rule,
+    Source,
+    Values,
+    by_hand,
+    choice,
+    each,
+    into,
+    to,
+    without,
+)
+from mindrlhf.config.imports.shared import (
+    KERNELS,
+    KL_ESTIMATORS,
+    MODEL_SAYS,
+    only,
+    pipeline,
+    prompts,
+    schedule,
+    top_k,
+    whole,
+)
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ADVANTAGES = {
+    "gae": {"algorithm.name": "ppo", "algorithm.advantage": "gae", "algorithm.num_generations": 1},
+    "grpo": {"algorithm.name": "grpo", "algorithm.advantage": "grpo"},
+    "rloo": {"algorithm.name": "rloo", "algorithm.advantage": "rloo"},
+    "reinforce_plus_plus": {"algorithm.name": "reinforce_pp", "algorithm.advantage": "reinforce_pp"},
+    "reinforce_plus_plus_baseline": {
+        "algorithm.name": "reinforce_pp_baseline",
+        "algorithm.advantage": "reinforce_pp_baseline",
+    },
+    "remax": {"algorithm.name": "remax", "algorithm.advantage": "remax"},
+    "grpo_passk": {"algorithm.name": "pass_at_k", "algorithm.advantage": "pass_at_k"},
+}
+# verl's plain loss is PPO's with the second clip of Ye et al. 2020 (arXiv:1912.09729) at `clip_ratio_c`.
+_LOSSES = {"vanilla": "dual_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "sequence_sum",
+}
+
+
+def _advantage(value: Any, source: Source) -> Values:
+    if value not in _ADVANTAGES:
+        raise NoCounterpartError(f"no estimator {value!r}: algorithm.name knows {', '.join(_ADVANTAGES)}")
+    values = dict(_ADVANTAGES[value])
+    if value == "gae":
+        values["algorithm.num_generations"] = int(source.get(f"{_ROLLOUT}.n", 1))
+        values["critic.path"] = str(source.get("critic.model.path", ""))
+    return values
+
+
+def _kl_in_loss(value: Any, source: Source) -> Values:
+    if not value:
+        return {} if source.get("algorithm.use_kl_in_reward") else {"algorithm.beta": 0.0}
+    name = str(source.get(f"{_ACTOR}.kl_loss_type", "low_var_kl"))
+    return {
+        "algorithm.beta": float(source.get(f"{_ACTOR}.kl_loss_coef", 0.001)),
+        "algorithm.kl_in": "loss",
+        "algorithm.kl_estimator": _estimator(name),
+        "algorithm.kl_unbiased": name.endswith("+"),
+    }
+
+
+def _kl_in_reward(value: Any, source: Source) -> Values:
+    if not value:
+        return {}
+    values = {
+        "algorithm.beta": float(source.get("algorithm.kl_ctrl.kl_coef", 0.001)),
+        "algorithm.kl_in": "reward",
+        "algorithm.kl_estimator": _estimator(str(source.get("algorithm.kl_penalty", "kl"))),
+    }
+    if source.get("algorithm.kl_ctrl.type", "fixed") == "adaptive":
+        values["algorithm.kl_target"] = float(source.get("algorithm.kl_ctrl.target_kl", 0.1))
+    return values
+
+
+def _estimator(name: str) -> str:
+    if name.rstrip("+") not in KL_ESTIMATORS:
+        raise NoCounterpartError(f"no estimate {name!r} of the KL divergence: use k1, k2, k3 or abs")
+    return KL_ESTIMATORS[name.rstrip("+")]
+
+
+def _minibatches(value: Any, source: Source) -> Values:
+    size = source.get("data.train_batch_size")
+    return {"training.num_minibatches": whole(size, min(int(value), int(size)), "prompts of a step and of an update")}
+
+
+def _clip(value: Any, source: Source) -> Values:
+    low, high = source.get(f"{_ACTOR}.clip_ratio_low"), source.get(f"{_ACTOR}.clip_ratio_high")
+    return {
+        "algorithm.clip_low": float(value if low is None else low),
+        "algorithm.clip_high": float(value if high is None else high),
+    }
+
+
+def _warmup_share(value: Any, source: Source) -> Values:
+    if float(value):
+        raise NoCounterpartError("a share of all steps: set optimizer.warmup_steps to the number of updates")
+    return {}
+
+
+def _end_rate(value: Any, source: Source) -> Values:
+    if source.get(f"{_ACTOR}.optim.lr_scheduler_type", "constant") == "constant":
+        return {}
+    return {"optimizer.end_lr": float(f"{float(source.get(f'{_ACTOR}.optim.lr')) * float(value):.6g}")}
+
+
+def _dynamic_rows(value: Any, source: Source) -> Values:
+    if not value:
+        return {}
+    tokens = int(source.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384))
+    return {"training.row_lengths": [tokens], "training.batch_size": 1, "training.pack": True}
+
+
+def _only_of_gae(key: str) -> Rule:
+    return into(lambda value, source: {key: value} if source.get("algorithm.adv_estimator") == "gae" else {})
+
+
+def _frequency(key: str) -> Rule:
+    return to(key, lambda value: max(int(value), 0))
+
+
+def _reward_function(value: Any, source: Source) -> Values:
+    name = source.get("reward.custom_reward_function.name") or source.get("custom_reward_function.name")
+    raise NoCounterpartError(
+        f"set reward.verifier_function to a file with a function of (completion, answer); "
+        f"{value}:{name or 'compute_score'} takes (data_source, solution_str, ground_truth, extra_info)"
+    )
+
+
+def _reward_model(value: Any, source: Source) -> Values:
+    return {"reward.model_path": str(value)}
+
+
+DEFAULTS = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "data.train_batch_size": 1024,
+    "data.max_response_length": 512,
+    f"{_ACTOR}.optim.lr": 1e-6,
+    f"{_ACTOR}.optim.betas": [0.9, 0.999],
+    f"{_ACTOR}.ppo_mini_batch_size": 256,
+    f"{_ACTOR}.clip_ratio": 0.2,
+    f"{_ACTOR}.clip_ratio_c": 3.0,
+    f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
+    f"{_ACTOR}.loss_agg_mode": "token-mean",
+    f"{_ACTOR}.use_kl_loss": False,
+    f"{_ROLLOUT}.n": 1,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+}
+
+_HARDWARE = "the command says it: --workers ranks on each node, --nodes"
+_VLLM = "vLLM's own default, or what the servers need, is used"
+_MEMORY = "see docs/plan.md for what lies where"
+
+RULES: dict[str, Rule] = {
+    "*._target_": without("a class of verl's"),
+    "*.profiler.*": without("see docs/debugging.md for profilers"),
+    "global_profiler.*": without("see docs/debugging.md for profilers"),
+    "ray_kwargs.*": without("there is no Ray here"),
+    "transfer_queue.*": without("samples stay in the ranks' memory"),
+    "data.tokenizer": to("data.tokenizer_dir"),
+    "data.train_files": by_hand(
+        "build it: mindrlhf data build --handler verl --input FILE --output train.mindrecord; then set data.train_file"
+    ),
+    "data.val_files": by_hand(
+        "build it: mindrlhf data build --handler verl --input FILE --output eval.mindrecord; then set data.eval_file",
+        {"data.eval_file": "path/to/eval.mindrecord"},
+    ),
+    "data.train_batch_size": into(lambda value, source: prompts(value)),
+    "data.max_prompt_length": by_hand("give it to mindrlhf data build --max-prompt-length"),
+    "data.max_response_length": to("rollout.max_response_length"),
+    "data.shuffle": to("data.shuffle"),
+    "data.seed": to("run.seed"),
+    "data.val_max_samples": to("evaluation.max_prompts", lambda value: max(int(value), 0)),
+    "data.train_max_samples": by_hand("build a file of so many records"),
+    "data.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
+    "data.filter_overlong_prompts*": without("mindrlhf data build counts and leaves out prompts that are too long"),
+    "data.truncation": without("prompts that are too long are left out, not cut"),
+    **each(
+        "data.",
+        "use_shm prompt_key reward_fn_key val_batch_size return_raw_input_ids return_raw_chat return_full_prompt "
+        "dataloader_num_workers image_patch_size validation_shuffle image_key video_key trust_remote_code custom_cls.* "
+        "return_multi_modal_inputs sampler.* datagen.* apply_chat_template_kwargs* answer_key gen_batch_size",
+        without("decided when the data is built: docs/tutorial.md"),
+    ),
+    f"{_ACTOR}.optim.lr": to("optimizer.start_lr", float),
+    f"{_ACTOR}.optim.lr_scheduler_type": to("optimizer.lr_schedule", schedule),
+    f"{_ACTOR}.optim.warmup_style": to("optimizer.lr_schedule", schedule),
+    f"{_ACTOR}.optim.lr_warmup_steps": into(
+        lambda value, source: {"optimizer.warmup_steps": int(value)} if int(value) > 0 else {}
+    ),
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": into(_warmup_share),
+    f"{_ACTOR}.optim.min_lr_ratio": into(_end_rate),
+    f"{_ACTOR}.optim.weight_decay": to("optimizer.weight_decay"),
+    f"{_ACTOR}.optim.betas": into(
+        lambda value, source: {"optimizer.beta1": float(value[0]), "optimizer.beta2": float(value[1])}
+    ),
+    f"{_ACTOR}.optim.clip_grad": to("optimizer.max_grad_norm"),
+    f"{_ACTOR}.optim.optimizer": only("AdamW", "adam", otherwise="the optimiser is AdamW"),
+    **each(
+        f"{_ACTOR}.optim.",
+        "optimizer_impl total_training_steps num_cycles override_optimizer_config",
+        without("AdamW with one schedule: docs/config.md"),
+    ),
+    f"{_ACTOR}.grad_clip": to("optimizer.max_grad_norm"),
+    f"{_ACTOR}.ppo_mini_batch_size": into(_minibatches),
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": to("training.batch_size"),
+    f"{_ACTOR}.ppo_micro_batch_size": by_hand("of all ranks together: set training.batch_size, which is of one rank"),
+    f"{_ACTOR}.use_dynamic_bsz": into(_dynamic_rows),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": without("goes with use_dynamic_bsz: `training.row_lengths`"),
+    f"{_ACTOR}.ppo_epochs": to("training.num_iterations"),
+    f"{_ACTOR}.shuffle": without("the samples of a step stay in order"),
+    f"{_ACTOR}.clip_ratio": into(_clip),
+    f"{_ACTOR}.clip_ratio_low": to("algorithm.clip_low"),
+    f"{_ACTOR}.clip_ratio_high": to("algorithm.clip_high"),
+    f"{_ACTOR}.clip_ratio_c": to("algorithm.dual_clip"),
+    f"{_ACTOR}.tau_pos": to("algorithm.sapo_tau_positive"),
+    f"{_ACTOR}.tau_neg": to("algorithm.sapo_tau_negative"),
+    f"{_ACTOR}.policy_loss.loss_mode": choice("algorithm.loss", _LOSSES),
+    f"{_ACTOR}.policy_loss.*": without("settings of losses that are not here"),
+    f"{_ACTOR}.loss_agg_mode": choice("algorithm.aggregation", _AGGREGATIONS),
+    f"{_ACTOR}.loss_scale_factor": without("sequence_sum divides by rollout.max_response_length"),
+    f"{_ACTOR}.entropy_coeff": to("algorithm.entropy_coefficient"),
+    f"{_ACTOR}.calculate_entropy": without("entropy is always measured"),
+    f"{_ACTOR}.use_kl_loss": into(_kl_in_loss),
+    f"{_ACTOR}.kl_loss_coef": without("goes with use_kl_loss: `algorithm.beta`"),
+    f"{_ACTOR}.kl_loss_type": without("goes with use_kl_loss: `algorithm.kl_estimator`"),
+    f"{_ACTOR}.freeze_vision_tower": without("the tower is frozen"),
+    f"{_ACTOR}.checkpoint.async_save": to("checkpoint.asynchronous"),
+    f"{_ACTOR}.checkpoint.*": without("checkpoints hold all that a resume needs"),
+    f"{_ACTOR}.megatron.tensor_model_parallel_size": to("parallel_config.model_parallel"),
+    f"{_ACTOR}.megatron.pipeline_model_parallel_size": into(pipeline),
+    f"{_ACTOR}.megatron.context_parallel_size": to("parallel_config.context_parallel"),
+    f"{_ACTOR}.megatron.expert_model_parallel_size": to("parallel_config.expert_parallel"),
+    f"{_ACTOR}.megatron.sequence_parallel": to("parallel_config.use_seq_parallel"),
+    f"{_ACTOR}.megatron.use_distributed_optimizer": to("parallel_config.enable_parallel_optimizer"),
+    f"{_ACTOR}.megatron.*": without(_MEMORY),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": to("parallel_config.context_parallel"),
+    f"{_ACTOR}.fsdp_config.fsdp_size": without("parallel_config.enable_parallel_optimizer splits optimiser states"),
+    f"{_ACTOR}.fsdp_config.*": without(_MEMORY),
+    f"{_ACTOR}.router_replay.mode": only("disabled", otherwise="expert choices are not replayed"),
+    **each(
+        f"{_ACTOR}.",
+        "rollout_n strategy use_torch_compile use_prefix_grouper data_loader_seed use_fused_kernels "
+        "entropy_from_logits_with_chunking entropy_checkpointing use_remove_padding calculate_sum_pi_squared "
+        "sum_pi_squared_checkpointing router_replay.* load_weight",
+        without(KERNELS),
+    ),
+    "actor_rollout_ref.ref.*": without("the reference model has the actor's layout and batches"),
+    f"{_ROLLOUT}.name": only("vllm", "???", otherwise="the generator is vLLM"),
+    f"{_ROLLOUT}.mode": only("sync", "async", otherwise="servers draw a whole step"),
+    f"{_ROLLOUT}.temperature": to("rollout.temperature"),
+    f"{_ROLLOUT}.top_k": to("rollout.top_k", top_k),
+    f"{_ROLLOUT}.top_p": to("rollout.top_p"),
+    f"{_ROLLOUT}.n": to("algorithm.num_generations"),
+    f"{_ROLLOUT}.response_length": to("rollout.max_response_length"),
+    f"{_ROLLOUT}.dtype": to("rollout.dtype"),
+    f"{_ROLLOUT}.gpu_memory_utilization": to("rollout.gpu_memory_utilization"),
+    f"{_ROLLOUT}.tensor_model_parallel_size": to("rollout.tensor_parallel"),
+    f"{_ROLLOUT}.max_num_seqs": to("rollout.max_num_seqs"),
+    f"{_ROLLOUT}.val_kwargs.temperature": to("evaluation.temperature"),
+    f"{_ROLLOUT}.val_kwargs.n": to("evaluation.num_samples"),
+    f"{_ROLLOUT}.val_kwargs.*": without("evaluation samples with its temperature alone"),
+    f"{_ROLLOUT}.multi_turn.enable": only(False, otherwise="name the tools in tools.names; docs/tools.md"),
+    f"{_ROLLOUT}.multi_turn.max_assistant_turns": to("tools.max_turns"),
+    f"{_ROLLOUT}.multi_turn.max_tool_response_length": to("tools.max_response_tokens"),
+    f"{_ROLLOUT}.multi_turn.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
+    f"{_ROLLOUT}.multi_turn.*": without("tools follow the model's chat template: docs/tools.md"),
+    f"{_ROLLOUT}.calculate_log_probs": without("the generator's log-probabilities always return: `correction`"),
+    **each(
+        f"{_ROLLOUT}.",
+        "prompt_length ignore_eos enforce_eager cudagraph_capture_sizes free_cache_engine data_parallel_size "
+        "expert_parallel_size pipeline_model_parallel_size max_num_batched_tokens max_model_len "
+        "enable_chunked_prefill enable_prefix_caching logprobs_mode scheduling_policy load_format log_prob_* "
+        "disable_log_stats do_sample over_sample_rate multi_stage_wake_up engine_kwargs* agent.* checkpoint_engine.* "
+        "trace.* skip_* prometheus.* quantization* mtp* layered_summon update_weights_bucket_megabytes limit_images",
+        without(_VLLM),
+    ),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": only(False, otherwise="expert choices are not replayed"),
+    "actor_rollout_ref.model.path": to("model.path"),
+    "actor_rollout_ref.model.tokenizer_path": to("data.tokenizer_dir"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": to("model.recompute"),
+    "actor_rollout_ref.model.lora_rank": only(0, otherwise="see docs/config.md for low-rank adapters"),
+    **each(
+        "actor_rollout_ref.model.",
+        "hf_config_path use_shm trust_remote_code external_lib override_config* enable_activation_offload "
+        "use_remove_padding use_liger use_fused_kernels fused_kernel_options.* tiled_mlp.* mtp.*",
+        without(MODEL_SAYS),
+    ),
+    **each(
+        "actor_rollout_ref.model.",
+        "lora_alpha target_modules exclude_modules lora_adapter_path lora.*",
+        without("goes with lora_rank"),
+    ),
+    "actor_rollout_ref.model.custom_chat_template": by_hand("give it to mindrlhf data build --template"),
+    "actor_rollout_ref.hybrid_engine": without("ranks and servers share the devices"),
+    "actor_rollout_ref.nccl_timeout": without("`run.hang_timeout_s` ends a run that hangs"),
+    "critic.model.path": without("goes with adv_estimator gae: `critic.path`"),
+    "critic.optim.lr": _only_of_gae("critic.start_lr"),
+    "critic.cliprange_value": _only_of_gae("critic.clip_range"),
+    "critic.*": without("the critic has the actor's layout, batches and options"),
+    "custom_reward_function.path": into(_reward_function),
+    "reward.custom_reward_function.path": into(_reward_function),
+    "*custom_reward_function.*": without("goes with its path"),
+    "reward.reward_model.model_path": into(_reward_model),
+    "reward_model.model.path": into(_reward_model),
+    "*sandbox_fusion.*": without("programs run in the sandbox of this machine: docs/security.md"),
+    "reward.num_workers": to("reward.num_workers"),
+    "reward*.reward_manager*": by_hand("choose verifiers: `mindrlhf rewards list`, reward.verifier_function"),
+    "reward.*": without("a reward model runs on the training ranks"),
+    "reward_model.*": without("a reward model runs on the training ranks"),
+    "algorithm.adv_estimator": into(_advantage),
+    "algorithm.gamma": _only_of_gae("algorithm.gamma"),
+    "algorithm.lam": _only_of_gae("algorithm.gae_lambda"),
+    "algorithm.norm_adv_by_std_in_grpo": into(
+        lambda value, source: (
+            {"algorithm.scale_rewards": bool(value)}
+            if source.get("algorithm.adv_estimator") in ("grpo", "grpo_passk")
+            else {}
+        )
+    ),
+    "algorithm.use_kl_in_reward": into(_kl_in_reward),
+    "algorithm.kl_penalty": without("goes with use_kl_in_reward: `algorithm.kl_estimator`"),
+    "algorithm.kl_ctrl.*": without("goes with use_kl_in_reward: `algorithm.beta`, `algorithm.kl_target`"),
+    "algorithm.rollout_correction.rollout_is": choice("correction.weight", {"token": "token", "sequence": "sequence"}),
+    "algorithm.rollout_correction.rollout_is_threshold": into(
+        lambda value, source: (
+            {"correction.max_weight": float(value)} if source.get("algorithm.rollout_correction.rollout_is") else {}
+        )
+    ),
+    "algorithm.rollout_correction.bypass_mode": to("correction.bypass"),
+    "algorithm.rollout_correction.rollout_rs*": by_hand("set correction.mask, mask_low and mask_high"),
+    "algorithm.rollout_correction.*": without("see `correction` in docs/config.md"),
+    "algorithm.filter_groups.enable": to("algorithm.dynamic_sampling"),
+    "algorithm.filter_groups.max_num_gen_batches": into(
+        lambda value, source: {"algorithm.max_oversampling": int(value)} if int(value) > 0 else {}
+    ),
+    "algorithm.filter_groups.*": without("groups are compared by their reward"),
+    "algorithm.use_pf_ppo": only(False, otherwise="samples are not reweighted"),
+    "algorithm.pf_ppo.*": without("goes with use_pf_ppo"),
+    "trainer.total_epochs": to("training.epochs"),
+    "trainer.total_training_steps": to("run.max_steps"),
+    "trainer.save_freq": _frequency("checkpoint.every_steps"),
+    "trainer.test_freq": _frequency("evaluation.every_steps"),
+    "trainer.val_before_train": to("evaluation.before_training"),
+    "trainer.val_only": only(False, otherwise="use `mindrlhf eval`"),
+    "trainer.critic_warmup": _only_of_gae("critic.warmup_steps"),
+    "trainer.default_local_dir": to("run.output_dir"),
+    "trainer.max_*_ckpt_to_keep": to("checkpoint.keep_last"),
+    "trainer.nnodes": without(_HARDWARE),
+    "trainer.n_gpus_per_node": without(_HARDWARE),
+    "trainer.device": to("run.device", lambda value: "cpu" if value == "cpu" else "ascend"),
+    "trainer.resume_*": without("the command says it: --resume"),
+    "trainer.logger": without("metrics go to metrics.jsonl, TensorBoard and the report"),
+    **each(
+        "trainer.",
+        "project_name experiment_name log_val_generations rollout_data_dir validation_data_dir default_hdfs_dir "
+        "del_local_ckpt_after_load esi_redundant_time",
+        without("everything of a run lies in run.output_dir"),
+    ),
+    **each(
+        "trainer.",
+        "balance_batch ray_wait_register_center_timeout use_legacy_worker_impl",
+        without("samples are dealt to the ranks by the run, without Ray"),
+    ),
+}

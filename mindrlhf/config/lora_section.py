@@ -1,0 +1,49 @@
+"""The section `lora`: adapters in the place of all weights."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from mindrlhf.config.keys import key
+from mindrlhf.errors import UserError
+from mindrlhf.specs.lora import ROLES, LoraOptions
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Low-rank adapters are trained in the place of all weights, those of a critic included; see docs/lora.md."""
+
+    rank: int | None = key(None, "rank of the adapters; null trains all weights", minimum=1)
+    alpha: float = key(16.0, "an adapter's product is multiplied by alpha / rank", minimum=0, exclusive_minimum=True)
+    rank_stabilised: bool = key(False, "multiply by alpha / sqrt(rank) instead (rsLoRA)")
+    targets: tuple[str, ...] = key(
+        (),
+        "which matrices of a layer have adapters: attention, mlp (dense layers and shared experts), experts (routed "
+        "ones); empty means all that the model has",
+        choices=ROLES,
+    )
+    path: str = key("", "adapter of `model.path`, in PEFT's format, to begin with; empty begins anew", is_path=True)
+
+    @property
+    def options(self) -> LoraOptions | None:
+        """What the adapters are like, None when all weights are trained."""
+        if self.rank is None:
+            return None
+        return LoraOptions(self.rank, self.alpha, self.targets, self.rank_stabilised)
+
+
+def check_lora(lora: LoraSection, given: frozenset[str], device: str) -> None:
+    """Check the section; ``given`` are the keys the user set, ``device`` is what trains, "" when nothing does."""
+    if lora.rank is None:
+        for field in dataclasses.fields(lora):
+            name = f"lora.{field.name}"
+            # What a run wrote to its config.yaml holds every key, and must load again.
+            if name in given and getattr(lora, field.name) != field.default:
+                raise UserError(f"'{name}' is set, but lora.rank is not: set it (8 to 64 are usual), or remove the key")
+        return
+    if len(set(lora.targets)) < len(lora.targets):
+        raise UserError(f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once")
+    if device not in ("", "cpu"):
+        raise UserError(
+            f"'lora.rank' is set, but on run.device={device} only all weights are trained so far: remove it, or set "
+            "run.device to cpu"
+        )

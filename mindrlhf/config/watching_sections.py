@@ -1,0 +1,65 @@
+"""What watches a run: guards, reports and dumps. The other sections are in :mod:`mindrlhf.config.sections`."""
+
+from dataclasses import dataclass
+
+from mindrlhf.config.keys import key
+
+# In the order in which a step runs them: the first that differs between two dumps is where they parted.
+STAGES = ("rollout", "old_log_prob", "reference", "update")
+KEY_DATA_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
+
+
+@dataclass(frozen=True)
+class GuardSection:
+    """What the numbers of a run may do before it warns or stops."""
+
+    max_skipped_updates: int = key(
+        3,
+        "stop after this many updates in a row were skipped because loss or gradients were not finite",
+        minimum=1,
+    )
+    warn_rollout_diff: float = key(
+        0.1, "warn when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
+    )
+    max_rollout_diff: float = key(
+        1.0, "stop when rollout_diff/mean_abs, in nats, exceeds this; 0 means never", minimum=0
+    )
+    grad_spike_factor: float = key(
+        5.0, "report an update whose gradient norm exceeds the running median this many times; 0 means never", minimum=0
+    )
+    max_failed_steps: int = key(
+        5,
+        "stop after this many steps in a row in which a verifier failed on every sample it was asked for; 0 means "
+        "never",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True)
+class ObserveSection:
+    """What is reported."""
+
+    performance_stats: bool = key(True, "report the timing of every stage and the throughput")
+    tensorboard: bool = key(True, "write TensorBoard event files")
+    samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
+
+
+@dataclass(frozen=True)
+class MsprobeSection:
+    """Precision debugging: what chosen steps computed, in msprobe's files; see docs/debugging.md."""
+
+    enabled: bool = key(False, "dump the steps below; needs the package mindstudio-probe")
+    dump_dir: str = key("", "where the dump goes; empty means `dump` in `run.output_dir`", is_path=True)
+    stages: tuple[str, ...] = key(STAGES, "stages of a step that are dumped", choices=STAGES)
+    first_step: int = key(1, "first step that is dumped", minimum=1)
+    last_step: int = key(1, "last step that is dumped", minimum=1)
+    level: str = key(
+        KEY_DATA_LEVEL,
+        "debug: samples, log-probabilities, advantages, loss; L0: the cells of the model and the gradients as well",
+        choices=(KEY_DATA_LEVEL, CELL_LEVEL),
+    )
+    task: str = key(
+        "statistics",
+        "statistics: type, shape, extremes, mean, norm and checksum of each tensor; tensor: its values as well",
+        choices=("statistics", "tensor"),
+    )

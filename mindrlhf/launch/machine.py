@@ -1,0 +1,67 @@
+"""Whether this machine can start the ranks that a command line asks for."""
+
+import os
+import sys
+from pathlib import Path
+
+from mindrlhf.errors import UserError
+
+MAX_RANKS_PER_CORE = 2
+
+
+def check_ranks(device: str, num_ranks: int, *, oversubscribe: bool = False) -> str:
+    """Return a remark on ranks that share cores, empty when each has one of its own.
+
+    Args:
+        device: `run.device`.
+        num_ranks: to be started on this machine.
+        oversubscribe: start any number of ranks on the cores there are.
+
+    Raises:
+        UserError: no NPU, fewer NPUs than ranks, or far fewer cores than ranks.
+    """
+    if num_ranks < 1:
+        raise UserError(f"--workers is {num_ranks}: give at least 1")
+    if device == "ascend":
+        return _check_npus(num_ranks)
+    num_cores = len(os.sched_getaffinity(0))
+    if num_ranks <= num_cores:
+        return ""
+    if num_ranks > MAX_RANKS_PER_CORE * num_cores and not oversubscribe:
+        raise UserError(
+            f"--workers is {num_ranks}, but this machine has {_counted(num_cores, 'core')}: give at most "
+            f"{MAX_RANKS_PER_CORE * num_cores}, or add --oversubscribe to start them all the same"
+        )
+    return f"{num_ranks} ranks share {_counted(num_cores, 'core')}, so each is slower than alone"
+
+
+def check_launcher(num_ranks: int) -> None:
+    """Check that this environment has what starts several ranks.
+
+    Raises:
+        UserError: it has no ``msrun``, or no ``python`` beside it.
+    """
+    bin_dir = Path(sys.executable).parent
+    for name in ("msrun", "python") if num_ranks > 1 else ():
+        if not (bin_dir / name).exists():
+            raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
+
+
+def _check_npus(num_ranks: int) -> str:
+    num_npus = len(_npu_paths())
+    if not num_npus:
+        raise UserError(
+            "run.device is ascend, but this machine has no NPU (no /dev/davinci0): start the run on one that has, or "
+            "set run.device=cpu"
+        )
+    if num_ranks > num_npus:
+        raise UserError(f"--workers is {num_ranks}, but this machine has {num_npus} NPUs: give at most {num_npus}")
+    return ""
+
+
+def _npu_paths() -> list[Path]:
+    return list(Path("/dev").glob("davinci[0-9]*"))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,301 @@
+"""Node 0: admits the launchers of the other nodes, compares what they have, starts all ranks together and ends them."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.failure_report import is_worth_a_restart, say
+from mindrlhf.launch.launch import find_free_port
+from mindrlhf.launch.nodes.channel import LOST, Channel
+from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
+from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.peers import Ending, Peers
+from mindrlhf.launch.processes import POLL_INTERVAL_S
+from mindrlhf.system.handshake import Stranger, admit
+from mindrlhf.system.idle import Activity
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError
+
+_JOIN_TIMEOUT_S = 60.0  # from a launcher's first word to its facts: it reads files
+_NEWS_INTERVAL_S = 60.0
+_FIRST_NEWS_S = 10.0
+# Once one node has been found to differ, others may differ too: all are told of all.
+_REFUSAL_DELAY_S = 5.0
+# Ranks that are ended have 5 s to clean up, and what they leave 2 s.
+_END_LIMIT_S = 30.0
+# A rank that fails over the death of another may be noticed before that one.
+_VICTIM_DELAY_S = 1.5
+_GOODBYE_LIMIT_S = 2.0
+
+
+@dataclass
+class _Node:
+    """Another node, as node 0 knows it."""
+
+    channel: Channel
+    host: str
+    facts: Mapping[str, Sequence[Any]]
+    code: int | None = None  # how its ranks ended this time
+    activity: tuple[Activity, int] = field(default_factory=lambda: (Activity(0.0), 0))
+
+
+class FirstNode(Peers):
+    """The launchers of the other nodes, on node 0.
+
+    Args:
+        place: of this node.
+        secret: that all know.
+        facts: about this node.
+        probes: what the others look for in shared directories.
+        limit_s: longest wait for a node, the first time and when all start again; 0 means any time.
+    """
+
+    node = 0
+
+    def __init__(
+        self, place: Place, secret: bytes, facts: Sequence[Fact], probes: Mapping[str, str], limit_s: float
+    ) -> None:
+        self.num_nodes = place.num_nodes
+        self._secret = secret
+        self._facts = as_message(facts)
+        self._probes = dict(probes)
+        self._limit_s = limit_s
+        self._nodes: dict[int, _Node] = {}
+        self._news: queue.SimpleQueue[tuple[int, Channel | None, dict[str, Any]]] = queue.SimpleQueue()
+        self._problems: dict[int, str] = {}
+        self._signals: list[int] = []
+        self._ending: Ending | None = None
+        self._report = ""
+        self._is_watched = False  # by the launcher, which says why it ends
+        self._listener, self.host = _listen(place)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "FirstNode":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close(RunFailure.exit_code)
+
+    def attempt(self, resume: bool, start: Callable[[bool], int]) -> int:
+        """Start the ranks of all nodes, when all are there, and return how the run ended.
+
+        Args:
+            start: starts those of this node and returns their exit code.
+
+        Raises:
+            UserError: the nodes differ.
+            RunFailure: a node did not come.
+        """
+        self._gather()
+        self.scheduler_port = find_free_port(self.host)
+        self._ending, self._report, self._is_watched = None, "", True
+        for node in self._nodes.values():
+            node.code = None
+            node.channel.send("go", resume=resume, port=self.scheduler_port, host=self.host)
+        code = RunFailure.exit_code
+        try:
+            code = start(resume)
+        finally:
+            self._is_watched = False
+            code = self._end_others(code)
+        return code
+
+    def close(self, code: int) -> None:
+        """Tell the others that the run is over, and how it ended."""
+        for node in self._nodes.values():
+            node.channel.send("over", code=code)
+        end_s = time.monotonic() + _GOODBYE_LIMIT_S
+        while self._nodes and time.monotonic() < end_s:  # they close: what is closed here first may be lost on its way
+            self._take_news()
+            time.sleep(POLL_INTERVAL_S)
+        for node in self._nodes.values():
+            node.channel.close()
+        self._nodes = {}
+        self._listener.close()
+
+    def ending(self) -> Ending | None:
+        """See :meth:`Peers.ending`."""
+        self._take_news()
+        return self._ending
+
+    def asked_signals(self) -> list[int]:
+        """See :meth:`Peers.asked_signals`."""
+        signals, self._signals = self._signals, []
+        return signals
+
+    def report(self, text: str) -> None:
+        """See :meth:`Peers.report`."""
+        self._report = text
+
+    def activity(self) -> tuple[Activity, int]:
+        """See :meth:`Peers.activity`."""
+        all_of_them = [node.activity for node in self._nodes.values()]
+        total = sum((activity for activity, _ in all_of_them), Activity(0.0))
+        return total, sum(number for _, number in all_of_them)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            # A stranger that says nothing keeps nobody waiting.
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            peer = connection.getpeername()[0]
+            try:
+                signed = admit(connection, self._secret)
+                signed.send({"kind": "welcome", "probes": self._probes})
+                header, _ = signed.receive(_JOIN_TIMEOUT_S)
+                node, facts = int(header["node"]), dict(header["facts"])
+            except Stranger as error:
+                return say(f"a connection from {peer} was turned away: {error}")
+            except (ConnectionClosed, ProtocolError, TimeoutError, KeyError, ValueError, TypeError):
+                return say(f"a connection from {peer} was turned away: it does not join as a node does")
+            header = {"kind": "join", "host": f"{header.get('host')}, {peer}", "facts": facts, **_problem(header)}
+            channel: Channel | None = None
+            ready = threading.Event()
+
+            def deliver(message: dict[str, Any]) -> None:
+                ready.wait()
+                self._news.put((node, channel, message))
+
+            channel = Channel(signed, deliver)
+            self._news.put((node, channel, header))
+            ready.set()
+        return None
+
+    def _gather(self) -> None:
+        start_s, next_news_s, refused_s = time.monotonic(), _FIRST_NEWS_S, None
+        while True:
+            self._take_news()
+            waited_s = time.monotonic() - start_s
+            missing = [node for node in range(1, self.num_nodes) if node not in self._nodes]
+            lines = self._differences()
+            refused_s = refused_s or (waited_s + _REFUSAL_DELAY_S if lines else None)
+            if lines and (not missing or waited_s > refused_s):
+                for node in self._nodes.values():
+                    node.channel.send("refused", lines=lines)
+                raise UserError("\n  ".join(["the nodes cannot train together:", *lines]))
+            if not missing:
+                return
+            line = f"{name_nodes(missing)} of {self.num_nodes} {'have' if len(missing) > 1 else 'has'} not come"
+            if 0 < self._limit_s < waited_s:
+                line = f"{line} within {waited_s:.0f} s (run.start_timeout_s is {self._limit_s:g})"
+                for node in self._nodes.values():
+                    node.channel.send("failed", line=line)
+                raise RunFailure(f"{line}: start it there with the same command and its own --node-rank")
+            if waited_s > next_news_s:
+                next_news_s += _NEWS_INTERVAL_S
+                line = f"waiting: {line} to {self.host} for {waited_s:.0f} s"
+                say(line)
+                for node in self._nodes.values():
+                    node.channel.send("waiting", line=line)
+            time.sleep(POLL_INTERVAL_S)
+
+    def _differences(self) -> list[str]:
+        lines = [f"node {node}: {problem}" for node, problem in sorted(self._problems.items())]
+        whole = {node: one.facts for node, one in self._nodes.items() if node not in self._problems}
+        return [*lines, *differences({0: self._facts, **whole})]
+
+    def _take_news(self) -> None:
+        while True:
+            try:
+                node, channel, message = self._news.get_nowait()
+            except queue.Empty:
+                return
+            if message["kind"] == "join":
+                self._take_in(node, channel, message)
+            elif node in self._nodes and self._nodes[node].channel is channel:
+                self._hear(node, message)
+
+    def _take_in(self, node: int, channel: Channel, message: dict[str, Any]) -> None:
+        if not 0 < node < self.num_nodes:
+            line = f"there is no node {node}: node 0 was started with --nodes {self.num_nodes}"
+            channel.send("refused", lines=[line])
+        elif node in self._nodes:
+            channel.send("taken", line=f"node {node} is there already ({self._nodes[node].host})")
+        else:
+            self._nodes[node] = _Node(channel, message["host"], message["facts"])
+            if problem := message.get("problem"):
+                self._problems[node] = problem
+
+    def _hear(self, node: int, message: dict[str, Any]) -> None:
+        who = self._nodes[node]
+        if message["kind"] == "beat":
+            if "cpu_time_s" in message:
+                activity = Activity(message["cpu_time_s"], message["is_runnable"], message["waits_for_disk"])
+                who.activity = activity, message["num_processes"]
+        elif message["kind"] == "signal":
+            self._signals.append(message["number"])
+        elif message["kind"] == "ended":
+            who.code = message["code"]
+            if who.code != 0 and (message["report"] or self._ending is None):
+                self._end_with(node, who, who.code, message["report"] or f"ended with exit code {who.code}")
+        elif message["kind"] == LOST:
+            del self._nodes[node]
+            self._problems.pop(node, None)
+            if who.code is None:
+                self._end_with(node, who, RunFailure.exit_code, message["how"])
+
+    def _end_with(self, node: int, who: _Node, code: int, what: str) -> None:
+        """Have all nodes end since one has failed, and say so."""
+        line = f"node {node} ({who.host}) {what}"
+        if not self._is_watched or self._ending is not None:
+            say(line)
+        if self._ending is None:
+            self._ending = Ending(code, line)
+            self._stop_others(line, code)
+
+    def _stop_others(self, line: str, code: int) -> None:
+        for node in self._nodes.values():
+            if node.code is None:
+                node.channel.send("stop", line=line, code=code)
+
+    def _end_others(self, code: int) -> int:
+        """Wait until the ranks of the other nodes have ended, and have them do so if this node's have failed."""
+        stop_s = time.monotonic() + {0: _END_LIMIT_S, RunFailure.exit_code: _VICTIM_DELAY_S}.get(code, 0.0)
+        end_s, is_told = stop_s + _END_LIMIT_S, False
+        while any(node.code is None for node in self._nodes.values()):
+            self._take_news()
+            if not is_told and (self._ending is not None or time.monotonic() > stop_s):
+                is_told = True
+                report = self._report or f"ended with exit code {code}"
+                self._stop_others(self._ending.line if self._ending else f"node 0 ({self.host}): {report}", code)
+            if time.monotonic() > end_s:
+                late = [number for number, node in self._nodes.items() if node.code is None]
+                say(f"{name_nodes(late)} did not end the ranks there within {_END_LIMIT_S:g} s")
+                for number in late:
+                    self._nodes.pop(number).channel.close()
+            time.sleep(POLL_INTERVAL_S)
+        codes = [code, *([self._ending.code] if self._ending else [])]
+        codes += [node.code for node in self._nodes.values() if node.code is not None]
+        failed = [one for one in codes if one != 0]
+        # A mistake of the user's and an interrupt are the cause where they are, and final.
+        return next((one for one in failed if not is_worth_a_restart(one)), max(failed, default=0))
+
+
+def _listen(place: Place) -> tuple[socket.socket, str]:
+    """Return the socket for the other nodes, and its address: no other network of this machine reaches it."""
+    try:
+        family, address = place.address()
+    except OSError as error:
+        raise UserError(f"--master is {place.master}, a name that node 0 does not know ({error})") from None
+    try:
+        return socket.create_server((address, place.port), family=family), address
+    except OSError as error:
+        raise UserError(
+            f"node 0 cannot listen at {place.master}:{place.port} ({error.strerror}): give --master an address of the "
+            "machine with --node-rank 0, and a free port"
+        ) from None
+
+
+def _problem(header: Mapping[str, Any]) -> dict[str, str]:
+    return {"problem": str(header["problem"])} if header.get("problem") else {}

@@ -1,0 +1,204 @@
+"""Nodes 1 and up: join node 0, and start and end the ranks of this node when it says so."""
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.failure_report import say
+from mindrlhf.launch.launch import keep_logs, launch_files
+from mindrlhf.launch.nodes.channel import LOST, SILENCE_LIMIT_S, Channel
+from mindrlhf.launch.nodes.facts import Fact, as_message
+from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.peers import Ending, Peers
+from mindrlhf.system.handshake import SignedConnection, Stranger, introduce
+from mindrlhf.system.idle import Activity
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError
+
+_RETRY_INTERVAL_S = 0.5
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_NEWS_S = 10.0
+_NEWS_INTERVAL_S = 60.0
+# Until node 0 has noticed that an earlier connection of this node is dead.
+_TAKEN_LIMIT_S = SILENCE_LIMIT_S + 5.0
+
+
+class OtherNode(Peers):
+    """Node 0 as the launcher of another node sees it.
+
+    Args:
+        place: of this node.
+        secret: that all know.
+        find_facts: returns the facts about this node, from the probes of node 0.
+        log_dir: of the ranks of this node.
+        limit_s: longest wait for node 0; 0 means any time.
+        rejoins: whether to join again when node 0 is lost: it, or this node's network, may come back.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        secret: bytes,
+        find_facts: Callable[[Mapping[str, str]], Sequence[Fact]],
+        log_dir: Path,
+        *,
+        limit_s: float,
+        rejoins: bool,
+    ) -> None:
+        self.node, self.num_nodes = place.node, place.num_nodes
+        self._place = place
+        self._secret = secret
+        self._find_facts = find_facts
+        self._log_dir = log_dir
+        self._limit_s = limit_s
+        self._rejoins = rejoins
+        self._channel: Channel | None = None
+        self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._ending: Ending | None = None
+        self._report = ""
+        self._activity: dict[str, Any] = {}
+        self._rejoin_end_s = 0.0
+
+    def serve(self, start: Callable[[bool], int]) -> int:
+        """Start the ranks of this node whenever node 0 says so, and return the exit code of the run.
+
+        Args:
+            start: starts them, resuming if told so, and returns how they ended.
+
+        Raises:
+            UserError: the nodes differ, or the secrets.
+            RunFailure: node 0 cannot be reached, or is lost.
+        """
+        code = 0
+        self._join()
+        while True:
+            message = self._wait_for_order()
+            if message["kind"] == "over":
+                self._channel.close()
+                if message["code"] and self._ending is None and not self._report:
+                    say(f"node 0 ({self._place.master}) has ended the run, with exit code {message['code']}")
+                return code or int(message["code"])
+            if message["kind"] == LOST:
+                if not self._rejoins:
+                    raise RunFailure(self._lost_line(message))
+                say(f"{self._lost_line(message)}; joining it again")
+                self._rejoin_end_s = time.monotonic() + _TAKEN_LIMIT_S
+                self._join()
+                continue
+            if launch_files(self._log_dir):
+                keep_logs(self._log_dir)
+            self.scheduler_port, self.host = int(message["port"]), str(message["host"])
+            self._ending, self._report = None, ""
+            code = start(bool(message["resume"]))
+            self._activity = {}
+            self._channel.send("ended", code=code, report=self._report)
+
+    def tell_problem(self, problem: str) -> None:
+        """Tell node 0 why this node cannot take part."""
+        self._join(problem)
+        while self._wait_for_order()["kind"] != LOST:
+            pass
+
+    def ending(self) -> Ending | None:
+        """See :meth:`Peers.ending`."""
+        while self._ending is None:
+            try:
+                message = self._news.get_nowait()
+            except queue.Empty:
+                break
+            if message["kind"] == "stop":
+                self._ending = Ending(int(message["code"]) or RunFailure.exit_code, str(message["line"]))
+            elif message["kind"] in (LOST, "over"):
+                self._news.put(message)  # serve wants it too
+                self._ending = Ending(RunFailure.exit_code, self._lost_line(message))
+        return self._ending
+
+    def pass_on(self, number: int) -> None:
+        """See :meth:`Peers.pass_on`."""
+        self._channel.send("signal", number=number)
+
+    def report(self, text: str) -> None:
+        """See :meth:`Peers.report`."""
+        self._report = text
+
+    def note_activity(self, activity: Activity, num_processes: int) -> None:
+        """See :meth:`Peers.note_activity`."""
+        self._activity = {**vars(activity), "num_processes": num_processes}
+
+    def _lost_line(self, message: Mapping[str, Any]) -> str:
+        return f"node 0 ({self._place.master}) {message.get('how', 'has ended the run')}"
+
+    def _wait_for_order(self) -> dict[str, Any]:
+        """Return the next message that says what to do; the others are said or forgotten.
+
+        Raises:
+            UserError: node 0 refuses this node, or all.
+            RunFailure: it has given up.
+        """
+        while True:
+            message = self._news.get()
+            if message["kind"] in ("go", "over", LOST):
+                return message
+            if message["kind"] == "waiting":
+                say(str(message["line"]))
+            elif message["kind"] == "failed":
+                raise RunFailure(str(message["line"]))
+            elif message["kind"] == "taken":
+                self._channel.close()
+                if time.monotonic() > self._rejoin_end_s:
+                    raise UserError(f"{message['line']}: give each node its own --node-rank")
+                time.sleep(_RETRY_INTERVAL_S)
+                self._join()
+            elif message["kind"] == "refused":
+                self._channel.close()
+                raise UserError("\n  ".join(["the nodes cannot train together:", *map(str, message["lines"])]))
+
+    def _join(self, problem: str = "") -> None:
+        start_s, next_news_s = time.monotonic(), _FIRST_NEWS_S
+        while True:
+            reason = self._try_to_join(problem)
+            if reason is None:
+                return
+            waited_s = time.monotonic() - start_s
+            where = f"{self._place.master}:{self._place.port}"
+            if 0 < self._limit_s < waited_s:
+                raise RunFailure(
+                    f"node 0 has not answered at {where} within {waited_s:.0f} s (run.start_timeout_s is "
+                    f"{self._limit_s:g}): {reason}"
+                )
+            if waited_s > next_news_s:
+                next_news_s += _NEWS_INTERVAL_S
+                say(f"waiting: node 0 has not answered at {where} for {waited_s:.0f} s: {reason}")
+            time.sleep(_RETRY_INTERVAL_S)
+
+    def _try_to_join(self, problem: str) -> str | None:
+        """Join; return why that cannot be done yet, None when it is done."""
+        try:
+            _, address = self._place.address()
+            connection = socket.create_connection((address, self._place.port), timeout=_CONNECT_TIMEOUT_S)
+            connection.settimeout(None)
+            signed = introduce(connection, self._secret)
+            welcome, _ = signed.receive(_CONNECT_TIMEOUT_S)
+        except Stranger as error:
+            raise UserError(
+                f"node 0 at {self._place.master}:{self._place.port} and this node do not know each other ({error}): "
+                "set MINDRLHF_SECRET to the same on all nodes, or on none of them"
+            ) from None
+        except (OSError, ProtocolError) as error:
+            return str(error) or type(error).__name__
+        self._greet(signed, welcome, problem)
+        return None
+
+    def _greet(self, signed: SignedConnection, welcome: Mapping[str, Any], problem: str) -> None:
+        facts = [] if problem else self._find_facts(welcome["probes"])
+        self._news, self._ending = queue.SimpleQueue(), None
+        try:
+            signed.send(
+                {"node": self.node, "host": socket.gethostname(), "facts": as_message(facts), "problem": problem}
+            )
+        except ConnectionClosed as error:
+            raise RunFailure(f"node 0 ({self._place.master}) has closed the connection ({error})") from None
+        self._channel = Channel(signed, self._news.put, lambda: self._activity)

@@ -1,0 +1,159 @@
+"""Which of several nodes this is, and where node 0 can be reached: from options, or from what starts jobs on clusters.
+
+Slurm, Kubernetes (indexed jobs, LeaderWorkerSet, Kubeflow's PyTorchJob, Ascend's operator) and torchrun each have
+variables of their own; the first that number the nodes count.
+"""
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindrlhf.errors import UserError
+
+DEFAULT_PORT = 8118
+# What a job of Slurm gets from its number, so that two jobs on a node do not meet.
+_SLURM_PORTS = range(20_000, 30_000)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher stands among those of a run; ``node`` counts from 0, ``master`` is node 0's name or address."""
+
+    node: int
+    num_nodes: int
+    master: str
+    port: int
+
+    def address(self) -> tuple[int, str]:
+        """Return the socket family and address of node 0.
+
+        Raises:
+            OSError: its name is not known, or not yet.
+        """
+        family, _, _, _, address = socket.getaddrinfo(self.master, self.port, type=socket.SOCK_STREAM)[0]
+        return family, address[0]
+
+
+def find_place(
+    nodes: str | None, node_rank: int | None, master: str | None, environment: Mapping[str, str]
+) -> Place | None:
+    """Return where this launcher stands; None where there is one node only.
+
+    Args:
+        nodes: ``--nodes``: a number, or "auto" for what the environment says; None for one node.
+        node_rank: ``--node-rank``; None for what the environment says.
+        master: ``--master``: ADDRESS or ADDRESS:PORT of node 0; None for what the environment says.
+
+    Raises:
+        UserError: something is missing, or senseless.
+    """
+    if nodes is None:
+        for option, value in (("--node-rank", node_rank), ("--master", master)):
+            if value is not None:
+                raise UserError(f"{option} is {value}, but --nodes is missing: give --nodes N, or --nodes auto")
+        return None
+    found = _from_environment(environment)
+    if nodes == "auto" and "num_nodes" not in found:
+        raise UserError(
+            "--nodes is auto, but no variable of Slurm, Kubernetes or torchrun says how many there are: give --nodes N "
+            "--node-rank K --master ADDRESS:PORT"
+        )
+    num_nodes = int(found["num_nodes"]) if nodes == "auto" else _number(nodes)
+    if num_nodes == 1:
+        return None
+    rank = node_rank if node_rank is not None else found.get("node")
+    if rank is None:
+        raise UserError(f"--nodes is {nodes}, but --node-rank is missing: give each node its own, from 0 on")
+    rank = int(rank)
+    if not 0 <= rank < num_nodes:
+        raise UserError(f"--node-rank is {rank}, but the {num_nodes} nodes are numbered from 0 to {num_nodes - 1}")
+    address, port = _split(master or str(found.get("master", "")))
+    if not address:
+        raise UserError(f"--nodes is {nodes}, but --master is missing: give the address of node 0, ADDRESS:PORT")
+    return Place(rank, num_nodes, address, port or int(found.get("port", DEFAULT_PORT)))
+
+
+def _number(nodes: str) -> int:
+    if not nodes.isdigit() or int(nodes) < 1:
+        raise UserError(f"--nodes is {nodes}: give a number from 1 on, or auto")
+    return int(nodes)
+
+
+def _split(master: str) -> tuple[str, int]:
+    """Return address and port; 0 where there is none. An IPv6 address with a port stands in brackets."""
+    bracketed = re.fullmatch(r"\[(.+)\](?::(\d+))?", master)
+    address, port = bracketed.groups() if bracketed else (master, None)
+    if not bracketed and master.count(":") == 1:
+        address, _, port = master.partition(":")
+    if port is None:
+        return address, 0
+    if not port.isdigit() or not 0 < int(port) < 65_536:
+        raise UserError(f"--master is {master}: its port is no number from 1 to 65535")
+    return address, int(port)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str | int]:
+    """Return what the environment says: "num_nodes", "node", "master", "port", as far as it does."""
+    for find in (_torchrun, _ascend_operator, _leader_worker_set, _slurm, _indexed_job):
+        if (found := find(environment)).get("node") is not None:
+            return {name: value for name, value in found.items() if value is not None}
+    return {}
+
+
+def _torchrun(environment: Mapping[str, str]) -> dict[str, str | int | None]:
+    # With PET_ in front in Kubeflow's PyTorchJob.
+    for prefix in ("PET_", ""):
+        if environment.get(f"{prefix}NODE_RANK") and environment.get(f"{prefix}NNODES", "").isdigit():
+            return {
+                "num_nodes": environment[f"{prefix}NNODES"],
+                "node": environment[f"{prefix}NODE_RANK"],
+                "master": environment.get(f"{prefix}MASTER_ADDR") or environment.get("MASTER_ADDR"),
+                "port": environment.get(f"{prefix}MASTER_PORT") or environment.get("MASTER_PORT"),
+            }
+    return {}
+
+
+def _ascend_operator(environment: Mapping[str, str]) -> dict[str, str | int | None]:
+    total, own = environment.get("MS_WORKER_NUM", ""), environment.get("MS_LOCAL_WORKER", "")
+    if not (total.isdigit() and own.isdigit() and int(own)):
+        return {}
+    return {
+        "num_nodes": int(total) // int(own),
+        "node": environment.get("MS_NODE_RANK"),
+        "master": environment.get("MS_SCHED_HOST"),
+        "port": environment.get("MS_SCHED_PORT"),
+    }
+
+
+def _leader_worker_set(environment: Mapping[str, str]) -> dict[str, str | int | None]:
+    return {
+        "num_nodes": environment.get("LWS_GROUP_SIZE"),
+        "node": environment.get("LWS_WORKER_INDEX"),
+        "master": environment.get("LWS_LEADER_ADDRESS"),
+    }
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, str | int | None]:
+    if "SLURM_NODEID" not in environment:
+        return {}
+    if int(environment.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0]) > 1:
+        raise UserError("Slurm starts several tasks on a node: start one, srun --ntasks-per-node=1 ...")
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    job = environment.get("SLURM_JOB_ID", "0")
+    return {
+        "num_nodes": environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES"),
+        "node": environment["SLURM_NODEID"],
+        "master": first_host(hosts) or None,
+        "port": _SLURM_PORTS[int(job) % len(_SLURM_PORTS)] if job.isdigit() else None,
+    }
+
+
+def _indexed_job(environment: Mapping[str, str]) -> dict[str, str | int | None]:
+    return {"node": environment.get("JOB_COMPLETION_INDEX")}
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list as Slurm writes it: "gpu[07-09,12],login1" gives "gpu07"."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", hosts)
+    return "".join(part or "" for part in match.groups())

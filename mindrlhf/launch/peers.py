@@ -1,0 +1,57 @@
+"""What the launcher of one node needs of those of the others; here of none: a run on one machine."""
+
+from dataclasses import dataclass
+
+from mindrlhf.system.idle import Activity
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the ranks of this node have to end, and the exit code."""
+
+    code: int
+    line: str
+
+
+class Peers:
+    """The launchers of the other nodes; this base class stands for a run that has no other nodes.
+
+    Attributes:
+        node: number of this node.
+        num_nodes: number of all.
+        host: address at which the ranks of all nodes find MindSpore's scheduler, which runs on node 0.
+        scheduler_port: its port; None to choose one.
+    """
+
+    node = 0
+    num_nodes = 1
+    host = "127.0.0.1"
+    scheduler_port: int | None = None
+
+    def ranks(self, num_workers: int) -> range:
+        """Return the ranks of this node, of which each has ``num_workers``."""
+        return range(self.node * num_workers, (self.node + 1) * num_workers)
+
+    def ending(self) -> Ending | None:
+        """Return why the ranks of this node have to end, None while they need not; call it every second or so."""
+        return None
+
+    def asked_signals(self) -> list[int]:
+        """Return, on node 0, the signals that other nodes have received for the run since the last call."""
+        return []
+
+    def pass_on(self, number: int) -> None:
+        """Give node 0 a signal that is meant for rank 0."""
+
+    def report(self, text: str) -> None:
+        """Keep what happened here, for the other nodes."""
+
+    def note_activity(self, activity: Activity, num_processes: int) -> None:
+        """Say what the processes of this node do, for node 0."""
+
+    def activity(self) -> tuple[Activity, int]:
+        """Return, on node 0, what the processes of the other nodes do, and how many there are."""
+        return Activity(0.0), 0
+
+
+ALONE = Peers()

@@ -1,0 +1,56 @@
+"""What a run is doing, said on the terminal and in logs: each stage as it begins, and a sign of life in long ones."""
+
+import time
+from typing import TextIO
+
+# A reader of a log waits no longer for a line. Later on in the same stage they come less often.
+SILENCE_LIMIT_S = 8.0
+_LATER_LIMIT_S = 60.0
+_NUM_EARLY_SIGNS = 4
+_STEP = "step "  # the steps have lines of their own
+
+
+class StageLines:
+    """Writes a line when rank 0 begins another stage, and when nothing has been written for a while."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._start_s = self._since_s = self._last_line_s = time.monotonic()
+        self._activity = ""
+        self._num_signs = 0
+
+    def update(self, activity: str, *, has_news: bool) -> None:
+        """Write what there is to say.
+
+        Args:
+            activity: what rank 0 said last that it does, "" before it has said anything.
+            has_news: whether somebody else has written a line since the last call.
+        """
+        now_s = time.monotonic()
+        if has_news:
+            self._last_line_s, self._num_signs = now_s, 0
+        activity = activity or "starting Python"
+        if activity != self._activity:
+            is_announced = not activity.startswith(_STEP)
+            self._activity, self._since_s, self._num_signs = activity, now_s, 0
+            if is_announced:
+                self._write(activity, now_s)
+            return
+        limit_s = SILENCE_LIMIT_S if self._num_signs < _NUM_EARLY_SIGNS else _LATER_LIMIT_S
+        if now_s - self._last_line_s >= limit_s:
+            self._num_signs += 1
+            self._write(f"{activity} (for {duration(now_s - self._since_s)})", now_s)
+
+    def _write(self, text: str, now_s: float) -> None:
+        self._last_line_s = now_s
+        self._out.write(f"mindrlhf: {duration(now_s - self._start_s):>6}  {text}\n")
+        self._out.flush()
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: "8 s", "2 min 5 s", "3 h 10 min"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,57 @@
+"""Leaving packages out of an import: those that a library imports at its top for what we never call."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def left_out(packages: Collection[str]) -> Iterator[None]:
+    """Have imports of ``packages`` that the body makes give placeholders, unless a package is loaded already.
+
+    What is taken from a placeholder raises ImportError when it is called. After the body the packages can be imported
+    as ever; only modules that were loaded in it keep placeholders.
+    """
+    finder = _PlaceholderFinder(frozenset(packages) - sys.modules.keys())
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Placeholder)]:
+            del sys.modules[name]
+
+
+class _Placeholder(types.ModuleType):
+    """A module that has everything."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        whole_name = f"{self.__name__}.{name}"
+
+        def refuse(*arguments, **options):
+            raise ImportError(f"{whole_name} was left out of the import that asked for it")
+
+        return type(name, (), {"__new__": refuse})
+
+
+class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: frozenset[str]):
+        self._packages = packages
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname.partition(".")[0] not in self._packages:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return _Placeholder(spec.name)
+
+    def exec_module(self, module):
+        """There is nothing to run."""

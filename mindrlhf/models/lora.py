@@ -1,0 +1,96 @@
+"""A model with low-rank adapters: attached, initialised, turned off and on."""
+
+import contextlib
+from collections.abc import Iterator
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+
+from mindrlhf.models import lora_cells
+from mindrlhf.models.trainable import train_only
+from mindrlhf.specs.fuse import fuse
+from mindrlhf.specs.lora import Adapter, LoraOptions, adapters
+from mindrlhf.specs.scoring import SCORE_NAME
+
+SCALE_NAME = "lora_scale"
+
+
+class Lora:
+    """The adapters of a model on the CPU.
+
+    Args:
+        network: :class:`mindrlhf.models.causal_lm.CausalLM`, its adapters attached to their cells and alone trained,
+            but for the projection of a scoring model.
+        options: what the adapters are like.
+        base_path: see below.
+
+    Attributes:
+        options: see above.
+        base_path: Hugging Face directory of the weights that stay as they are.
+        adapters: in the order of the forward pass.
+    """
+
+    def __init__(self, network: nn.Cell, options: LoraOptions, base_path: str):
+        self.options = options
+        self.base_path = base_path
+        self.adapters: list[Adapter] = adapters(network.spec, network.dims, options)
+        self._scale = ms.Parameter(ms.Tensor([options.scale], ms.float32), name=SCALE_NAME, requires_grad=False)
+        trained = {SCORE_NAME}
+        for adapter in self.adapters:
+            cell, kind = _place(network, adapter)
+            low_rank = _CELL_OF[adapter.base.transform](adapter, network.dims, self._scale)
+            setattr(cell, kind, low_rank)
+            # Becoming a part of a cell has given them names of its own.
+            low_rank.down.name, low_rank.up.name = adapter.down.mf_name, adapter.up.mf_name
+            trained |= {adapter.down.mf_name, adapter.up.mf_name}
+        self._scale.name = SCALE_NAME
+        train_only(network, trained.__contains__)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute without the adapters while the body runs: they add 0."""
+        self._scale.set_data(ms.Tensor([0.0], ms.float32))
+        try:
+            yield
+        finally:
+            self._scale.set_data(ms.Tensor([self.options.scale], ms.float32))
+
+
+def attach_lora(network: nn.Cell, options: LoraOptions, seed: int, base_path: str) -> None:
+    """Give a model new adapters: they add 0 at first, and what they start from depends on ``seed`` and names only.
+
+    B is 0; A is uniform in +-1/sqrt(in), Kaiming's for a = sqrt(5), as PEFT has it.
+
+    Raises:
+        UserError: see :func:`mindrlhf.specs.lora.adapters`.
+    """
+    network.lora = Lora(network, options, base_path)
+    parameters = {parameter.name: parameter for parameter in network.get_parameters()}
+    for adapter in network.lora.adapters:
+        rule = adapter.down
+        parts = [_initial(name, shape, seed) for name, shape in zip(rule.hf_names, rule.shape(network.dims))]
+        parameters[rule.mf_name].set_data(ms.Tensor(np.array(fuse(rule, network.dims, parts))))
+
+
+def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    bound = 1 / np.sqrt(shape[1])
+    return np.random.default_rng([seed, *name.encode()]).uniform(-bound, bound, shape).astype(np.float32)
+
+
+_CELL_OF = {
+    "copy": lora_cells.LowRankAdapter,
+    "qkv": lora_cells.LowRankAdapter,
+    "gate_up": lora_cells.GateUpAdapter,
+    "expert_gate_up": lora_cells.ExpertGateUpAdapter,
+    "expert_down": lora_cells.ExpertDownAdapter,
+}
+
+
+def _place(network: nn.Cell, adapter: Adapter) -> tuple[nn.Cell, str]:
+    """Return the cell that multiplies by a parameter, and the name under which it knows its adapter."""
+    path, _, weight = adapter.base.mf_name.rpartition(".")
+    cell = network.model
+    for name in path.split("."):
+        cell = cell[int(name)] if name.isdecimal() else getattr(cell, name)
+    return cell, {"weight": "adapter", "weight1": "gate_up_adapter", "weight2": "down_adapter"}[weight]

@@ -1,0 +1,123 @@
+"""Low-rank adapters as graph cells: what they add to a product with a matrix that stays as it is."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, nn, ops
+
+from mindrlhf.specs import ModelDims
+from mindrlhf.specs.fuse import fuse
+from mindrlhf.specs.lora import Adapter
+
+
+class LowRankAdapter(nn.Cell):
+    """s (x A^T) B^T on rows `[N, in]`: `[N, out]`, in the order of the rows of a fused parameter.
+
+    Args:
+        adapter: the rules of A and B.
+        dims: of the model.
+        scale: s, `[1]`; 0 turns the adapter off.
+    """
+
+    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
+        super().__init__(auto_prefix=False)
+        self.down = _parameter(adapter.down, dims)
+        self.up = _parameter(adapter.up, dims)
+        self.scale = scale
+        self.num_parts = len(adapter.base.hf_names)
+        if self.num_parts > 1:
+            self.own_part = ms.Tensor(_own_part(adapter, dims))
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+
+    def construct(self, rows):
+        """rows `[N, in]` -> `[N, out]`."""
+        up = self.up * self.scale
+        if self.num_parts > 1:
+            # A row of B takes its own part of x A^T, which has those of all matrices side by side.
+            up = ops.tile(up, (1, self.num_parts)) * self.own_part
+        return self.matmul_transpose_b(self.matmul_transpose_b(rows, self.down), up)
+
+
+class GateUpAdapter(nn.Cell):
+    """The adapters of the two first matrices of a gated MLP: rows `[N, H]` -> `[N, I]` each.
+
+    Their rows alternate in the fused B, which is far smaller than what it is multiplied with, so it is what is
+    re-ordered.
+    """
+
+    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
+        super().__init__(auto_prefix=False)
+        self.down = _parameter(adapter.down, dims)
+        self.up = _parameter(adapter.up, dims)
+        self.scale = scale
+        self.size, self.rank = adapter.up.shape(dims)[0]
+        self.split_latent = ops.Split(1, 2)
+        self.split_up = ops.Split(0, 2)
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+
+    def construct(self, rows):
+        """rows `[N, H]` -> what to add to the gate and to the up projection, `[N, I]` each."""
+        latent = self.matmul_transpose_b(rows, self.down)
+        pairs = ops.transpose(ops.reshape(self.up * self.scale, (self.size, 2, self.rank)), (1, 0, 2))
+        gate_up, up_up = self.split_up(ops.reshape(pairs, (2 * self.size, self.rank)))
+        gate, up = self.split_latent(latent)
+        return self.matmul_transpose_b(gate, gate_up), self.matmul_transpose_b(up, up_up)
+
+
+class ExpertGateUpAdapter(nn.Cell):
+    """The adapters of the first matrices of experts, each of which sees every row: `[N, H]` -> `[N * E, 2 * I]`."""
+
+    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
+        super().__init__(auto_prefix=False)
+        self.down = _parameter(adapter.down, dims)
+        self.up = _parameter(adapter.up, dims)
+        self.scale = scale
+        self.num_matrices = len(adapter.base.hf_names)
+        self.rank = adapter.down.shape(dims)[0][0]
+        self.size = adapter.up.shape(dims)[0][0]
+        self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+        self.expert_matmul = ops.BatchMatMul(transpose_b=True)
+
+    def construct(self, rows):
+        """rows `[N, H]` -> `[N * E, 2 * I]`, experts of a row side by side."""
+        latent = ops.reshape(self.matmul_transpose_b(rows, self.down), (-1, self.num_matrices, self.rank))
+        up = ops.reshape(self.up * self.scale, (self.num_matrices, self.size, self.rank))
+        added = self.expert_matmul(ops.transpose(latent, (1, 0, 2)), up)
+        return ops.reshape(ops.transpose(added, (1, 0, 2)), (-1, 2 * self.size))
+
+
+class ExpertDownAdapter(nn.Cell):
+    """The adapters of the last matrices of experts, summed over these: `[N, E * I]` -> `[N, H]`."""
+
+    def __init__(self, adapter: Adapter, dims: ModelDims, scale: Parameter):
+        super().__init__(auto_prefix=False)
+        self.down = _parameter(adapter.down, dims)
+        self.up = _parameter(adapter.up, dims)
+        self.scale = scale
+        self.num_experts = len(adapter.base.hf_names)
+        self.rank, self.size = adapter.down.shape(dims)[0]
+        self.hidden_size = adapter.up.shape(dims)[0][0]
+        self.matmul = ops.MatMul()
+        self.expert_matmul = ops.BatchMatMul(transpose_b=True)
+
+    def construct(self, products):
+        """products `[N, E * I]`, already weighted by the router -> `[N, H]`."""
+        by_expert = ops.transpose(ops.reshape(products, (-1, self.num_experts, self.size)), (1, 0, 2))
+        down = ops.reshape(self.down, (self.num_experts, self.rank, self.size))
+        latent = ops.transpose(self.expert_matmul(by_expert, down), (1, 0, 2))
+        up = ops.reshape(self.up * self.scale, (self.num_experts, self.hidden_size, self.rank))
+        up = ops.transpose(up, (0, 2, 1))
+        side_by_side = ops.reshape(up, (self.num_experts * self.rank, self.hidden_size))
+        return self.matmul(ops.reshape(latent, (-1, self.num_experts * self.rank)), side_by_side)
+
+
+def _parameter(rule, dims: ModelDims) -> Parameter:
+    # Filled in when the weights are loaded.
+    return Parameter(ms.Tensor(np.zeros(rule.mf_shape(dims), np.float32)), name=rule.mf_name)
+
+
+def _own_part(adapter: Adapter, dims: ModelDims) -> np.ndarray:
+    """1 where a row of the fused B and a row of the stacked A belong to the same matrix, `[out, parts * rank]`."""
+    shapes = adapter.up.shape(dims)
+    part = fuse(adapter.up, dims, [np.full((rows, 1), index) for index, (rows, _) in enumerate(shapes)])
+    owner = np.repeat(np.arange(len(shapes)), shapes[0][1])
+    return (part == owner).astype(np.float32)

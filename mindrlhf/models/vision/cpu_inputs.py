@@ -1,0 +1,84 @@
+"""What goes into the CPU decoder of a model that sees: tokens or rows of images, and positions on three axes."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+
+from mindrlhf.models.cpu_decoder import DecoderInputs
+from mindrlhf.models.rotary import rotary_frequencies
+from mindrlhf.specs import ModelDims
+
+
+class ImageDecoderInputs(DecoderInputs):
+    """In place of :class:`mindrlhf.models.cpu_decoder.DecoderInputs`; the cells around it do not know the difference.
+
+    The vision tower runs outside the graph. Its output is a parameter that is set before a run, as a learning rate is:
+    other images, the same graph.
+
+    Args:
+        model: MindFormers' GPTModel.
+        config: its config.
+        max_length: longest row.
+        dims: sizes of a model with vision.
+        num_image_rows: merged patches of one micro-batch, at most.
+    """
+
+    def __init__(self, model, config, max_length: int, dims: ModelDims, num_image_rows: int = 1):
+        super().__init__(model, config, max_length, dims)
+        self.vocab_size = dims.vocab_size
+        self.frequencies = Tensor(rotary_frequencies(dims))
+        # Which of the three positions turns which pair of channels.
+        self.axis_of_pair = Tensor(np.eye(3, dtype=np.float32)[np.repeat(np.arange(3), dims.vision.mrope_sections)].T)
+        rows = np.zeros((num_image_rows, dims.hidden_size), np.float32)
+        self.image_rows = Parameter(Tensor(rows), name="image_rows", requires_grad=False)
+
+    def construct(self, input_ids, segment_ids):
+        """See :meth:`with_images`; the rows of images are those that were set."""
+        return self.with_images(input_ids, segment_ids, self.image_rows)
+
+    def with_images(self, input_ids, segment_ids, image_rows):
+        """Return hidden states `[B*S, H]`, mask and rotary tables.
+
+        Args:
+            input_ids: `[B, S, 4]` int32: a token, or the vocabulary's size plus the number of a row of ``image_rows``;
+                then time, row and column of its position.
+            segment_ids: `[B, S]` int32, 0 is padding.
+            image_rows: `[N, H]`, output of the vision tower.
+        """
+        batch, length = segment_ids.shape
+        tokens = input_ids[:, :, 0]
+        is_image = ops.cast(tokens >= self.vocab_size, ms.int32)
+        hidden_states = self.embed(tokens * (1 - is_image))
+        rows = ops.gather(image_rows, ops.reshape((tokens - self.vocab_size) * is_image, (-1,)), 0)
+        is_image = ops.cast(ops.reshape(is_image, (-1, 1)), hidden_states.dtype)
+        hidden_states = hidden_states * (1.0 - is_image) + rows * is_image
+        positions = ops.cast(ops.reshape(input_ids[:, :, 1:], (-1, 3)), ms.float32)
+        angles = ops.matmul(positions, self.axis_of_pair) * self.frequencies
+        angles = ops.reshape(ops.concat((angles, angles), 1), (batch, 1, 1, length, -1))
+        cos, sin = ops.cos(angles), ops.sin(angles)
+        tables = (cos, sin, cos * self.scale, sin * self.scale, self.turn, self.scale)
+        return hidden_states, self.mask(segment_ids), tables
+
+
+class SeeingDecoderInputs(ImageDecoderInputs):
+    """The same for a tower that is trained: it runs in the graph, on patches in the place of rows.
+
+    Args:
+        tower: see :class:`mindrlhf.models.vision.cpu_tower.VisionTower`.
+        model, config, max_length, dims: see :class:`ImageDecoderInputs`.
+    """
+
+    def __init__(self, tower, model, config, max_length: int, dims: ModelDims):
+        super().__init__(model, config, max_length, dims)
+        self.tower = tower
+
+    def construct(self, input_ids, segment_ids):
+        """See :meth:`ImageDecoderInputs.with_images`.
+
+        Args:
+            input_ids: `[B, S, 4]`; the tower's three arguments; and int32 `[N]`, which of its rows is image row n.
+            segment_ids: `[B, S]`.
+        """
+        ids, patches, places, is_patch, order = input_ids
+        image_rows = ops.gather(self.tower(patches, places, is_patch), order, 0)
+        return self.with_images(ids, segment_ids, image_rows)

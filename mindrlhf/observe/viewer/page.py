@@ -1,0 +1,96 @@
+"""A page to read the samples of a run, or of two side by side: one file that opens without a network."""
+
+import base64
+import gzip
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+import mindrlhf
+from mindrlhf.errors import UserError
+from mindrlhf.observe.records import read_jsonl, replace_file
+from mindrlhf.observe.report import content_hash
+
+MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
+# Of each token of a completion, where the run wrote them down.
+TOKEN_VALUES = ("advantages", "rollout_logprobs", "train_logprobs")
+
+
+def write_page(run_dirs: list[Path], out_file: Path) -> Path:
+    """Write the page of one run, or of two, and return its path.
+
+    The samples are in it, compressed; its content security policy forbids it to load anything, or to run any script
+    but its own, whatever the samples contain.
+
+    Raises:
+        UserError: a directory has no samples, or its file is broken.
+        RunFailure: the page cannot be written.
+    """
+    data = {"runs": [_read_run(path) for path in run_dirs]}
+    packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
+    script = _package_text("viewer.js")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _package_text("viewer.html")
+    )
+    text = template.render(
+        title=" and ".join(run["name"] for run in data["runs"]),
+        version=mindrlhf.__version__,
+        script_hash=content_hash(script),
+        style=Markup(_package_text("viewer.css")),
+        script=Markup(script),
+        data=packed,
+    )
+    replace_file(out_file, text)
+    return out_file
+
+
+def _read_run(run_dir: Path) -> dict[str, Any]:
+    """Return the samples of a run as the page takes them: texts of prompts once, a short row for each sample."""
+    path = Path(run_dir) / "samples.jsonl"
+    if not path.exists():
+        raise UserError(f"no samples in {run_dir}: give the directory of a run with 'observe.samples_per_step' above 0")
+    prompts: dict[str, int] = {}
+    verifiers: dict[str, int] = {}
+    rows = []
+    for record in read_jsonl(path):
+        try:
+            rows.append(_row(record, prompts, verifiers))
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} has a line that is no sample: {json.dumps(record)[:80]}") from None
+    if not rows:
+        raise UserError(f"{path} is empty: the run has not finished a step")
+    return {
+        "name": Path(run_dir).resolve().name,
+        "prompts": [_cut(text) for text in prompts],
+        "verifiers": list(verifiers),
+        "rows": rows,
+    }
+
+
+def _row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, int]) -> list[Any]:
+    completion = record["completion"]
+    rewards = {verifiers.setdefault(name, len(verifiers)): value for name, value in record["rewards"].items()}
+    tokens = record.get("tokens")
+    row = [
+        record["step"],
+        prompts.setdefault(record["prompt"], len(prompts)),
+        _cut(completion),
+        record["answer"],
+        record["reward"],
+        [rewards.get(index) for index in range(len(verifiers))],
+        record["finish_reason"],
+        len(tokens) if tokens else len(completion),
+    ]
+    return [*row, [tokens, *(record.get(name) for name in TOKEN_VALUES)]] if tokens else row
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
+
+
+def _package_text(name: str) -> str:
+    return resources.files("mindrlhf.observe.viewer").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,180 @@
+"""Connections between processes that share a secret: others are turned away, and what is sent is signed.
+
+Each side proves that it knows the secret by an HMAC (RFC 2104, SHA-256) over fresh random numbers of both, so the
+secret itself never travels and nothing that was overheard opens another connection. From then on every message carries
+an HMAC over its content, its direction and its number, under a key of this connection alone: what a third machine
+changes, sends twice or leaves out ends the connection. Nothing is encrypted.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+
+_NONCE_BYTES = 32
+_TIMEOUT_S = 5.0
+_SERVER, _CLIENT, _SESSION = b"server", b"client", b"session"
+# After 5 s without traffic the kernel asks, three times, 2 s apart: a peer without power or network is noticed in 11 s.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+
+
+class Stranger(ConnectionError):
+    """The peer does not know the secret, or says that this side does not."""
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send small messages at once, and have the kernel notice a peer that has vanished without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class SignedConnection:
+    """A connection on which both sides have proved that they know the secret.
+
+    One thread may receive while others send.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool):
+        self._connection = connection
+        self._key = key
+        self._names = (_SERVER, _CLIENT) if is_server else (_CLIENT, _SERVER)  # own, the peer's
+        self._num_sent = self._num_received = 0
+        self._sending = threading.Lock()
+
+    @property
+    def peer(self) -> str:
+        """The address of the other side."""
+        return self._connection.getpeername()[0]
+
+    def send(
+        self,
+        header: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Send a message; see :func:`mindrlhf.system.wire.send_message`."""
+        arrays = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
+        with self._sending:
+            signature = self._sign(self._names[0], self._num_sent, header, arrays)
+            self._num_sent += 1
+            try:
+                send_message(self._connection, {"signature": signature, "header": header}, arrays, timeout_s)
+            except TimeoutError:
+                raise
+            except (OSError, ValueError) as error:  # a ValueError where another thread has closed the connection
+                raise ConnectionClosed(str(error)) from None
+
+    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Return the next message; see :func:`mindrlhf.system.wire.receive_message`.
+
+        Raises:
+            ConnectionClosed: the peer has gone.
+            ProtocolError: what came was not sent by it, or not now.
+        """
+        try:
+            signed, arrays = receive_message(self._connection, timeout_s)
+        except TimeoutError:
+            if timeout_s is None:  # not ours: the kernel has given the peer up
+                raise ConnectionClosed("the peer does not answer") from None
+            raise
+        except ConnectionClosed:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
+        header = signed.get("header")
+        expected = self._sign(self._names[1], self._num_received, header, arrays)
+        self._num_received += 1
+        given = str(signed.get("signature")).encode(errors="replace")
+        if not isinstance(header, dict) or not hmac.compare_digest(given, expected.encode()):
+            raise ProtocolError("a message is not signed by the peer")
+        return header, arrays
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits in ``receive``."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _sign(self, sender: bytes, number: int, header: Any, arrays: Mapping[str, np.ndarray]) -> str:
+        state = hmac.new(self._key, digestmod=hashlib.sha256)
+        state.update(b"%s %d " % (sender, number))
+        state.update(json.dumps(header, sort_keys=True).encode())
+        for name, array in arrays.items():
+            state.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+            state.update(memoryview(array.reshape(-1).view(np.uint8)))
+        return state.hexdigest()
+
+
+def admit(connection: socket.socket, secret: bytes, timeout_s: float = _TIMEOUT_S) -> SignedConnection:
+    """Let the peer of an accepted connection prove that it knows ``secret``, and prove it to the peer.
+
+    Raises:
+        Stranger: it does not, or said nothing that makes sense within ``timeout_s``.
+    """
+    try:
+        keep_alive(connection)
+        own = secrets.token_bytes(_NONCE_BYTES)
+        send_message(connection, {"challenge": own.hex()}, timeout_s=timeout_s)
+        header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
+        theirs = bytes.fromhex(str(header.get("challenge")))
+        if len(theirs) != _NONCE_BYTES or not _is_proof(header.get("proof"), secret, _CLIENT, own + theirs):
+            send_message(connection, {"refused": True}, timeout_s=timeout_s)
+            raise Stranger("it does not know the secret")
+        send_message(connection, {"proof": _proof(secret, _SERVER, own + theirs)}, timeout_s=timeout_s)
+    except Stranger:
+        connection.close()
+        raise
+    except (OSError, ProtocolError, ValueError) as error:
+        connection.close()
+        raise Stranger(f"it does not speak as one of us ({error})") from None
+    return SignedConnection(connection, _session_key(secret, own + theirs), is_server=True)
+
+
+def introduce(connection: socket.socket, secret: bytes, timeout_s: float = _TIMEOUT_S) -> SignedConnection:
+    """Prove to the peer that accepted this connection that this side knows ``secret``, and have it do the same.
+
+    Raises:
+        Stranger: it refuses, or does not know the secret.
+        ConnectionClosed, ProtocolError, TimeoutError: it is nobody who speaks so.
+    """
+    try:
+        keep_alive(connection)
+        header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
+        theirs, own = bytes.fromhex(str(header.get("challenge"))), secrets.token_bytes(_NONCE_BYTES)
+        proof = _proof(secret, _CLIENT, theirs + own)
+        send_message(connection, {"challenge": own.hex(), "proof": proof}, timeout_s=timeout_s)
+        header, _ = receive_message(connection, timeout_s, max_payload_bytes=0)
+        if header.get("refused"):
+            raise Stranger("the secrets differ")
+        if not _is_proof(header.get("proof"), secret, _SERVER, theirs + own):
+            raise Stranger("the other side does not know the secret")
+    except ValueError as error:
+        connection.close()
+        raise ProtocolError(f"no challenge came ({error})") from None
+    except BaseException:
+        connection.close()
+        raise
+    return SignedConnection(connection, _session_key(secret, theirs + own), is_server=False)
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> str:
+    return hmac.new(secret, role + nonces, hashlib.sha256).hexdigest()
+
+
+def _is_proof(given: Any, secret: bytes, role: bytes, nonces: bytes) -> bool:
+    return hmac.compare_digest(str(given).encode(errors="replace"), _proof(secret, role, nonces).encode())
+
+
+def _session_key(secret: bytes, nonces: bytes) -> bytes:
+    return hmac.new(secret, _SESSION + nonces, hashlib.sha256).digest()

@@ -1,0 +1,36 @@
+"""What this machine's processor can do, and which of OpenBLAS's kernels that calls for."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+OPENBLAS_CORE_VARIABLE = "OPENBLAS_CORETYPE"
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_AVX2 = frozenset({"avx2", "fma"})
+
+
+def instruction_sets() -> frozenset[str]:
+    """Return the kernel's names of the instruction sets of an x86 processor; of another, nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def openblas_environment(flags: Collection[str] | None = None) -> dict[str, str]:
+    """Return the variable by which OpenBLAS takes the kernels for a processor's instruction sets.
+
+    OpenBLAS chooses by a table of processor models. One that is newer than the library, as the one in NumPy 1.26 is by
+    now often older, gets kernels of 2004 (Prescott), at a quarter of the speed. The instruction sets decide alike for
+    old and new models, of any maker; and unlike a measurement they decide alike on every rank and in a resumed run.
+
+    Args:
+        flags: names as in ``/proc/cpuinfo``; those of this machine when None.
+
+    Returns:
+        Nothing on other than x86 processors, and on those without AVX2, whose models all libraries know.
+    """
+    flags = frozenset(instruction_sets() if flags is None else flags)
+    if flags >= _AVX512 | _AVX2:
+        return {OPENBLAS_CORE_VARIABLE: "SKYLAKEX"}
+    return {OPENBLAS_CORE_VARIABLE: "HASWELL"} if flags >= _AVX2 else {}

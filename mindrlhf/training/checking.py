@@ -1,0 +1,89 @@
+"""The one judgement on a config: `mindrlhf config check` gives it, and `mindrlhf train` and its kin begin with it."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindrlhf.config.load import read_config
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import Mistakes, UserError
+from mindrlhf.launch.machine import check_launcher, check_ranks
+from mindrlhf.rollout.replicas import find_rollout_python
+from mindrlhf.rollout.vllm_options import check_python
+from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken
+from mindrlhf.training.preflight import (
+    check_grpo_inputs,
+    check_preference_inputs,
+    check_sandbox,
+    check_sft_inputs,
+)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What is known of a run before a device is touched.
+
+    ``mistakes`` are those of the config and the files it names. ``obstacles`` are none of the config: on another
+    machine, or with another output directory, it would run.
+    """
+
+    config: AnyConfig
+    mistakes: Mistakes
+    obstacles: Mistakes
+    remarks: tuple[str, ...]
+
+    def raise_if_any(self) -> None:
+        """Raise everything that keeps the run from starting here.
+
+        Raises:
+            UserError: there is something, a line for each.
+        """
+        everything = Mistakes()
+        for message in (*self.mistakes.messages, *self.obstacles.messages):
+            everything.add(message)
+        everything.raise_if_any()
+
+
+def check_run(
+    task: str,
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    num_ranks: int = 1,
+    num_nodes: int = 1,
+    resume: bool = False,
+    oversubscribe: bool = False,
+) -> CheckedRun:
+    """Apply every check that is possible before a device is touched.
+
+    Args:
+        task: "train", "sft", "dpo" or "reward-model".
+        path: YAML file.
+        overrides: ``section.key=value``.
+        num_ranks: trainer ranks, of all nodes.
+        num_nodes: machines that they are on, in equal parts.
+        resume: the run is to be continued.
+        oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
+
+    Raises:
+        UserError: the file cannot be read, or is the config of another task.
+    """
+    reading = read_config(task, path, overrides, world_size=num_ranks)
+    config, mistakes = reading.config, reading.mistakes
+    with contextlib.suppress(UserError):  # it raises what it has noted
+        if task == "train":
+            check_grpo_inputs(config, num_ranks, mistakes)
+        elif task == "sft":
+            check_sft_inputs(config, mistakes)
+        else:
+            check_preference_inputs(config, mistakes)
+    obstacles = Mistakes()
+    num_here = num_ranks // num_nodes
+    remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
+    obstacles.check(check_launcher, num_ranks)
+    if isinstance(config, GrpoConfig):
+        obstacles.check(check_python, find_rollout_python(config.rollout.python))
+        obstacles.check(check_sandbox, config)
+    obstacles.check(lambda: refuse_taken(config, resume=resume))
+    return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())

@@ -1,0 +1,136 @@
+"""What the nodes of a run compare before it starts: software, config, options, models, data, devices."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mindrlhf
+from mindrlhf.data.fingerprint import data_fingerprint
+from mindrlhf.launch.nodes.facts import MISSING, Fact
+from mindrlhf.rollout.replicas import find_rollout_python
+from mindrlhf.training.checkpoints.run import AnyConfig
+
+_PACKAGES = ("mindspore", "mindformers", "numpy", "safetensors", "tokenizers", "transformers")
+_ROLLOUT_PACKAGES = ("vllm", "vllm-ascend", "torch", "torch-npu")
+_ROLLOUT_PROBE = """
+import importlib.metadata as packages, sys
+for name in sys.argv[1:]:
+    try:
+        print(name, packages.version(name))
+    except packages.PackageNotFoundError:
+        pass
+"""
+_PROBE_TIMEOUT_S = 60
+_EDGE_BYTES = 1 << 16
+_DIGEST_CHARS = 16
+_MODEL_KEYS = ("model.path", "model.reference_path", "critic.path", "reward.model_path")
+_SAME_SOFTWARE = "install the same on all nodes, or use one installation that they share"
+_SAME_FILES = "copy the files of one node to the others, or use a directory that they share"
+
+
+def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> list[Fact]:
+    """Return what has to be the same on all nodes.
+
+    Args:
+        command: such as "train".
+        config: of the run, checked.
+        options: of the command line, by name.
+
+    Raises:
+        UserError: a file of the data is missing or damaged.
+    """
+    values = _flatten(dataclasses.asdict(config))
+    return [
+        *_software(values),
+        Fact("command", command, "start all nodes with the same command"),
+        *(Fact(name, value, f"give all nodes the same {name}") for name, value in options.items()),
+        *_devices(config.run.device),
+        *(
+            Fact(f"'{name}'", value, "start all nodes with the same config file and overrides")
+            for name, value in values.items()
+        ),
+        *_models(values),
+        *(
+            Fact(f"what data.{key} holds", value, _SAME_FILES)
+            for key, value in data_fingerprint(vars(config.data)).items()
+        ),
+    ]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _software(values: Mapping[str, Any]) -> Iterator[Fact]:
+    yield Fact("mindrlhf", mindrlhf.__version__, _SAME_SOFTWARE)
+    yield Fact("the code of mindrlhf", tree_digest(Path(mindrlhf.__file__).parent, "*.py"), _SAME_SOFTWARE)
+    yield Fact("Python", platform.python_version(), _SAME_SOFTWARE)
+    for name in _PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = MISSING
+        yield Fact(name, version, _SAME_SOFTWARE)
+    if "rollout.python" in values:
+        yield Fact("the rollout environment", _rollout_versions(values["rollout.python"]), _SAME_SOFTWARE)
+
+
+def _rollout_versions(configured: str) -> str:
+    argv = [find_rollout_python(configured), "-c", _ROLLOUT_PROBE, *_ROLLOUT_PACKAGES]
+    try:
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return MISSING
+    return " ".join(ended.stdout.split()) or MISSING
+
+
+def _devices(device: str) -> Iterator[Fact]:
+    if device != "ascend":
+        return
+    num_devices = len([name for name in os.listdir("/dev") if name.removeprefix("davinci").isdigit()])
+    yield Fact("the number of NPUs", num_devices, "use nodes of one kind")
+    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME") or ""
+    for name, path in (("CANN", Path(home) / "version.cfg"), ("the NPU driver", _driver_path())):
+        yield Fact(name, _file_digest(path) if path.is_file() else MISSING, "install the same release on all nodes")
+
+
+def _driver_path() -> Path:
+    return Path("/usr/local/Ascend/driver/version.info")
+
+
+def _models(values: Mapping[str, Any]) -> Iterator[Fact]:
+    for key in _MODEL_KEYS:
+        if path := values.get(key):
+            yield Fact(f"what {key} holds", tree_digest(Path(path), "*"), _SAME_FILES)
+
+
+def tree_digest(directory: Path, pattern: str) -> str:
+    """Return hexadecimal digits of the names, sizes, beginnings and ends of the files below a directory.
+
+    Of a file of up to 128 KiB everything counts; of a larger one, such as one of weights, not what lies between.
+    """
+    state = hashlib.sha256()
+    for path in sorted(path for path in directory.rglob(pattern) if path.is_file()):
+        state.update(f"{path.relative_to(directory)} {_file_digest(path)}\n".encode(errors="surrogateescape"))
+    return state.hexdigest()[:_DIGEST_CHARS]
+
+
+def _file_digest(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        state = hashlib.sha256(f"{size} ".encode() + file.read(_EDGE_BYTES))
+        file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+        state.update(file.read(_EDGE_BYTES))
+    return state.hexdigest()[:_DIGEST_CHARS]

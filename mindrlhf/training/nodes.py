@@ -1,0 +1,44 @@
+"""A run on several machines, as rank 0 sees it: which ranks share one, and a board and rollout servers on each."""
+
+import secrets
+import socket
+
+from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes
+from mindrlhf.training.records import Machine
+from mindrlhf.training.team import Team, rank_0_host
+
+Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
+
+
+def find_nodes(team: Team) -> Nodes:
+    """Ask the ranks where they are; msrun's numbers do not say which of them share a machine."""
+    nodes: dict[str, list[int]] = {}
+    found: list[Machine] = team.call("machine")
+    for rank, machine in enumerate(found):
+        nodes.setdefault(machine.name, []).append(rank)
+    return list(nodes.values())
+
+
+def attach_boards(team: Team, nodes: Nodes, path: str) -> None:
+    """Give every rank the board of its node.
+
+    Args:
+        path: of the board that rank 0 has made; the first ranks of other nodes make theirs now.
+    """
+    firsts = {ranks[0] for ranks in nodes[1:]}
+    opened = team.call("open_board", per_rank=[{"is_wanted": rank in firsts} for rank in range(team.world_size)])
+    arguments: list[dict] = [{} for _ in range(team.world_size)]
+    for node, ranks in enumerate(nodes):
+        own = {"path": opened[ranks[0]].path if node else path, "node": node, "ranks": ranks}
+        for rank in ranks:
+            arguments[rank] = own
+    team.call("attach_board", per_rank=arguments)
+
+
+def connect_generators(team: Team, nodes: Nodes, own: ReplicatedGenerator) -> NodesGenerator:
+    """Return the rollout servers of all nodes; ``own`` are those of rank 0's."""
+    token, host = secrets.token_hex(16), rank_0_host()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=len(nodes)) as listener:
+        team.call("answer_for_node", host=host, port=listener.getsockname()[1], token=token)
+        return NodesGenerator(own, accept_nodes(listener, token.encode(), len(nodes)))

@@ -1,0 +1,82 @@
+"""Adapters added to the matrices that they belong to: W + s B A, of a model in memory and of directories."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.lora import DOWN, UP, LoraOptions
+from mindrlhf.specs.scoring import SCORE_NAME
+from mindrlhf.weights.adapters.peft import PREFIX, AdapterDirectory, adapter_shapes, iter_adapter_tensors
+from mindrlhf.weights.convert import check_checkpoint, common_dtype, export_hf, hf_shapes, iter_hf_tensors
+from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.tensors import convert_dtype, dtype_name
+
+
+def iter_merged_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield what `iter_hf_tensors` does, of a `CausalLM` whose adapters are added to the matrices: W + s B A."""
+    factors = dict(iter_adapter_tensors(model))
+    scale = model.lora.options.scale
+    for name, array in iter_hf_tensors(model, share, num_shares):
+        module = PREFIX + name.removesuffix(".weight")
+        down = factors.get(f"{module}.{DOWN}.weight")
+        yield name, array if down is None else merge(array, down, factors[f"{module}.{UP}.weight"], scale)
+
+
+def merge(weight: np.ndarray, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
+    """Return W + s B A in the dtype of ``weight``, computed in float32."""
+    dtype = dtype_name(weight)
+    added = np.matmul(up, down)
+    added *= np.float32(scale)
+    added += convert_dtype(weight, dtype, "float32")
+    return convert_dtype(added, "float32", dtype)
+
+
+def merge_adapter(
+    base_dir: str | os.PathLike, adapter_dir: str | os.PathLike, out_dir: str | os.PathLike, dtype: str | None = None
+) -> None:
+    """Write a Hugging Face directory of a model with an adapter added to its matrices.
+
+    Args:
+        base_dir: of the model, which stays as it is.
+        adapter_dir: in PEFT's format.
+        out_dir: must not exist yet.
+        dtype: of the files; None keeps the base's.
+
+    Raises:
+        UserError: the directories do not fit each other, or ``out_dir`` is in use.
+    """
+    hf_config = read_hf_config(base_dir)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    base, adapter = open_tensors(base_dir), AdapterDirectory(adapter_dir)
+    check_checkpoint(base, spec, dims)
+    wanted = _shapes_found(adapter, spec, dims)
+    adapter.check_coverage(wanted)
+
+    def merged() -> Iterator[tuple[str, np.ndarray]]:
+        for name in hf_shapes(spec, dims):
+            module = PREFIX + name.removesuffix(".weight")
+            if f"{module}.{DOWN}.weight" in wanted:
+                factors = (adapter.read_float32(f"{module}.{factor}.weight") for factor in (DOWN, UP))
+                yield name, merge(base.read(name), *factors, adapter.options.scale)
+            elif PREFIX + name in wanted:
+                yield name, adapter.read_float32(PREFIX + name)
+            else:
+                yield name, base.read(name)
+
+    files_dtype = dtype or common_dtype(base, tuple(hf_shapes(spec, dims)))
+    export_hf(merged(), hf_config, out_dir, dtype=files_dtype, tokenizer_dir=base_dir)
+
+
+def _shapes_found(adapter: AdapterDirectory, spec: ModelSpec, dims: ModelDims) -> dict[str, tuple[int, ...]]:
+    """The tensors that an adapter must have, which are those of any of its model's matrices that it names."""
+    found = set(adapter.names())
+    known = adapter_shapes(spec, dims, LoraOptions(adapter.options.rank, adapter.options.alpha))
+    modules = {name.rpartition(f".{factor}.")[0] for name in found & known.keys() for factor in (DOWN, UP)} - {""}
+    shapes = {name: shape for name, shape in known.items() if name.rpartition(".lora_")[0] in modules}
+    if PREFIX + SCORE_NAME in known:
+        shapes[PREFIX + SCORE_NAME] = known[PREFIX + SCORE_NAME]
+    return shapes

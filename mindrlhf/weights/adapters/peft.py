@@ -1,0 +1,210 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, written and read.
+
+PEFT's "checkpoint format" page: tensors are named `base_model.model.MODULE.lora_A.weight` and `...lora_B.weight`, and
+modules trained in full, such as the projection of a scoring model, `base_model.model.MODULE.weight`. The
+shape of A is [rank, in], that of B [out, rank]; float32 here.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mindrlhf.errors import UserError
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs.fuse import fuse, split
+from mindrlhf.specs.lora import LoraOptions, adapters, module_names, role_of
+from mindrlhf.specs.scoring import SCORE_NAME
+from mindrlhf.system.files import whole_directory, write_file
+from mindrlhf.weights.convert import hf_shapes
+from mindrlhf.weights.file_writer import TensorFileWriter
+from mindrlhf.weights.hf import TensorDirectory, read_json_object
+from mindrlhf.weights.safetensors_file import SafetensorsFile, safetensors_layout
+from mindrlhf.weights.tensors import TensorInfo, convert_dtype
+
+CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Settings of PEFT that change what an adapter computes, and the only values that are computed here.
+_PLAIN = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+}
+
+
+def exported_adapter(model_dir: Path) -> Path:
+    """Return where the adapters of an exported model go, beside it."""
+    return model_dir.with_name(f"{model_dir.name}_adapter")
+
+
+def adapter_shapes(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of an adapter by PEFT's name, in the order of the forward pass."""
+    rules = [rule for adapter in adapters(spec, dims, options) for rule in (adapter.down, adapter.up)]
+    shapes = {PREFIX + name: shape for rule in rules for name, shape in zip(rule.hf_names, rule.shape(dims))}
+    if spec.is_scorer:
+        shapes[PREFIX + SCORE_NAME] = hf_shapes(spec, dims)[SCORE_NAME]
+    return shapes
+
+
+def iter_adapter_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of `adapter_shapes` of a `CausalLM` with adapters, float32."""
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    for adapter in model.lora.adapters:
+        for rule in (adapter.down, adapter.up):
+            for name, part in zip(rule.hf_names, split(rule, model.dims, parameters[rule.mf_name].asnumpy())):
+                yield PREFIX + name, part
+    if model.spec.is_scorer:
+        dtype = str(model.score_weight.dtype).lower()
+        yield PREFIX + SCORE_NAME, convert_dtype(model.score_weight.asnumpy(), dtype, "float32")
+
+
+def adapter_config(spec: ModelSpec, dims: ModelDims, options: LoraOptions, base_path: str) -> dict:
+    """Return what PEFT reads from `adapter_config.json`.
+
+    Modules are named by the end of their names, unless a module that has no adapter ends like one that has.
+    """
+    targeted = {name for one in adapters(spec, dims, options) for name in module_names(one.base.hf_names)}
+    matrices = {name for rule in spec.rules(dims) if role_of(rule, dims) for name in module_names(rule.hf_names)}
+    ends = {name.rpartition(".")[2] for name in targeted}
+    if any(name.rpartition(".")[2] in ends for name in matrices - targeted):
+        ends = targeted
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if spec.is_scorer else "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "use_rslora": options.rank_stabilised,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(ends),
+        "modules_to_save": [SCORE_NAME.removesuffix(".weight")] if spec.is_scorer else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def write_adapter(
+    tensors: Iterable[tuple[str, np.ndarray]], shapes: Mapping[str, tuple[int, ...]], config: dict, out_dir: Path
+) -> dict[str, str]:
+    """Write a directory that PEFT and vLLM load; it appears whole or not at all.
+
+    Args:
+        tensors: float32, exactly those of `shapes`; read once, as a stream.
+        shapes: see `adapter_shapes`.
+        config: see `adapter_config`.
+        out_dir: must not exist yet.
+
+    Returns:
+        Checksums, XXH3-64 in hex, by file name.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    infos = [TensorInfo(name, "float32", shape) for name, shape in shapes.items()]
+    try:
+        with whole_directory(out_dir) as directory:
+            write_file(directory / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
+            writer = TensorFileWriter(directory / TENSORS_NAME, safetensors_layout(infos, {"format": "pt"}))
+            try:
+                for name, array in tensors:
+                    writer.write(name, array)
+                checksum = writer.finish()
+            finally:
+                writer.discard()
+    except OSError as error:
+        raise UserError(f"{out_dir} cannot be written: {error.strerror}") from error
+    return {TENSORS_NAME: checksum} if checksum else {}
+
+
+class AdapterDirectory(TensorDirectory):
+    """A directory in PEFT's format; tensors are read lazily, under PEFT's names.
+
+    Attributes:
+        options: rank, alpha and scaling; what is targeted shows in the names of the tensors.
+
+    Raises:
+        UserError: it is no such directory, is damaged, or computes something else than W + s B A.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self.directory = Path(directory)
+        for name in (CONFIG_NAME, TENSORS_NAME):
+            if not (self.directory / name).is_file():
+                raise UserError(f"{self.directory} has no {name}: give the directory of an adapter in PEFT's format")
+        path = self.directory / CONFIG_NAME
+        config = read_json_object(path)
+        if config.get("peft_type") != "LORA":
+            raise UserError(f"{path} has peft_type={config.get('peft_type')!r}: only 'LORA' is read")
+        for key, plain in _PLAIN.items():
+            if key in config and config[key] not in plain:
+                raise UserError(f"{path} has {key}={config[key]!r}: only {plain[0]!r} is supported")
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
+            raise UserError(f"{path} has r={rank!r} and lora_alpha={alpha!r}: both must be numbers above 0")
+        self.options = LoraOptions(rank, float(alpha), (), bool(config.get("use_rslora")))
+        self._file = SafetensorsFile(self.directory / TENSORS_NAME)
+
+    def names(self) -> list[str]:
+        """Every tensor name."""
+        return list(self._file.names())
+
+    def info(self, name: str) -> TensorInfo:
+        """Name, dtype and shape of a tensor, without reading it."""
+        return self._file.info(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as it is stored; bfloat16 as uint16 bit patterns."""
+        return self._file.read(name)
+
+    def read_float32(self, name: str) -> np.ndarray:
+        """The tensor, float32."""
+        return convert_dtype(self.read(name), self.info(name).dtype, "float32")
+
+
+def check_adapter(directory: str | os.PathLike, hf_config: dict, options: LoraOptions) -> AdapterDirectory:
+    """Open an adapter that is to go on in a model with adapters of ``options``.
+
+    Raises:
+        UserError: it is of another rank, scale or model.
+    """
+    source = AdapterDirectory(directory)
+    for key in ("rank", "alpha", "rank_stabilised"):
+        found, wanted = getattr(source.options, key), getattr(options, key)
+        if found != wanted:
+            raise UserError(
+                f"the adapter in {source.directory} has {key}={found}, but 'lora.{key}' is {wanted}: set it to {found}"
+            )
+    spec = find_spec(hf_config)
+    source.check_coverage(adapter_shapes(spec, spec.dims(hf_config), options))
+    return source
+
+
+def load_adapter(model, directory: str | os.PathLike) -> None:
+    """Load an adapter into a `CausalLM` that has adapters.
+
+    Raises:
+        UserError: see `check_adapter`; nothing has been loaded then.
+    """
+    import mindspore as ms
+
+    source = check_adapter(directory, model.hf_config, model.lora.options)
+    parameters = {parameter.name: parameter for parameter in model.get_parameters()}
+    for adapter in model.lora.adapters:
+        for rule in (adapter.down, adapter.up):
+            parts = [source.read_float32(PREFIX + name) for name in rule.hf_names]
+            # The copy keeps the parameter from sharing a read-only file mapping.
+            parameters[rule.mf_name].set_data(ms.Tensor(np.array(fuse(rule, model.dims, parts), order="C")))
+    if model.spec.is_scorer:
+        score = ms.Tensor(np.array(source.read_float32(PREFIX + SCORE_NAME)))
+        model.score_weight.set_data(score.astype(model.score_weight.dtype))

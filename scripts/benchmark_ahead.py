@@ -1,0 +1,100 @@
+"""Seconds of a step with samples generated ahead, against the same config within the step, in turns.
+
+    .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
+        [--repeats 3] [--out figures.json]
+
+Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take
+turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what
+else the machine is doing falls on both sides. Where generation takes a share g of a synchronous step, the ratio is at
+best 1 / max(g, 1 - g).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmark import run
+
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.observe.records import read_jsonl
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Medians of one run's steps: seconds, of the step and of its generation, and shares of time without work."""
+
+    step_s: float
+    generation_s: float
+    idle_ranks: float
+    idle_servers: float
+
+
+def measure(config: str, overrides: list[str], ahead: int, num_warmup_steps: int, num_steps: int) -> Turn:
+    """Run `mindrlhf train` and read its own timings."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = {
+            "run.output_dir": directory,
+            "run.max_steps": num_warmup_steps + num_steps,
+            "rollout.ahead": ahead,
+            "checkpoint.every_steps": 0,
+            "observe.tensorboard": "false",
+        }
+        if load_grpo_config(config, overrides, world_size=None).data.eval_file:
+            settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false"}
+            settings["evaluation.max_prompts"] = 1
+        own = [f"{key}={value}" for key, value in settings.items()]
+        run([sys.executable, "-m", "mindrlhf.cli", "train", config, *overrides, *own])
+        steps = list(read_jsonl(Path(directory) / "metrics.jsonl"))[num_warmup_steps:]
+
+    def median(name: str) -> float:
+        return statistics.median(step[name] for step in steps)
+
+    step_s = median("timing/all")
+    if not ahead:
+        generation_s = median("timing/rollout")
+        return Turn(step_s, generation_s, generation_s / step_s, 1 - generation_s / step_s)
+    busy = 1 - median("ahead/idle_servers")
+    return Turn(step_s, busy * step_s, median("ahead/idle_ranks"), 1 - busy)
+
+
+def main() -> None:
+    """Take the turns and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--ahead", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    arguments = parser.parse_intermixed_args()
+    print(f"  turn   within the step  generation  idle ranks    {arguments.ahead} ahead  idle ranks  servers   ratio")
+    pairs = []
+    for turn in range(arguments.repeats):
+        # Who goes first alternates as well.
+        order = (0, arguments.ahead) if turn % 2 == 0 else (arguments.ahead, 0)
+        found = {
+            ahead: measure(arguments.config, arguments.overrides, ahead, arguments.warmup, arguments.steps)
+            for ahead in order
+        }
+        plain, ahead = found[0], found[arguments.ahead]
+        pairs.append((plain, ahead))
+        print(
+            f"  {turn + 1:4d} {plain.step_s:15.3f} s {plain.generation_s:9.3f} s {plain.idle_ranks:11.0%} "
+            f"{ahead.step_s:10.3f} s {ahead.idle_ranks:10.0%} {ahead.idle_servers:8.0%} "
+            f"{plain.step_s / ahead.step_s:7.2f}",
+            flush=True,
+        )
+    ratios = sorted(plain.step_s / ahead.step_s for plain, ahead in pairs)
+    print(f"  steps are {statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    if arguments.out:
+        turns = [[asdict(plain), asdict(ahead)] for plain, ahead in pairs]
+        arguments.out.write_text(json.dumps({"ahead": arguments.ahead, "ratios": ratios, "turns": turns}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

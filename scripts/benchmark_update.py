@@ -1,0 +1,206 @@
+"""What an update costs and how it grows: with ranks, samples, response length. No generator, nothing but updates.
+
+    .venv/bin/python scripts/benchmark_update.py [--case small|medium|large ...] [--row base ranks ...] [--updates 4]
+
+Each row of the table is a run of its own: ranks of one thread each, started as those of a run are, update a random
+model from random samples. Prompts have 8 tokens, responses 64, and there are 32 samples, unless the row says
+otherwise. Given are, of the slowest rank: the median seconds of an update after the first two, its parts
+(gradients; optimiser with the sum over the ranks), the processor seconds and the peak memory of a rank; and the
+exponent of growth against "base", log(seconds / base) / log(factor).
+
+With all rows at once and two cores the second rank is what the second core is for; run nothing beside it.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindrlhf.launch.launch import launch
+
+PROMPT_LENGTH, RESPONSE_LENGTH, NUM_SAMPLES = 8, 64, 32
+NUM_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, as keys of its config.json, and the rows of a micro-batch."""
+
+    model: dict
+    micro_batch: int
+
+
+SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+MEDIUM = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
+CASES = {
+    "small": Case({**SMALL, "vocab_size": 512}, 16),
+    "medium": Case({**MEDIUM, "vocab_size": 32_000}, 8),
+    "large": Case({**SMALL, "vocab_size": 151_936}, 8),
+}
+# name -> ranks, factor of samples, factor of response length
+ROWS = {
+    "base": (1, 1, 1),
+    "ranks": (2, 1, 1),
+    "samples2": (1, 2, 1),
+    "samples4": (1, 4, 1),
+    "length2": (1, 1, 2),
+    "length4": (1, 1, 4),
+}
+
+
+def hf_config(case: Case) -> dict:
+    """Return the config.json of a Qwen2."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "torch_dtype": "float32",
+        **case.model,
+    }
+
+
+def arithmetic(case: Case, num_samples: int, response_length: int) -> float:
+    """Return the operations of an update in 1e12: matrix products alone, of rows without padding.
+
+    Three times those of a forward pass, two for each weight and token; attention computes whole squares; the
+    projection to the vocabulary is computed once more in the backward pass, of response tokens alone.
+    """
+    model = case.model
+    hidden, inner, heads = model["hidden_size"], model["intermediate_size"], model["num_attention_heads"]
+    kv_size = 2 * hidden // heads
+    length = PROMPT_LENGTH + response_length
+    weights = 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * inner
+    per_token = model["num_hidden_layers"] * (3 * 2 * weights + 3 * 4 * length * hidden)
+    vocabulary = 4 * 2 * hidden * model["vocab_size"]
+    return num_samples * (length * per_token + response_length * vocabulary) / 1e12
+
+
+def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: int) -> None:
+    """Be one rank: write the measurements of its updates."""
+    import numpy as np
+
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.config import sections
+    from mindrlhf.config.schema import GrpoConfig
+    from mindrlhf.data.packing import TokenSequence, choose_row_length
+    from mindrlhf.models.load import load_model
+    from mindrlhf.observe.timing import peak_rss_gb
+    from mindrlhf.training.batch import RowOptions, make_batch
+    from mindrlhf.training.runtime import start_runtime
+    from mindrlhf.training.worker.policy_learner import PolicyLearner
+    from mindrlhf.training.worker.policy_loss import build_policy_loss
+
+    num_ranks, samples, response_length = row[0], NUM_SAMPLES * row[1], RESPONSE_LENGTH * row[2]
+    config = GrpoConfig(
+        run=sections.RunSection(output_dir=str(directory)),
+        model=sections.ModelSection(path=str(directory / "model"), random_init=True),
+        data=sections.DataSection(train_file="none", tokenizer_dir="none"),
+        reward=sections.RewardSection(verifier_function=("none",)),
+    )
+    rank = start_runtime(config.run, directory / "logs")
+    (row_length,) = choose_row_length((), PROMPT_LENGTH + response_length, "a sample")
+    network = load_model(config.model, config.model.path, config.run, row_length)
+    loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, config.run.device))
+    learner = PolicyLearner(network, loss, config.optimizer, rank, config.run.device)
+    stream = np.random.default_rng(0)
+
+    def ids(count: int) -> np.ndarray:
+        return stream.integers(0, case.model["vocab_size"], count).astype(np.int32)
+
+    def values() -> dict[str, np.ndarray]:
+        advantages = np.full(response_length, stream.standard_normal(), np.float32)
+        return {"advantages": advantages, "weights": np.ones(response_length, np.float32)}
+
+    sequences = [TokenSequence(ids(PROMPT_LENGTH), ids(response_length), values()) for _ in range(samples)]
+    batch = make_batch(sequences, RowOptions((row_length,), case.micro_batch, num_ranks, False))
+    share = batch.share(rank.index, num_ranks)
+    measured: dict[str, list[float]] = {"all": [], "apply": [], "cpu": []}
+    apply = learner.apply
+
+    def timed_apply(*arguments, **options) -> float:
+        start = time.perf_counter()
+        norm = apply(*arguments, **options)
+        measured["apply"].append(time.perf_counter() - start)
+        return norm
+
+    learner.apply = timed_apply
+    norms = []
+    for _ in range(NUM_WARM_UPS + updates):
+        start, cpu = time.perf_counter(), time.process_time()
+        norms.append(learner.update(share, 1e-4, 0.0).grad_norm)
+        measured["all"].append(time.perf_counter() - start)
+        measured["cpu"].append(time.process_time() - cpu)
+    found = {name: statistics.median(times[NUM_WARM_UPS:]) for name, times in measured.items()}
+    found |= {"memory": peak_rss_gb(), "norms": norms}
+    (directory / f"rank_{rank.index}.json").write_text(json.dumps(found))
+
+
+def measure(name: str, row_name: str, updates: int) -> dict:
+    """Run the ranks of one row and return what the slowest measured."""
+    case, row = CASES[name], ROWS[row_name]
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = Path(directory) / "model"
+        model_dir.mkdir()
+        (model_dir / "config.json").write_text(json.dumps(hf_config(case)))
+        command = [__file__, "--rank-of", directory, "--case", name, "--row", row_name, "--updates", str(updates)]
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            code = launch(command, row[0], Path(directory) / "logs", env={"OMP_NUM_THREADS": "1"}, out=nowhere)
+        if code:
+            sys.exit(f"benchmark_update: {name} {row_name} ended with exit code {code}")
+        ranks = [json.loads((Path(directory) / f"rank_{index}.json").read_text()) for index in range(row[0])]
+    return max(ranks, key=lambda rank: rank["all"])
+
+
+def print_case(name: str, rows: list[str], updates: int) -> dict:
+    """Measure and print the rows of one case."""
+    print(f"\n{name}: {json.dumps(CASES[name].model)}, micro-batches of {CASES[name].micro_batch}")
+    print("  row        ranks samples response    TFLOP    update  gradients optimiser  processor    memory  exponent")
+    results = {}
+    for row in rows:
+        ranks, samples, length = ROWS[row]
+        found = results[row] = measure(name, row, updates)
+        work = arithmetic(CASES[name], NUM_SAMPLES * samples, RESPONSE_LENGTH * length)
+        exponent, factor = "", ranks * samples * length
+        if "base" in results and factor > 1:
+            growth = math.log(found["all"] / results["base"]["all"]) / math.log(factor)
+            exponent = f"{growth:9.2f}"
+        print(
+            f"  {row:10s} {ranks:5d} {NUM_SAMPLES * samples:7d} {RESPONSE_LENGTH * length:8d} {work:8.3f} "
+            f"{found['all']:7.3f} s {found['all'] - found['apply']:8.3f} s {found['apply']:7.3f} s "
+            f"{found['cpu']:8.3f} s {found['memory']:6.2f} GB {exponent}",
+            flush=True,
+        )
+    return results
+
+
+def main() -> None:
+    """Run the chosen rows of the chosen cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--row", choices=ROWS, nargs="+", default=list(ROWS), help="default: all")
+    parser.add_argument("--updates", type=int, default=4, help="updates that are measured (default 4)")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        run_rank(arguments.rank_of, CASES[arguments.case[0]], ROWS[arguments.row[0]], arguments.updates)
+        return
+    results = {name: print_case(name, arguments.row, arguments.updates) for name in arguments.case or CASES}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What every command has in common: one vocabulary, old names, pipes, completion."""
+
+import argparse
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mindrlhf import cli
+from mindrlhf.cli import _parse, build_parser, main
+from mindrlhf.commands.vocabulary import OVERRIDES_HELP
+
+
+def all_parsers(parser, path=()):
+    yield " ".join(path), parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from all_parsers(child, (*path, name))
+
+
+PARSERS = dict(all_parsers(build_parser()))
+
+
+def shown_options(parser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+
+
+def test_options_have_one_name_everywhere():
+    shown = {option for parser in PARSERS.values() for option in shown_options(parser)}
+    assert not shown & {"--world-size", "--num-workers", "--out", "--tokenizer-dir", "--out-dir", "--output-dir"}
+    with_workers = {path for path, parser in PARSERS.items() if "--workers" in shown_options(parser)}
+    assert with_workers == {"train", "sft", "dpo", "reward-model", "plan", "strategy", "config check", "config import"}
+    with_processes = {path for path, parser in PARSERS.items() if "--processes" in shown_options(parser)}
+    threads = {f"weights {action}" for action in ("shard", "reshard", "merge", "verify")}
+    assert with_processes == {"data build", "rewards score"} | threads
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("plan c --world-size 8", "plan c --workers 8"),
+        ("strategy c --world-size 8 --out d", "strategy c --workers 8 --output d"),
+        ("eval c --model m --out d", "eval c --model m --output d"),
+        ("report r --out f", "report r --output f"),
+        ("rewards score --verifier v --input i --num-workers 2", "rewards score --verifier v --input i --processes 2"),
+        ("weights merge s --out d --workers 3", "weights merge s --output d --processes 3"),
+        ("weights random --config c --tokenizer-dir t --out d", "weights random --config c --tokenizer t --output d"),
+        (
+            "data build --input i --output o --tokenizer t --max-prompt-length 3 --workers 2",
+            "data build --input i --output o --tokenizer t --max-prompt-length 3 --processes 2",
+        ),
+    ],
+)
+def test_old_names_mean_the_same_and_are_not_shown(old, new):
+    assert vars(_parse(old.split())) == vars(_parse(new.split()))
+    alias = next(word for word in old.split() if word.startswith("--") and word not in new.split())
+    chosen, _ = cli._chosen_parser(build_parser(), old.split())
+    assert not re.search(rf"{alias}\b", chosen.format_help()) or alias in shown_options(chosen)
+
+
+def test_every_command_with_overrides_explains_them():
+    for path, parser in PARSERS.items():
+        has_overrides = any(action.dest == "overrides" for action in parser._actions)
+        assert (parser.epilog == OVERRIDES_HELP) == has_overrides, path
+
+
+def test_overrides_may_stand_anywhere():
+    arguments = _parse(["train", "c.yaml", "a.b=1", "--workers", "2", "c.d=2"])
+    assert (arguments.config, arguments.workers, arguments.overrides) == ("c.yaml", 2, ["a.b=1", "c.d=2"])
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert main(["rewards", "list"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_the_output_of_a_process_can_be_cut_off():
+    """`mindrlhf config docs | head -1`: the rest does not fit the pipe."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "mindrlhf.cli", "config", "docs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert os.read(process.stdout.fileno(), 10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["weigh"], ["weights"]),
+        (["weights", "me"], ["merge-adapter", "merge"]),
+        (["train", "c.yaml", "--max-r"], ["--max-restarts"]),
+        (["train", "c.yaml", "run.max_s"], ["run.max_steps="]),
+        (["dpo", "c.yaml", "dpo.be"], ["dpo.beta="]),
+    ],
+)
+def test_bash_completes(words, expected, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    script += f'COMP_WORDS=(mindrlhf {" ".join(words)}); COMP_CWORD={len(words)}; _mindrlhf; echo "${{COMPREPLY[@]}}"'
+    finished = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert finished.stdout.split() == expected

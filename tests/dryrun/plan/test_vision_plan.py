@@ -1,0 +1,61 @@
+"""The plan of models that see: the tower's share of the state by hand, its work, what the text says."""
+
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.dryrun.plan.cost import DEVICE_FLOPS
+from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
+from mindrlhf.dryrun.plan.text import render_text
+from mindrlhf.dryrun.plan.verdict import give_verdict
+from mindrlhf.errors import UserError
+
+FOLDER = Path(__file__).parents[3] / "model_configs" / "qwen2_5_vl"
+KEYS = ("data.train_file=x", "data.tokenizer_dir=x", "reward.verifier_function=accuracy_reward")
+# By hand: a block has 4 x 1280 x 1280 + 5120 for attention, 3 x 1280 x 3420 + 8120 for the MLP, two norms.
+BLOCK = 4 * 1280**2 + 5120 + 3 * 1280 * 3420 + 2 * 3420 + 1280 + 2 * 1280
+TOWER_3B = 1280 * 1176 + 32 * BLOCK + 1280 + 5120 * 5120 + 5120 + 5120 * 2048 + 2048
+
+
+def plan_of(name: str, world_size: int, *changes: str):
+    model = FOLDER / f"qwen2_5_vl_{name}"
+    path = FOLDER / f"grpo_{model.name}_{world_size}npu.yaml"
+    config = load_grpo_config(path, [*KEYS, f"model.path={model}", *changes], world_size=world_size)
+    return make_plan(config, read_model(str(model)), Machine(world_size, 64 * 10**9, node_size=8))
+
+
+def test_the_tower_is_in_the_first_stage_without_moments():
+    plan = plan_of("3b", 8)
+    assert plan.vision.num_parameters == TOWER_3B == 668_684_288
+    without = [one for one in plan.rows if one.name.startswith("visual.")]
+    assert sum(one.state_bytes * one.num_tensors for one in without) == 4 * TOWER_3B
+    (state,) = plan.states
+    assert state.moments % 8 == 0 and state.num_elements - state.moments // 8 == TOWER_3B
+    first, last = plan_of("32b", 16).states
+    assert first.num_elements - first.moments // 8 == 688_841_984 and last.num_elements == last.moments // 8
+
+
+def test_the_work_of_the_tower_by_hand():
+    plan = plan_of("3b", 8)
+    # 4 patches a token; 28 blocks attend to 64 patches, 4 to all 4,096 of an image of 1,024 tokens.
+    products = 2 * (32 * (4 * 1280**2 + 3 * 1280 * 3420) + 1176 * 1280)
+    attention = 4 * 1280 * (28 * 64 + 4 * 4096)
+    operations = 4 * (products + attention) + 2 * 5120 * (5120 + 2048)
+    assert plan.vision.num_image_tokens == 3072 - 2048
+    assert plan.vision.operations_per_token == operations
+    # 512 prompts, each seen by the 4 replicas among which its 5 samples lie.
+    assert plan.vision.num_passes == 512 * 4
+    assert plan.vision.seconds == pytest.approx(512 * 1024 * operations / DEVICE_FLOPS)
+
+
+def test_trained_towers_are_not_planned():
+    with pytest.raises(UserError, match="frozen towers only"):
+        plan_of("3b", 8, "model.train_vision=all")
+
+
+def test_the_text_shows_the_tower():
+    plan = plan_of("7b", 8)
+    text = render_text(plan, give_verdict(plan))
+    assert "676,550,144" in text and "Vision tower" in text and "+ vision + embedding" in text
+    assert max(map(len, text.splitlines())) <= 110

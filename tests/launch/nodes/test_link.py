@@ -1,0 +1,374 @@
+"""The launchers of several nodes together, in one process: start, end, failures, losses, restarts, refusals."""
+
+import contextlib
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.launch import find_free_port
+from mindrlhf.launch.nodes import channel
+from mindrlhf.launch.nodes.facts import Fact
+from mindrlhf.launch.nodes.first import FirstNode
+from mindrlhf.launch.nodes.other import OtherNode
+from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.restarts import run_with_restarts
+from mindrlhf.system.handshake import introduce
+from mindrlhf.system.idle import Activity
+
+pytestmark = pytest.mark.timeout(120)
+SECRET = b"a secret of some length"
+
+
+class Ranks:
+    """What stands for the ranks of a node: they run until they are told to end."""
+
+    def __init__(self, peers) -> None:
+        self.peers = peers
+        self.starts: list[bool] = []
+        self.orders: queue.SimpleQueue = queue.SimpleQueue()
+        self.lines: list[str] = []
+
+    def __call__(self, resume: bool) -> int:
+        self.starts.append(resume)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                code = self.orders.get_nowait()
+                if code:
+                    self.peers.report(f"rank died with {code}")
+                return code
+            if (ending := self.peers.ending()) is not None:
+                self.lines.append(ending.line)
+                return ending.code
+            time.sleep(0.02)
+
+
+class Cluster:
+    """Node 0 and others, each in a thread."""
+
+    def __init__(self, tmp_path: Path, num_nodes: int, *, max_restarts: int = 0, limit_s: float = 30.0) -> None:
+        self.port = find_free_port()
+        self.num_nodes = num_nodes
+        self.tmp_path = tmp_path
+        self.max_restarts = max_restarts
+        self.limit_s = limit_s
+        self.ranks: dict[int, Ranks] = {}
+        self.nodes: dict[int, OtherNode] = {}
+        self.results: dict[int, object] = {}
+        self.threads: dict[int, threading.Thread] = {}
+
+    def place(self, node: int) -> Place:
+        return Place(node, self.num_nodes, "127.0.0.1", self.port)
+
+    def start(self, node: int, facts: tuple[Fact, ...] = (), secret: bytes = SECRET) -> None:
+        run = self._first if node == 0 else self._other
+
+        def guarded() -> None:
+            try:
+                self.results[node] = run(node, list(facts), secret)
+            except Exception as error:
+                self.results[node] = error
+
+        self.threads[node] = threading.Thread(target=guarded, daemon=True)
+        self.threads[node].start()
+
+    def _first(self, node: int, facts: list[Fact], secret: bytes) -> int:
+        with FirstNode(self.place(0), secret, facts, {"run.output_dir": "7"}, self.limit_s) as nodes:
+            self.ranks[0] = ranks = Ranks(nodes)
+            logs = self.tmp_path / "logs_0"
+            code = run_with_restarts(
+                lambda resume: nodes.attempt(resume, ranks), lambda: True, self.max_restarts, logs, resume=False
+            )
+            nodes.close(code)
+            return code
+
+    def _other(self, node: int, facts: list[Fact], secret: bytes) -> int:
+        def find_facts(probes: dict) -> list[Fact]:
+            assert probes == {"run.output_dir": "7"}
+            return facts
+
+        logs = self.tmp_path / f"logs_{node}"
+        options = {"limit_s": self.limit_s, "rejoins": self.max_restarts > 0}
+        other = OtherNode(self.place(node), secret, find_facts, logs, **options)
+        self.nodes[node], self.ranks[node] = other, Ranks(other)
+        return other.serve(self.ranks[node])
+
+    def wait_for_starts(self, count: int) -> None:
+        end_s = time.monotonic() + 30
+        while not all(node in self.ranks and len(self.ranks[node].starts) == count for node in range(self.num_nodes)):
+            assert time.monotonic() < end_s, (self.results, {n: r.starts for n, r in self.ranks.items()})
+            time.sleep(0.02)
+
+    def ends(self) -> list[object]:
+        for thread in self.threads.values():
+            thread.join(60)
+            assert not thread.is_alive()
+        return [self.results[node] for node in range(self.num_nodes)]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return lambda num_nodes, **options: Cluster(tmp_path, num_nodes, **options)
+
+
+def test_all_nodes_start_together_and_end_well(cluster):
+    run = cluster(3)
+    for node in (2, 0, 1):  # whoever comes first waits
+        run.start(node)
+    run.wait_for_starts(1)
+    assert {ranks.starts[0] for ranks in run.ranks.values()} == {False}
+    ports = {ranks.peers.scheduler_port for ranks in run.ranks.values()}
+    assert len(ports) == 1 and ports != {run.port}
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0, 0]
+
+
+def test_a_failure_on_one_node_ends_all_and_is_named_everywhere(cluster, capsys):
+    run = cluster(3)
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.ranks[2].orders.put(137)
+    assert run.ends() == [137, 137, 137]
+    for node in (0, 1):
+        assert run.ranks[node].lines == [f"node 2 ({socket.gethostname()}, 127.0.0.1) rank died with 137"]
+
+
+def test_a_failure_on_node_0_ends_all(cluster):
+    run = cluster(2)
+    for node in range(2):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.ranks[0].orders.put(137)
+    assert run.ends() == [137, 137]
+    assert run.ranks[1].lines == ["node 0 (127.0.0.1): rank died with 137"]
+
+
+def test_the_cause_on_another_node_is_told_rather_than_its_victim_on_node_0(cluster):
+    run = cluster(3)
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.ranks[0].orders.put(1)  # "rank 1 died"
+    time.sleep(0.3)
+    run.ranks[1].orders.put(137)
+    assert run.ends() == [137, 137, 137]
+    assert run.ranks[2].lines == [f"node 1 ({socket.gethostname()}, 127.0.0.1) rank died with 137"]
+
+
+def test_a_failed_run_is_started_again_on_all_nodes_from_the_checkpoint(cluster):
+    run = cluster(3, max_restarts=2)
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.ranks[1].orders.put(1)
+    run.wait_for_starts(2)
+    run.ranks[0].orders.put(137)
+    run.wait_for_starts(3)
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0, 0]
+    assert all(ranks.starts == [False, True, True] for ranks in run.ranks.values())
+
+
+def test_a_mistake_of_the_users_is_not_tried_again(cluster):
+    run = cluster(2, max_restarts=2)
+    for node in range(2):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.ranks[1].orders.put(2)
+    assert run.ends() == [2, 2]
+    assert run.ranks[0].starts == [False]
+
+
+def test_a_lost_node_may_come_back_and_the_run_goes_on(cluster):
+    run = cluster(2, max_restarts=1)
+    for node in range(2):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.nodes[1]._channel._connection.close()  # both sides see the connection end
+    run.wait_for_starts(2)
+    assert "has closed the connection" in run.ranks[0].lines[0] and run.ranks[0].lines[0].startswith("node 1 (")
+    assert "node 0 (127.0.0.1) has closed the connection" in run.ranks[1].lines[0]
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0]
+
+
+def test_a_silent_node_is_lost_on_both_sides(cluster, monkeypatch):
+    monkeypatch.setattr(channel, "SILENCE_LIMIT_S", 2.0)
+    run = cluster(2)
+    for node in range(2):
+        run.start(node)
+    run.wait_for_starts(1)
+    monkeypatch.setattr(channel.Channel, "send", lambda *_, **__: None)
+    first, second = run.ends()
+    assert first == 1 and isinstance(second, RunFailure)
+    assert "has not been heard of for" in run.ranks[0].lines[0] and "node 1 (" in run.ranks[0].lines[0]
+    assert "node 0 (127.0.0.1) has not been heard of for" in run.ranks[1].lines[0]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_node_that_never_comes_is_named(cluster, absent):
+    run = cluster(3, limit_s=1.0)
+    for node in {0, 1, 2} - {absent}:
+        run.start(node)
+    run.threads[absent] = threading.Thread()
+    run.threads[absent].start()
+    run.results[absent] = None
+    ends = [end for end in run.ends() if end is not None]
+    assert len(ends) == 2 and all(isinstance(end, RunFailure) for end in ends)
+    for end in ends:
+        assert ("node 0 has not answered at 127.0.0.1" if absent == 0 else "node 1 of 3 has not come") in str(end)
+
+
+def test_nodes_that_differ_are_refused_on_all_of_them(cluster):
+    run = cluster(3)
+    for node, version in enumerate(("2.9.0", "2.9.0", "2.8.0")):
+        run.start(node, (Fact("mindspore", version, "install the same"),))
+    line = 'mindspore is "2.9.0" on nodes 0, 1, "2.8.0" on node 2: install the same'
+    for end in run.ends():
+        assert isinstance(end, UserError) and str(end).splitlines()[1:] == [f"  {line}"]
+    assert not any(ranks.starts for ranks in run.ranks.values())
+
+
+def test_what_a_node_finds_wrong_by_itself_is_told_to_all(cluster):
+    run = cluster(2)
+    run.start(0)
+    other = OtherNode(run.place(1), SECRET, lambda _: [], run.tmp_path, limit_s=30, rejoins=False)
+    with pytest.raises(UserError, match="node 1: there is no such file"):
+        other.tell_problem("there is no such file")
+    run.threads[0].join(30)
+    assert isinstance(run.results[0], UserError) and "node 1: there is no such file" in str(run.results[0])
+
+
+def test_two_nodes_of_one_number_are_told_apart(cluster):
+    run = cluster(3)
+    for node in range(2):
+        run.start(node)
+    time.sleep(1.0)
+    twin = OtherNode(run.place(1), SECRET, lambda _: [], run.tmp_path, limit_s=30, rejoins=False)
+    with pytest.raises(UserError, match=r"node 1 is there already \(.*\): give each node its own --node-rank"):
+        twin.serve(lambda _: 0)
+    run.start(2)
+    run.wait_for_starts(1)
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0, 0]
+
+
+def test_a_wrong_secret_is_named_and_the_others_are_not_disturbed(cluster, capfd):
+    run = cluster(2)
+    run.start(0)
+    stranger = OtherNode(
+        run.place(1), b"another secret of some length", lambda _: [], run.tmp_path, limit_s=30, rejoins=False
+    )
+    with pytest.raises(UserError, match="do not know each other .*set MINDRLHF_SECRET to the same on all nodes"):
+        stranger.serve(lambda _: 0)
+    run.start(1)
+    run.wait_for_starts(1)
+    assert "a connection from 127.0.0.1 was turned away: it does not know the secret" in capfd.readouterr().err
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0]
+
+
+def test_strangers_on_the_port_do_not_disturb(cluster):
+    run = cluster(2)
+    run.start(0)
+    silent = [_connect(run.port) for _ in range(20)]
+    loud = _connect(run.port)
+    loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    insider = introduce(_connect(run.port), SECRET)  # knows the secret but not what to say
+    insider.send({"node": "seven"})
+    run.start(1)
+    run.wait_for_starts(1)
+    for connection in (*silent, loud):
+        connection.close()
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0]
+
+
+def _connect(port: int) -> socket.socket:
+    end_s = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+
+def test_a_signal_of_another_node_reaches_node_0_once(cluster):
+    run = cluster(2)
+    for node in range(2):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.nodes[1].pass_on(15)
+    end_s = time.monotonic() + 10
+    while not (signals := run.ranks[0].peers.asked_signals()):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    assert signals == [15] and run.ranks[0].peers.asked_signals() == []
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0]
+
+
+def test_node_0_knows_what_the_processes_of_others_do(cluster):
+    run = cluster(3)
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.nodes[1].note_activity(Activity(2.5, is_runnable=True), 3)
+    run.nodes[2].note_activity(Activity(4.0), 2)
+    end_s = time.monotonic() + 10
+    while (found := run.ranks[0].peers.activity()) != (Activity(6.5, is_runnable=True), 5):
+        assert time.monotonic() < end_s, found
+        time.sleep(0.05)
+    for ranks in run.ranks.values():
+        ranks.orders.put(0)
+    assert run.ends() == [0, 0, 0]
+
+
+def test_the_port_is_open_at_the_address_given_and_at_no_other(cluster):
+    run = cluster(2, limit_s=2.0)
+    run.start(0)
+    _connect(run.port).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", run.port), timeout=5)
+    run.threads[0].join(30)
+
+
+@pytest.mark.parametrize("master", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_of_node_0_is_refused(master):
+    with pytest.raises(UserError, match=f"{master}"):
+        FirstNode(Place(0, 2, master, 8118), SECRET, [], {}, 1.0)
+
+
+def test_kill_9_of_a_launcher_is_noticed_at_once(cluster, tmp_path):
+    run = cluster(2)
+    run.start(0)
+    code = (
+        "import sys, time; from pathlib import Path; from mindrlhf.launch.nodes.other import OtherNode;"
+        "from mindrlhf.launch.nodes.place import Place;"
+        f"OtherNode(Place(1, 2, '127.0.0.1', {run.port}), {SECRET!r}, lambda _: [], Path({str(tmp_path)!r}),"
+        "limit_s=30, rejoins=False).serve(lambda resume: time.sleep(600))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as launcher:
+        end_s = time.monotonic() + 30
+        while not (0 in run.ranks and run.ranks[0].starts):
+            assert time.monotonic() < end_s and launcher.poll() is None
+            time.sleep(0.05)
+        launcher.kill()
+    run.threads[0].join(30)
+    assert run.results[0] == 1
+    assert "has closed the connection: it has ended, or was killed" in run.ranks[0].lines[0]

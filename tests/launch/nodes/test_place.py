@@ -1,0 +1,101 @@
+"""Where a launcher stands among several: from options, and from what Slurm, Kubernetes and others set."""
+
+import pytest
+
+from mindrlhf.errors import UserError
+from mindrlhf.launch.nodes.place import Place, find_place, first_host
+
+
+def test_one_node_needs_nothing():
+    assert find_place(None, None, None, {"SLURM_NODEID": "1", "SLURM_NNODES": "4"}) is None
+    assert find_place("1", None, None, {}) is None
+
+
+def test_the_options_say_it_all():
+    assert find_place("3", 2, "10.0.0.1:9000", {}) == Place(2, 3, "10.0.0.1", 9000)
+    assert find_place("3", 0, "master-0", {}) == Place(0, 3, "master-0", 8118)
+    assert find_place("2", 1, "[fd00::1]:9000", {}) == Place(1, 2, "fd00::1", 9000)
+    assert find_place("2", 1, "fd00::1", {}) == Place(1, 2, "fd00::1", 8118)
+
+
+SLURM = {
+    "SLURM_NODEID": "3",
+    "SLURM_NNODES": "4",
+    "SLURM_JOB_NODELIST": "npu[07-09,12],login1",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}
+ENVIRONMENTS = {
+    "slurm": (SLURM, Place(3, 4, "npu07", 20_000 + 1234567 % 10_000)),
+    "torchrun": (
+        {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "77"},
+        Place(1, 2, "a", 77),
+    ),
+    "kubeflow": (
+        {"PET_NNODES": "3", "PET_NODE_RANK": "0", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "0"},
+        Place(0, 3, "job-master-0", 23456),
+    ),
+    "leader worker set": (
+        {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "x-0.x.default"},
+        Place(1, 2, "x-0.x.default", 8118),
+    ),
+    "ascend operator": (
+        {
+            "MS_WORKER_NUM": "16",
+            "MS_LOCAL_WORKER": "8",
+            "MS_NODE_RANK": "1",
+            "MS_SCHED_HOST": "10.1.2.3",
+            "MS_SCHED_PORT": "2222",
+        },
+        Place(1, 2, "10.1.2.3", 2222),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_auto_reads_the_environment(name):
+    environment, place = ENVIRONMENTS[name]
+    assert find_place("auto", None, None, environment) == place
+
+
+def test_options_win_over_the_environment_and_fill_its_gaps():
+    assert find_place("auto", None, "10.0.0.9:1", SLURM) == Place(3, 4, "10.0.0.9", 1)
+    assert find_place("2", None, "job-0.svc:8118", {"JOB_COMPLETION_INDEX": "1"}) == Place(1, 2, "job-0.svc", 8118)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("auto", None, None, {}), "no variable of Slurm, Kubernetes or torchrun says how many"),
+        (("auto", None, None, {"JOB_COMPLETION_INDEX": "0"}), "says how many"),
+        (("two", 0, "a", {}), "--nodes is two: give a number"),
+        (("0", 0, "a", {}), "--nodes is 0: give a number"),
+        (("2", None, "a", {}), "--node-rank is missing"),
+        (("2", 2, "a", {}), "--node-rank is 2, but the 2 nodes are numbered from 0 to 1"),
+        (("2", -1, "a", {}), "--node-rank is -1"),
+        (("2", 0, None, {}), "--master is missing"),
+        (("2", 0, "a:b", {}), "its port is no number"),
+        (("2", 0, "a:70000", {}), "its port is no number"),
+        ((None, 1, None, {}), "--node-rank is 1, but --nodes is missing"),
+        ((None, None, "a:1", {}), "--master is a:1, but --nodes is missing"),
+        (("auto", None, None, {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}), "start one, srun --ntasks-per-node=1"),
+    ],
+)
+def test_what_is_missing_or_senseless_is_named(arguments, message):
+    with pytest.raises(UserError, match=message):
+        find_place(*arguments)
+
+
+@pytest.mark.parametrize(
+    "hosts, first",
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("gpu[3]", "gpu3"),
+        ("r1n[01,05]-ib", "r1n01-ib"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm(hosts, first):
+    assert first_host(hosts) == first

@@ -1,0 +1,104 @@
+"""What the launcher says about stages, and how lines look on a terminal."""
+
+import io
+
+import pytest
+
+from mindrlhf.launch import logs, stages
+from mindrlhf.launch.logs import LogFollower, coloured, has_colours
+from mindrlhf.launch.stages import SILENCE_LIMIT_S, StageLines, duration
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+    now = [100.0]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
+    return now
+
+
+def said(out: io.StringIO) -> list[str]:
+    return [" ".join(line.removeprefix("mindrlhf:").split()) for line in out.getvalue().splitlines()]
+
+
+def test_each_stage_is_said_as_it_begins_and_steps_speak_for_themselves(clock):
+    lines = StageLines(out := io.StringIO())
+    building = "building the model"
+    for moved_s, activity in ((0, "starting"), (2, building), (1, building), (62, "step 1: data")):
+        clock[0] += moved_s
+        lines.update(activity, has_news=False)
+    assert said(out) == ["0 s starting", "2 s building the model"]
+
+
+def test_no_silence_is_longer_than_the_limit_at_first_and_later_they_may_be(clock):
+    lines = StageLines(out := io.StringIO())
+    lines.update("step 1: rollout", has_news=False)
+    spoken_at_s = []
+    for _ in range(int(300 / 0.5)):
+        clock[0] += 0.5
+        before = out.tell()
+        lines.update("step 1: rollout", has_news=False)
+        if out.tell() > before:
+            spoken_at_s.append(clock[0] - 100.0)
+    assert SILENCE_LIMIT_S < 10
+    assert spoken_at_s[:5] == [8, 16, 24, 32, 92] and len(spoken_at_s) < 10
+    assert said(out)[0] == "8 s step 1: rollout (for 8 s)"
+
+
+def test_lines_of_the_run_count_as_signs_of_life(clock):
+    lines = StageLines(out := io.StringIO())
+    lines.update("step 1", has_news=False)
+    for _ in range(20):
+        clock[0] += 5.0
+        lines.update("step 1", has_news=True)
+    assert out.getvalue() == ""
+
+
+def test_a_follower_tells_the_stages_of_news(tmp_path, clock):
+    out = io.StringIO()
+    follower = LogFollower({0: tmp_path / "worker_0.log"}, out, StageLines(out))
+    follower.poll(activity="starting")
+    clock[0] += 7
+    (tmp_path / "worker_0.log").write_text("   1/3   0.5\n")
+    follower.poll(activity="starting")
+    clock[0] += 7
+    follower.poll(activity="starting")
+    assert said(out) == ["0 s starting", "1/3 0.5"]
+    clock[0] += 2
+    follower.poll(activity="starting")
+    assert said(out)[2] == "16 s starting (for 16 s)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.9, "59 s"), (60, "1 min 0 s"), (125, "2 min 5 s"), (7500, "2 h 5 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colours_are_for_terminals_and_not_for_those_who_want_none(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert has_colours(Terminal()) and not has_colours(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colours(Terminal())
+
+
+def test_colours_do_not_change_the_text(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    head, broken, plain = "  step    reward     loss", "   1/3     0.500       nan", "   2/3     0.5     0.1"
+    lines = [head, broken, "mindrlhf: warning: slow", plain]
+    shown = [coloured(line) for line in lines]
+    assert [line != plain for line, plain in zip(shown, lines)] == [True, True, True, False]
+    assert [logs.re.sub("\033\\[[0-9;]*m", "", line) for line in shown] == lines
+    path = tmp_path / "worker_0.log"
+    path.write_text("\n".join(lines) + "\n")
+    out = Terminal()
+    LogFollower({0: path}, out).poll()
+    assert out.getvalue().splitlines() == shown and path.read_text().splitlines() == lines

@@ -1,0 +1,236 @@
+"""Qwen2.5-VL on CPU cells against transformers: image rows, logits, log-probabilities, gradients, also the tower's."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, write_tiny_vl
+
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.images.geometry import VisionGeometry
+from mindrlhf.images.patches import patch_rows
+from mindrlhf.images.slots import fill_slots, slot_rows
+from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.image_rows import ImageTokens
+
+LENGTH = 96
+TOLERANCE = 1e-5  # of the largest entry
+MODELS = {"nested-tied": TinyVl(), "flat-untied": TinyVl(is_flat=True, is_tied=False, vision_depth=3, seed=1)}
+# Height and width of the images of each segment: partial windows, whole ones, several images, none.
+SIZES = ([(112, 168)], [(84, 56)], [(140, 140), (56, 84)], [])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mindformers(tmp_path_factory):
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[TokenSequence]:
+    """Prompts with images, and responses; the response of the first has a token that stands for an image in prompts."""
+    rng = np.random.default_rng(5)
+    made = []
+    for number, sizes in enumerate(SIZES):
+        images = tuple(rng.integers(0, 255, (*size, 3), np.uint8) for size in sizes)
+        prompt = [40 + number]
+        for height, width in sizes:
+            prompt += [VISION_START, *[IMAGE] * (height // 28 * (width // 28)), VISION_END, 33]
+        response = rng.integers(32, 127, 9 + number)
+        values = {"weights": np.full(len(response), (1.0 + number) / 50, np.float32)}
+        ids = np.array(prompt, np.int32), response.astype(np.int32)
+        made.append(TokenSequence(*ids, values, images=images))
+    return made
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory, sequences, rollout_python) -> Path:
+    """A directory for each model, with what transformers makes of the sequences."""
+    directory = tmp_path_factory.mktemp("models")
+    for name, model in MODELS.items():
+        write_tiny_vl(directory / name, model)
+    inputs = {}
+    for number, sequence in enumerate(sequences):
+        ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+        weights = np.zeros(len(ids) - 1, np.float32)
+        weights[len(sequence.prompt_ids) - 1 :] = sequence.values["weights"]
+        inputs |= {f"ids/{number}": ids, f"weights/{number}": weights}
+        if sequence.images:
+            grids = [(1, image.shape[0] // 14, image.shape[1] // 14) for image in sequence.images]
+            pixels = [patch_rows(image, VisionGeometry()) for image in sequence.images]
+            inputs |= {f"pixels/{number}": np.concatenate(pixels), f"grids/{number}": np.array(grids)}
+    np.savez(directory / "inputs.npz", **inputs)
+    script = Path(__file__).with_name("vl_reference.py")
+    subprocess.run(
+        [rollout_python, str(script), str(directory / "inputs.npz"), *(str(directory / name) for name in MODELS)],
+        check=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    return directory
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_dir(request, models_dir) -> Path:
+    return models_dir / request.param
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir) -> dict[str, np.ndarray]:
+    return dict(np.load(model_dir / "expected.npz"))
+
+
+@pytest.fixture(scope="module")
+def network(model_dir):
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.weights.convert import load_hf_weights
+    from mindrlhf.weights.hf import read_hf_config
+
+    network = build_model(read_hf_config(model_dir), seq_length=LENGTH, num_image_rows=3 * LENGTH)
+    load_hf_weights(network, model_dir)
+    return network
+
+
+@pytest.fixture(scope="module")
+def batch(sequences, network):
+    return make_batch(sequences, RowOptions((LENGTH,), 3, 1, True, ImageTokens.of(network.dims)))
+
+
+def relative_error(actual: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.abs(actual - reference).max() / np.abs(reference).max())
+
+
+def test_logits_logprobs_and_all_gradients_match_transformers(network, batch, sequences, expected):
+    """The tower and the decoder in one graph, where the tower is trained too."""
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    (rows,) = batch.micro_batches
+    images = [batch.images[digest] for digest in rows.images]
+    vision = network.dims.vision
+    size = max(slot_rows(image, vision.geometry, vision.window_side) for image in images)
+    slots = fill_slots(images, 5, size, vision.geometry, vision.window_side)
+
+    class Loss(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.network, self.tower, self.inputs = network, network.visual, network.inputs
+            self.decoder, self.outputs = network.model.decoder, network.outputs
+            self.weight = network.head_weight
+            self.order = ms.Tensor(np.concatenate(slots.outputs).astype(np.int32))
+
+        def construct(self, input_ids, segment_ids, labels, weights, *slots):
+            image_rows = ops.gather(self.tower(*slots), self.order, 0)
+            hidden, mask, rotary = self.inputs.with_images(input_ids, segment_ids, image_rows)
+            hidden = self.outputs(self.decoder(hidden, mask, rotary)[0], segment_ids)
+            logits = ops.MatMul(transpose_b=True)(ops.reshape(hidden, (-1, hidden.shape[-1])), self.weight)
+            chosen = ops.gather_elements(ops.log_softmax(logits, -1), 1, ops.reshape(labels, (-1, 1)))
+            logprobs = ops.reshape(chosen, labels.shape)
+            return -(logprobs * weights).sum(), ops.reshape(logits, (*labels.shape, -1)), logprobs, image_rows
+
+    parameters = [p for p in network.get_parameters() if p.name in {rule.mf_name for rule in rules(network)}]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    assert {parameter.name.split(".")[0] for parameter in frozen} == {"visual"}
+    loss_cell = Loss()
+    for parameter in frozen:
+        parameter.requires_grad = True
+    try:
+        inputs = (rows.input_ids, rows.segment_ids, rows.labels, rows.tokens["weights"])
+        inputs += (slots.patches, slots.places, slots.is_patch)
+        (loss, logits, logprobs, image_rows), gradients = ms.value_and_grad(
+            loss_cell, None, ms.ParameterTuple(parameters), has_aux=True
+        )(*map(ms.Tensor, inputs))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
+    assert float(loss.asnumpy()) == pytest.approx(float(expected["loss"]), rel=TOLERANCE)
+    check_segments(batch, sequences, rows, logits.asnumpy(), logprobs.asnumpy(), expected)
+    check_image_rows(image_rows.asnumpy(), rows, sequences, expected)
+    check_gradients(network, {p.name: g.asnumpy() for p, g in zip(parameters, gradients)}, expected)
+
+
+def test_frozen_tower_runs_once_and_gives_the_same_logprobs(network, batch, sequences, expected):
+    """The cells as training has them: the tower's rows are set before a run."""
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.model import WholeModel
+
+    model = WholeModel(PolicyLogProbs(network, 1.0, "cpu"), Rank(0, 1))
+    network.images.see(list(batch.images.values()))
+    responses = batch.collect([[model.logprobs(rows) for rows in batch.micro_batches]])
+    for number, (sequence, response) in enumerate(zip(sequences, responses, strict=True)):
+        reference = expected[f"logprobs/{number}"][len(sequence.prompt_ids) - 1 :]
+        assert relative_error(response, reference) < TOLERANCE
+    network.images.see([np.zeros_like(image) for image in batch.images.values()])
+    with pytest.raises(KeyError):  # rows of an image of an earlier step
+        model.logprobs(batch.micro_batches[0])
+
+
+@pytest.mark.parametrize("part", ["projector", "all"])
+@pytest.mark.parametrize("model_dir", ["nested-tied"], indirect=True)
+def test_a_learner_has_the_gradients_of_the_part_of_the_tower_that_it_trains(model_dir, part, sequences, expected):
+    """The graph of an update, with images as its inputs; the loss is that of the reference."""
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import CoefficientLoss
+    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.learner import Learner
+    from mindrlhf.weights.convert import load_hf_weights
+    from mindrlhf.weights.hf import read_hf_config
+
+    trained = build_model(read_hf_config(model_dir), seq_length=LENGTH, num_image_rows=3 * LENGTH, train_vision=part)
+    load_hf_weights(trained, model_dir)
+    loss = CoefficientLoss(PolicyLogProbs(trained, 1.0, "cpu"))
+    learner = Learner(trained, loss, OptimizerSection(), Rank(0, 1), "cpu")
+    batch = make_batch(sequences, RowOptions((LENGTH,), 1, 1, True, ImageTokens.of(trained.dims)))
+    assert len(batch.micro_batches) == 2
+    trained.images.see(list(batch.images.values()))
+    for rows in batch.micro_batches:
+        learner.accumulate(rows, [-rows.tokens["weights"]], 1)
+    by_name = {name: gradient.copy() for name, gradient in learner.gradients()}
+    frozen = {rule.mf_name for rule in rules(trained)} - set(by_name)
+    prefix = {"projector": "visual.merger.", "all": "visual."}[part]
+    assert frozen == {n for n in (r.mf_name for r in rules(trained)) if n.startswith("visual.") and prefix not in n}
+    check_gradients(trained, by_name, expected, without=frozen)
+
+
+def rules(network):
+    return network.spec.rules(network.dims)
+
+
+def check_segments(batch, sequences, rows, logits, logprobs, expected) -> None:
+    for number, (sequence, (_, row, first, last)) in enumerate(zip(sequences, batch.placed, strict=True)):
+        start = first - len(sequence.prompt_ids) + 1
+        assert relative_error(logits[row, start : last + 1], expected[f"logits/{number}"]) < TOLERANCE
+        assert relative_error(logprobs[row, start:last], expected[f"logprobs/{number}"]) < TOLERANCE
+    assert rows.segment_ids.max() > 1, "no row holds several sequences"
+
+
+def check_image_rows(image_rows, rows, sequences, expected) -> None:
+    by_digest, start = {}, 0
+    from mindrlhf.images.pixels import image_digest
+
+    sizes = {image_digest(image): image.shape[0] * image.shape[1] // 28**2 for s in sequences for image in s.images}
+    for digest in rows.images:
+        by_digest[digest] = image_rows[start : start + sizes[digest]]
+        start += sizes[digest]
+    for number, sequence in enumerate(sequences):
+        if sequence.images:
+            found = np.concatenate([by_digest[image_digest(image)] for image in sequence.images])
+            assert relative_error(found, expected[f"rows/{number}"]) < TOLERANCE
+
+
+def check_gradients(network, by_name, expected, without=frozenset()) -> None:
+    from mindrlhf.specs.fuse import split
+
+    errors = {}
+    for rule in (rule for rule in rules(network) if rule.mf_name not in without):
+        for name, gradient in zip(rule.hf_names, split(rule, network.dims, by_name[rule.mf_name])):
+            errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
+    names = {name.removeprefix("gradient/") for name in expected if name.startswith("gradient/")}
+    assert names - without == set(errors)
+    assert max(errors.values()) < TOLERANCE, sorted(errors.items(), key=lambda item: -item[1])[:5]

@@ -1,0 +1,93 @@
+"""Adapters in runs on fixed data: they learn, the base is the reference, and their files are a whole model with it."""
+
+import json
+
+import numpy as np
+import pytest
+from offline_cases import PairFile, export_model, write_config
+from safetensors.numpy import load_file
+from test_preference import make_trainer, run
+
+from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
+from mindrlhf.training.preflight import RunInputs
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return export_model(tmp_path_factory)
+
+
+def base_tensors(learner):
+    return {p.name: p.asnumpy().copy() for p in learner.network.get_parameters() if "lora" not in p.name}
+
+
+def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_dir, tmp_path):
+    path = write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}, lora=LORA)
+    trainer, learner = make_trainer(load_dpo_config(path, ["optimizer.start_lr=1e-2"]))
+    before = base_tensors(learner)
+    metrics, _ = run(trainer)
+    assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))
+    assert metrics[30]["eval/accuracy"] > 0.9
+    for name, array in base_tensors(learner).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    learner.export(tmp_path / "final", None)
+    # A new run from this adapter, whose reference is the base as before: computed before training, or with it.
+    for reference in ("precomputed", "live"):
+        options = [f"lora.path={tmp_path / 'final_adapter'}", f"dpo.reference={reference}"]
+        evaluation, _ = make_trainer(load_dpo_config(path, options))[0]._evaluate_held_out()
+        assert evaluation["eval/loss"] == pytest.approx(metrics[30]["eval/loss"], rel=1e-5)
+
+
+def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp_path):
+    from mindrlhf.models.load import load_scorer
+    from mindrlhf.weights.adapters.peft import load_adapter
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    path = write_config(tmp_path / "rm.yaml", model_dir, lora=LORA)
+    config = load_reward_model_config(path, ["optimizer.start_lr=1e-2"])
+    trainer, learner = make_trainer(config)
+    metrics, _ = run(trainer)
+    assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # all scores are 0
+    assert metrics[30]["eval/accuracy"] > 0.8
+    learner.export(tmp_path / "final", None)
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["architectures"] == [
+        "Qwen2ForSequenceClassification"
+    ]
+    # The merged model is loaded without knowing of adapters; the base with the adapter's files is the trained one.
+    merged = load_file(tmp_path / "final" / "model.safetensors")
+    again = load_scorer(config.model, str(model_dir), config.run, 32, config.lora)
+    load_adapter(again, tmp_path / "final_adapter")
+    np.testing.assert_array_equal(again.score_weight.asnumpy(), merged["score.weight"])
+    names = {name for name, array in iter_hf_tensors(again) if not np.array_equal(array, merged[name])}
+    assert names == {name for name in merged if "proj.weight" in name}  # what adapters were added to
+
+
+def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_path):
+    from mindrlhf.training.offline.supervised import SupervisedTrainer, _build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team
+
+    first_losses = []
+    for lora in ({}, LORA):
+        path = tmp_path / "sft.yaml"
+        path.write_text(
+            json.dumps(
+                {
+                    "model": {"path": str(model_dir)},
+                    "data": {"train_file": "unread", "tokenizer_dir": "unread"},
+                    "supervised": {"rows_per_step": 16, "batch_size": 8, "row_lengths": [32]},
+                    "optimizer": {"start_lr": 1e-2},
+                    "observe": {"tensorboard": False},
+                    "lora": lora,
+                }
+            )
+        )
+        config = load_sft_config(path)
+        learner = _build_learner(config, 32, Rank(0, 1))
+        trainer = SupervisedTrainer(config, RunInputs(None, PairFile(64, 0), None, (32,), 0), Team(learner, []))
+        losses = [trainer.step(0, np.arange(16))["loss"] for _ in range(8)]
+        first_losses.append(losses[0])
+    assert first_losses[0] == first_losses[1]  # to the last bit
+    assert losses[-1] < losses[0] - 0.5

@@ -1,0 +1,147 @@
+"""Config check finds what train, sft and dpo find before a device: every kind of damage, key by key."""
+
+import os
+import re
+import typing
+
+import pytest
+import yaml
+
+from mindrlhf.cli import main
+from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
+from mindrlhf.config.parse import dotted_keys, write_config
+from mindrlhf.errors import UserError
+from mindrlhf.rollout import vllm_options
+from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inputs, check_sft_inputs
+
+RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_sft_inputs, "dpo": check_preference_inputs}
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Run a command with a config, without ranks, and return its exit code and what it found, line by line."""
+    monkeypatch.setattr("mindrlhf.launch.launch.launch", lambda *_, **__: 0)
+
+    def _run(command: list[str], content: dict, *options: str) -> tuple[int, set[str]]:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        code = main([*command, str(path), *options])
+        errors = capsys.readouterr().err.splitlines()
+        return code, {re.sub(r"^mindrlhf [\w-]+: (error|here it would not start): ", "", line) for line in errors}
+
+    return _run
+
+
+def damages(hint, metadata) -> list:
+    """Values that are wrong for a key, or right and far from usual."""
+    kind = next((one for one in typing.get_args(hint) if one is not type(None)), hint)
+    kind = kind if kind in (int, float, bool, str) else str
+    if metadata["choices"]:
+        return [metadata["choices"][-1], "nonsense"]
+    if kind is bool:
+        return [True, "perhaps"]
+    if kind is str:
+        return ["no/such/thing", {"a": [1]}]
+    return [-1, 0, 7, 10**6, "many"]
+
+
+@pytest.mark.parametrize("task", RANK_CHECKS)
+def test_what_a_run_finds_before_a_device_config_check_finds_too(task, contents, run, tmp_path):
+    num_found = 0
+    cases = [
+        (dotted, value)
+        for dotted, field, hint in dotted_keys(CONFIGS[task])
+        for value in damages(hint, field.metadata)
+        if dotted not in ("run.output_dir", "checkpoint.save_dir")
+    ]
+    cases = cases if os.environ.get("MINDRLHF_SLOW_TESTS") else cases[::6]
+    for dotted, value in cases:
+        section, _, key = dotted.partition(".")
+        content = {**contents[task], section: {**contents[task].get(section, {}), key: value}}
+        code, found = run([task], content)
+        check_code, check_found = run(["config", "check"], content, "--kind", task)
+        assert found <= check_found, f"{dotted}: {value}"
+        assert (code == 2) == bool(found) and all(map(is_a_line, found)), f"{dotted}: {value}: {found}"
+        assert (check_code == 2) <= (code == 2)
+        # What the ranks find by themselves, and the server's start, is in what the launcher found.
+        try:
+            config = CONFIG_LOADERS[task](tmp_path / "config.yaml")
+            inputs = RANK_CHECKS[task](config)
+            if task == "train":
+                options = {"python": config.rollout.python, "max_model_len": inputs.row_lengths[-1]}
+                server = vllm_options.VllmOptions(model_dir=config.model.path, log_path="", **options)
+                vllm_options.check_options(server)
+        except UserError as error:
+            assert code == 2, f"{dotted}: {value}: only the ranks found: {error}"
+        num_found += bool(found)
+    assert len(cases) > num_found > len(cases) / 3
+
+
+def is_a_line(message: str) -> bool:
+    return bool(message) and "Traceback" not in message and "Error:" not in message
+
+
+def test_every_mistake_is_told_at_once(contents, run):
+    content = contents["train"]
+    content["training"] |= {"chunk_size": "two", "batchsize": 4}
+    content["model"] = {"path": "nowhere"}
+    content["algorithm"] = {"num_generations": 1, "kl_estimator": "k2"}
+    content["rollout"]["python"] = "no-python"
+    code, found = run(["train"], content, "--workers", "600")
+    assert code == 2
+    words = ("'training.chunk_size'", "'training.batchsize'", "'nowhere'", "num_generations' is 1", "kl_estimator'")
+    for word in (*words, "'no-python'", "--workers is 600"):
+        assert sum(word in line for line in found) == 1, word
+    assert len(found) == 7
+
+
+def test_a_stand_in_value_is_blamed_for_nothing(contents, run):
+    """Without model.path there is no model to check; nothing is said about the one called ''."""
+    del contents["train"]["model"]
+    assert run(["train"], contents["train"])[1] == {
+        "key 'model.path' is required: Hugging Face directory of the actor (config.json and safetensors)"
+    }
+
+
+@pytest.mark.parametrize("task", RANK_CHECKS)
+def test_the_config_that_a_run_wrote_is_a_config(task, contents, run, tmp_path):
+    run([task], contents[task])
+    config = CONFIG_LOADERS[task](tmp_path / "config.yaml")
+    write_config(config, tmp_path)
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert run(["config", "check"], written) == (0, set())
+    assert run([task], written) == (0, set())
+    assert CONFIG_LOADERS[task](tmp_path / "config.yaml") == config
+
+
+def test_a_config_of_another_task_is_recognised(contents, run, tmp_path):
+    path = tmp_path / "config.yaml"
+    code, found = run(["train"], contents["dpo"])
+    assert code == 2 and len(found) == 1 and f"use `mindrlhf dpo {path}`" in found.pop()
+    assert run(["config", "check"], contents["dpo"]) == (0, set())
+    assert "use `mindrlhf train " in run(["sft"], contents["train"])[1].pop()
+
+
+def test_an_npu_that_is_not_there_is_an_obstacle_and_no_mistake(contents, run, monkeypatch):
+    monkeypatch.setattr("mindrlhf.launch.machine._npu_paths", list)
+    contents["sft"]["run"]["device"] = "ascend"
+    code, found = run(["sft"], contents["sft"])
+    assert code == 2 and [line for line in found if "this machine has no NPU" in line] == list(found)
+    assert run(["config", "check"], contents["sft"]) == (0, found)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_errors"), [(1, 0), (4, 0), (5, 1), (600, 1)])
+def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ranks, num_errors):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    contents["sft"]["supervised"] = {"rows_per_step": num_ranks, "batch_size": 1}
+    options = ("--workers", str(num_ranks))
+    code, found = run(["sft"], contents["sft"], *options)
+    assert (code, len(found)) == (2 * num_errors, num_errors)
+    assert run(["sft"], contents["sft"], *options, "--oversubscribe") == (0, set())
+
+
+def test_a_sandbox_that_is_too_weak_is_told_by_config_check(contents, run, monkeypatch):
+    monkeypatch.setattr("mindrlhf.sandbox.server.active_layers", lambda: frozenset({"user"}))
+    contents["train"]["reward"]["verifier_function"] = "code_execution"
+    code, found = run(["config", "check"], contents["train"])
+    assert code == 0 and len(found) == 1 and "sandbox.allow_weak" in found.pop()

@@ -1,0 +1,140 @@
+"""Sixty typical mistakes at the command line and in a config: one line each, which names the mistake and the fix."""
+
+import json
+
+import pytest
+import yaml
+
+from mindrlhf.cli import main
+
+# What is typed after `mindrlhf config check CONFIG` for a config that is right, and words of the line that comes.
+CONFIG_MISTAKES = [
+    ("run.device=gpu", "'run.device' is 'gpu'", "one of cpu, ascend"),
+    ("run.devise=cpu", "unknown key 'run.devise'", "did you mean 'run.device'"),
+    ("max_steps=3", "unknown key 'max_steps'", "did you mean 'run.max_steps'"),
+    ("run.max_steps=-1", "'run.max_steps' is -1", "at least 0"),
+    ("run.max_steps", "section.key=value", "did you mean run.max_steps=VALUE"),
+    ("run.seed=one", "'run.seed' must be an integer", "'one'"),
+    ("run=3", "'run' must be a section", "not 3"),
+    ("run.output_dir=[a]", "'run.output_dir' must be a text", "['a']"),
+    ("model.path=nowhere", "'nowhere' does not exist", "give a Hugging Face model directory"),
+    ("model.param_dtype=fp16", "'model.param_dtype' is 'fp16'", "one of float32, bfloat16"),
+    ("model.param_dtype=bfloat16", "'model.param_dtype' is bfloat16", "set float32"),
+    ("model.reference_path=r", "'model.reference_path' is set", "remove it or raise beta"),
+    ("data.train_file=nowhere.mindrecord", "no prompt file at nowhere.mindrecord", "mindrlhf data build"),
+    ("data.eval_file=nowhere.mindrecord", "no prompt file at nowhere.mindrecord", "mindrlhf data build"),
+    ("data.train_file={inputs}/sft.mindrecord", "built for task 'sft'", "build it again with --task prompts"),
+    ("data.train_file={inputs}/foreign.mindrecord", "foreign.mindrecord", "tokenizer"),
+    ("data.tokenizer_dir=nowhere", "no tokenizer at nowhere", "expected a directory"),
+    ("data.shuffle=sometimes", "'data.shuffle' must be a true/false", "'sometimes'"),
+    ("data.file=x", "unknown key 'data.file'", "did you mean 'data.eval_file'"),
+    ("reward.verifier_function=acuracy_reward", "acuracy_reward", "did you mean accuracy_reward"),
+    ("reward.verifier_function=[]", "'reward.verifier_function' is empty", "name at least one verifier"),
+    ("reward.verifier_function=mine.py:reward", "mine.py", "there is no file"),
+    ("reward.verifier_weight=1,2", "2 values for 1 verifiers", "give one weight for each"),
+    ("reward.model_weight=2", "'reward.model_weight' is set", "remove the weight"),
+    ("reward.model_path={inputs}/model", "gives tokens, not scores", "mindrlhf reward-model"),
+    ("reward.options={{nobody.limit:1}}", "'reward.options' names the verifier 'nobody'", "(accuracy_reward)"),
+    ("rollout.temperature=0", "'rollout.temperature' is 0", "greater than 0"),
+    ("rollout.tempreature=1", "unknown key 'rollout.tempreature'", "did you mean 'rollout.temperature'"),
+    ("rollout.max_response_length=100000", "max_model_len", "lower the prompt or response length"),
+    ("rollout.dtype=bfloat16", "'rollout.dtype' is bfloat16", "set float32"),
+    ("rollout.top_p=2", "'rollout.top_p' is 2", "at most 1"),
+    ("tools.names=abacus tools.max_response_tokens=4", "abacus", "calculator"),
+    ("tools.max_turns=9", "'tools.max_turns' is set", "name the tools, or remove the key"),
+    ("algorithm.name=gropo", "'algorithm.name' is 'gropo'", "did you mean 'grpo'"),
+    ("algorithm.num_generations=1", "'algorithm.num_generations' is 1", "set it to 2 or more"),
+    ("algorithm.sync_ref_model=true", "beta is 0", "set beta above 0"),
+    ("algorithm.kl_estimator=k2", "'algorithm.kl_estimator' is set", "algorithm.beta above 0"),
+    ("algorithm.advantage=gae", "'critic.path' is empty", "set it to a reward model"),
+    ("training.beta=0.1", "unknown key 'training.beta'", "did you mean 'algorithm.beta'"),
+    ("training.num_minibatches=5", "does not divide the 16 samples", "num_minibatches"),
+    ("training.row_lengths=[16]", "'training.row_lengths' ends at 16", "raise the one or lower the other"),
+    ("training.batchsize=4", "unknown key 'training.batchsize'", "did you mean 'training.batch_size'"),
+    ("optimizer.start_lr=fast", "'optimizer.start_lr' must be a number", "'fast'"),
+    ("optimizer.lr_schedule=cosine", "'optimizer.end_lr' is needed", "set it"),
+    ("optimizer.lr=1e-6", "unknown key 'optimizer.lr'", "keys of section 'optimizer'"),
+    ("parallel_config.model_parallel=2", "'parallel_config.model_parallel' is 2", "set it to 1"),
+    ("parallel_config.data_parallel=2", "1 were started", "start 2 workers"),
+    ("evaluation.every_steps=5", "'evaluation.every_steps' is set", "no data.eval_file"),
+    ("guard.grad_spike_factor=0.5", "'guard.grad_spike_factor' is 0.5", "raise it above 1"),
+    ("critic.path={inputs}/model", "use no critic", "set algorithm.name to ppo"),
+    ("observe.samples_per_step=many", "'observe.samples_per_step' must be an integer", "'many'"),
+]
+# The words after `mindrlhf`, and words of the line.
+COMMAND_MISTAKES = [
+    ("trian c.yaml", "'trian' is not known", "did you mean train?"),
+    ("train", "arguments are required: config", "see mindrlhf train --help"),
+    ("train nowhere.yaml", "'nowhere.yaml' does not exist", "config file"),
+    ("train c.yaml --max_steps 3", "--max_steps", "did you mean run.max_steps=3?"),
+    ("train c.yaml --num-generations=4", "--num-generations", "did you mean algorithm.num_generations=4?"),
+    ("train c.yaml -workers 2", "-workers", "did you mean --workers?"),
+    ("train c.yaml \u2014workers 2", "\u2014workers", "did you mean --workers?"),
+    ("train c.yaml --max_restarts 2", "--max_restarts", "did you mean --max-restarts?"),
+    ("train c.yaml --workers two", "--workers", "invalid int value: 'two'"),
+    ("data bild", "'bild' is not known", "did you mean build?"),
+    ("data build --ouput x", "--ouput", "did you mean --output?"),
+    ("report nowhere", "no run directory nowhere", "that `mindrlhf train` wrote"),
+    ("report runs/x run.max_steps=3", "run.max_steps=3", "no config to set keys of"),
+    ("config new --model m --npus -1", "--npus is -1", "give 0 for the CPU"),
+    ("plan c.yaml --world_size 8", "--world_size", "did you mean --world-size?"),
+    ("completion fish", "'fish' is not known", "bash, zsh"),
+]
+
+
+def assert_one_line(errors: str, *words: str) -> None:
+    (line,) = errors.splitlines()
+    assert line.startswith("mindrlhf") and ": error: " in line
+    for word in words:
+        assert word in line
+
+
+def test_there_are_sixty():
+    assert len(CONFIG_MISTAKES) + len(COMMAND_MISTAKES) >= 60
+
+
+@pytest.mark.parametrize(("override", "mistake", "fix"), CONFIG_MISTAKES, ids=lambda text: str(text)[:40])
+def test_mistakes_in_a_config(override, mistake, fix, contents, inputs_dir, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(contents["train"]))
+    assert main(["config", "check", str(path), *override.format(inputs=inputs_dir).split(" "), "--kind", "train"]) == 2
+    assert_one_line(capsys.readouterr().err, mistake, fix)
+
+
+@pytest.mark.parametrize(("line", "mistake", "fix"), COMMAND_MISTAKES, ids=lambda text: str(text)[:40])
+def test_mistakes_at_the_command_line(line, mistake, fix, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(line.split(" "))
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert_one_line(capsys.readouterr().err, mistake, fix)
+
+
+def test_config_check_prints_json(contents, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(contents["train"]))
+    command = ["config", "check", str(path), "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out) == {"command": "train", "workers": 1, "mistakes": [], "obstacles": []}
+    assert main([*command, "run.device=gpu", "run.sede=3"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["mistakes"]) == 2
+
+
+@pytest.mark.parametrize("task", ["train", "sft", "dpo"])
+@pytest.mark.parametrize("has_eval_data", [False, True])
+def test_a_new_config_is_right_and_commented(task, has_eval_data, contents, inputs_dir, tmp_path, capsys):
+    path, data = tmp_path / "new.yaml", contents[task]["data"]["train_file"]
+    eval_data = ["--eval-data", data] if has_eval_data else []
+    choices = ["--task", task, "--model", str(inputs_dir / "model"), "--data", data, *eval_data]
+    assert main(["config", "new", *choices, "--output", str(path)]) == 0
+    text = path.read_text()
+    assert f"mindrlhf {task} {path}" in text and max(map(len, text.splitlines())) <= 140
+    keys = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("  #")]
+    assert text.count("# ") >= len(keys) > 8
+    overrides = [f"data.tokenizer_dir={inputs_dir / 'tokenizer'}", f"run.output_dir={tmp_path / 'run'}"]
+    overrides += ["rollout.python=sh", "rollout.max_response_length=20"] if task == "train" else []
+    assert main(["config", "check", str(path), *overrides]) == 0
+    assert main(["config", "new", *choices, "--output", str(path)]) == 2
+    assert "give another --output" in capsys.readouterr().err

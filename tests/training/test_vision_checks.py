@@ -1,0 +1,94 @@
+"""What models that see are not trained with yet: refused in one line, by `config check` and at the start of a run."""
+
+from types import SimpleNamespace
+
+import pytest
+from tiny_vl import IMAGE, write_tiny_vl
+
+from mindrlhf.cli import main
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.data.pictures.columns import ImageHeader
+from mindrlhf.errors import UserError
+from mindrlhf.images.geometry import PixelLimits, VisionGeometry
+from mindrlhf.training.vision_checks import check_images, check_vision
+
+HEADER = ImageHeader(1, 1, 1, 4, IMAGE, PixelLimits(), VisionGeometry())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("vision")
+    write_tiny_vl(directory / "model")
+    (directory / "config.yaml").write_text("")
+    return directory
+
+
+def overrides(directory, *changes) -> list[str]:
+    return [
+        f"model.path={directory / 'model'}",
+        "data.train_file=prompts.mindrecord",
+        f"data.tokenizer_dir={directory / 'model'}",
+        "reward.verifier_function=accuracy_reward",
+        *changes,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["run.device=ascend"], "run.device to cpu"),
+        (["run.device=ascend", "parallel_config.model_parallel=2"], "run.device to cpu"),
+        (["algorithm.name=ppo", "critic.path=critic"], "critic"),
+        (["reward.model_path=scorer"], "reward model reads text only"),
+        (["tools.names=calculator"], "conversations are of text only"),
+        (["msprobe.enabled=true", "msprobe.level=L0"], "vision tower are not dumped"),
+    ],
+)
+def test_what_a_run_does_not_do_is_refused(directory, changes, message):
+    config = load_grpo_config(directory / "config.yaml", overrides(directory, *changes), world_size=None)
+    with pytest.raises(UserError, match=message) as error:
+        check_vision(config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plain_run_is_allowed(directory):
+    for part in ("none", "projector", "all"):
+        check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.train_vision={part}")))
+
+
+def test_a_tower_that_is_not_there_is_not_trained(directory):
+    elsewhere = overrides(directory, f"model.path={directory}", "model.train_vision=all")
+    with pytest.raises(UserError, match="reads text only: leave it out"):
+        check_vision(load_grpo_config(directory / "config.yaml", elsewhere))
+
+
+def test_config_check_refuses_too(directory, capsys):
+    command = ["config", "check", str(directory / "config.yaml")]
+    assert main([*command, *overrides(directory)]) == 0
+    assert main([*command, *overrides(directory, "run.device=ascend")]) != 0
+    offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
+    assert main([*command, "--kind", "sft", *offline]) == 0
+    assert main([*command, "--kind", "sft", *offline, "run.device=ascend"]) != 0
+    for kind in ("dpo", "reward-model"):
+        assert main([*command, "--kind", kind, *offline]) != 0
+        assert f"mindrlhf {kind} does not train yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"image_token": 3}, "another model"), ({"geometry": VisionGeometry(merge=1)}, "another model"), ({}, None)],
+)
+def test_images_must_be_cut_for_the_model(directory, changes, message):
+    header = ImageHeader(**{**vars(HEADER), **changes})
+    file = SimpleNamespace(path="prompts.mindrecord", header=SimpleNamespace(images=header))
+    if message is None:
+        check_images(str(directory / "model"), file)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_images(str(directory / "model"), file)
+
+
+def test_a_model_of_text_is_shown_no_images(directory):
+    file = SimpleNamespace(path="prompts.mindrecord", header=SimpleNamespace(images=HEADER))
+    with pytest.raises(UserError, match="reads text only"):
+        check_images(str(directory), file)

@@ -1,0 +1,173 @@
+"""Adapters in reinforcement learning on a real small model: what is trained, published, saved, restored; the reference
+model, which is the policy without them; the critic's own."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_critic import MODEL, PACKED, make_sequences
+
+from mindrlhf.checkpoint.optimizer import optimizer_infos
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.training.batch import make_batch
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory):
+    """A language model, and a copy of it elsewhere."""
+    import mindspore as ms
+
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    ms.set_context(runtime_num_threads=1)
+    directory = tmp_path_factory.mktemp("adapted")
+    export_hf(random_hf_weights(MODEL, 3), MODEL, directory / "policy")
+    shutil.copytree(directory / "policy", directory / "copy")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def make_worker(model_dirs):
+    """Return a function that builds the worker of a rank, as a run does."""
+
+    def make(reference="", algorithm=None, **sections):
+        from mindrlhf.training.preflight import RunInputs
+        from mindrlhf.training.reinforcement import _build_actor
+        from mindrlhf.training.runtime import Rank
+
+        path = model_dirs / "config.yaml"
+        content = {
+            "model": {"path": str(model_dirs / "policy"), "reference_path": reference},
+            "data": {"train_file": "unread", "tokenizer_dir": "unread"},
+            "reward": {"verifier_function": "accuracy_reward"},
+            "algorithm": algorithm or {"beta": 0.1},
+            "optimizer": {"max_grad_norm": 0},
+            "lora": LORA,
+            **sections,
+        }
+        path.write_text(json.dumps(content))
+        inputs = RunInputs(None, None, None, (32,), 1)
+        return _build_actor(load_grpo_config(path), inputs, Rank(0, 1))
+
+    return make
+
+
+def step(worker, seed, lr=0.01):
+    """Make one update of all rows at once; return statistics, log-probs before it, those of the reference."""
+    batch = make_batch(make_sequences(seed), PACKED)
+    worker.receive_batch(batch.share(0, 1), is_first=True)
+    reference = worker.compute_logprobs("reference_logprobs", 0).arrays[0]
+    result = worker.update(0, lr, 0.1)
+    return result.statistics, result.logprobs[0], reference
+
+
+def parameters(worker):
+    return {one.name: one.asnumpy().copy() for one in worker.learner.network.get_parameters()}
+
+
+@pytest.fixture(scope="module")
+def stepped(make_worker, model_dirs):
+    """A worker after two updates, what it was before, what the updates gave, and its checkpoint in between."""
+    worker = make_worker()
+    before = parameters(worker)
+    results = [step(worker, 0)]
+    worker.save(model_dirs / "checkpoint")
+    results.append(step(worker, 1))
+    return worker, before, results
+
+
+def test_training_begins_at_the_base(stepped, model_dirs):
+    (statistics, logprobs, reference), _ = stepped[2]
+    np.testing.assert_array_equal(logprobs, reference)
+    assert statistics[3] == 0  # the KL
+    moved = stepped[2][1]
+    assert moved[0][3] > 0 and np.abs(moved[1] - moved[2]).max() > 1e-4
+
+
+def test_only_adapters_change_and_only_they_have_gradients_and_moments(stepped):
+    worker, before, _ = stepped
+    changed = {name for name, array in parameters(worker).items() if not np.array_equal(array, before[name])}
+    factors = {name for name in before if name.endswith(("lora_A", "lora_B"))}
+    assert len(factors) == 8 and changed == factors
+    held = {one.name for one in worker.learner.state_parameters()}
+    assert {name for name in held if name.startswith("grad.")} == {f"grad.{name}" for name in factors}
+    moments = {f"{kind}.{name}" for name in factors for kind in ("exp_avg", "exp_avg_sq")}
+    assert {info.name for info in optimizer_infos(worker.learner.optimizer)} == moments | {"global_step"}
+
+
+def test_the_policy_without_adapters_is_a_separate_reference_model_to_the_last_bit(stepped, make_worker, model_dirs):
+    separate = make_worker(reference=str(model_dirs / "copy"))
+    assert separate.reference.network is not separate.learner.network
+    assert stepped[0].reference.network is stepped[0].learner.network
+    for seed, expected in enumerate(stepped[2]):
+        for found, wanted in zip(step(separate, seed), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_resumed_run_makes_the_same_update_to_the_last_bit(stepped, make_worker, model_dirs):
+    directory = model_dirs / "checkpoint"
+    files = {path.relative_to(directory).as_posix() for path in directory.rglob("*.*")}
+    assert files == {"model/adapter_config.json", "model/adapter_model.safetensors", "optimizer.safetensors"}
+    resumed = make_worker()
+    resumed.restore(str(directory))
+    for found, wanted in zip(step(resumed, 1), stepped[2][1], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    expected = parameters(stepped[0])
+    for name, array in parameters(resumed).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_what_is_published_and_exported_is_the_sum(stepped, model_dirs):
+    worker = stepped[0]
+    with worker.create_board() as board:
+        worker.attach_board(board.path)
+        board.seal([worker.publish(1).contribution])
+        published = {name: array.copy() for name, _, array in board.tensors(1)}
+        worker.export(model_dirs / "out" / "final", None)
+    final = load_file(model_dirs / "out" / "final" / "model.safetensors")
+    base = load_file(model_dirs / "policy" / "model.safetensors")
+    factors = load_file(model_dirs / "out" / "final_adapter" / "adapter_model.safetensors")
+    assert published.keys() == final.keys()
+    num_changed = 0
+    for name, array in final.items():
+        np.testing.assert_array_equal(published[name], array, err_msg=name)
+        module = "base_model.model." + name.removesuffix(".weight")
+        down = factors.get(f"{module}.lora_A.weight")
+        if down is None:
+            np.testing.assert_array_equal(array, base[name], err_msg=name)
+            continue
+        total = base[name] + 2.0 * factors[f"{module}.lora_B.weight"].astype(np.float64) @ down
+        np.testing.assert_allclose(array, total, atol=1e-6, rtol=0, err_msg=name)
+        num_changed += not np.array_equal(array, base[name])
+    assert num_changed == 7
+    config = json.loads((model_dirs / "out" / "final_adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 8.0, "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == str(model_dirs / "policy")
+
+
+def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(make_worker, model_dirs, tmp_path):
+    critic = {"path": str(model_dirs / "policy"), "start_lr": 0.01}
+    worker = make_worker(algorithm={"name": "ppo"}, critic=critic)
+    actor, before = parameters(worker), {p.name: p.asnumpy().copy() for p in worker.critic.network.get_parameters()}
+    batch = make_batch(make_sequences(), PACKED)
+    worker.receive_batch(batch.share(0, 1), is_first=True)
+    assert not worker.compute_values(0).arrays[0].any()  # the projection begins at 0
+    for _ in range(2):  # the projection moves first, and with it the adapters have gradients
+        worker.update_critic(0, 0.01)
+    after = {one.name: one.asnumpy() for one in worker.critic.network.get_parameters()}
+    changed = {name for name, array in after.items() if not np.array_equal(array, before[name])}
+    assert changed == {name for name in before if name.endswith(("lora_A", "lora_B"))} | {"score.weight"}
+    for name, array in parameters(worker).items():
+        np.testing.assert_array_equal(array, actor[name], err_msg=name)
+    worker.export(tmp_path / "final", None)
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "final_adapter", "critic", "critic_adapter"}
+    saved = load_file(tmp_path / "critic_adapter" / "adapter_model.safetensors")
+    np.testing.assert_array_equal(saved["base_model.model.score.weight"], after["score.weight"])
+    assert json.loads((tmp_path / "critic_adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"

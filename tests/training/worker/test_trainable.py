@@ -1,0 +1,74 @@
+"""A learner that trains some parameters of a model: their gradients are those of training all, the others stay."""
+
+import numpy as np
+import pytest
+from test_cells import MODEL
+
+from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.training.batch import RowOptions, make_batch
+
+FROZEN = {
+    "the head": lambda name: not name.startswith("output_layer"),
+    "all but the last layer": lambda name: ".layers.1." in name,
+    "all but matrices of attention": lambda name: name.endswith("linear_qkv.weight"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mindformers(tmp_path_factory):
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+
+
+def make_learner(is_trained=None):
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import SupervisedLoss
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.models.trainable import train_only
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.learner import Learner
+    from mindrlhf.weights.convert import load_random_weights
+
+    network = build_model({**MODEL, "tie_word_embeddings": False}, seq_length=16)
+    load_random_weights(network, seed=5)
+    if is_trained:
+        train_only(network, is_trained)
+    loss = SupervisedLoss(PolicyLogProbs(network, 1.0, "cpu"))
+    return Learner(network, loss, OptimizerSection(start_lr=0.01), Rank(0, 1), "cpu")
+
+
+def accumulate(learner):
+    stream = np.random.default_rng(1)
+    sequences = [TokenSequence(*np.split(stream.integers(1, 96, 14).astype(np.int32), [4]), {}) for _ in range(2)]
+    batch = make_batch(sequences, RowOptions((16,), 2, 1, False))
+    for rows in batch.share(0, 1).micro_batches:
+        learner.accumulate(rows, (), batch.num_tokens)
+
+
+@pytest.fixture(scope="module")
+def all_gradients():
+    learner = make_learner()
+    accumulate(learner)
+    return {name: gradient.copy() for name, gradient in learner.gradients()}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_what_is_trained_has_the_gradients_of_training_all_and_the_rest_stays(frozen, all_gradients):
+    is_trained = FROZEN[frozen]
+    learner = make_learner(is_trained)
+    trained = {name for name in all_gradients if is_trained(name)}
+    before = {one.name: one.asnumpy().copy() for one in learner.network.get_parameters()}
+    accumulate(learner)
+    gradients = dict(learner.gradients())
+    assert gradients.keys() == trained and trained < all_gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, all_gradients[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    assert {one.name for one in learner.optimizer.parameters} == trained
+    assert len(learner.optimizer.exp_avg) == len(trained)
+    norm = learner.apply(0.01)
+    expected = np.sqrt(sum(np.square(all_gradients[name], dtype=np.float64).sum() for name in trained))
+    np.testing.assert_allclose(norm, expected, rtol=1e-5)
+    for one in learner.network.get_parameters():
+        assert np.array_equal(one.asnumpy(), before[one.name]) == (one.name not in trained), one.name

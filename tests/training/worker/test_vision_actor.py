@@ -1,0 +1,207 @@
+"""An actor that sees, on a real tiny model: which images the tower takes and when, what is trained, what is saved."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_vl import IMAGE, TinyVl, write_tiny_vl
+
+from mindrlhf.config.load import load_grpo_config
+from mindrlhf.data.packing import TokenSequence
+from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.image_rows import ImageTokens
+
+LENGTH, ROWS = 48, 2
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    import mindspore as ms
+
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    ms.set_context(runtime_num_threads=1)
+    return write_tiny_vl(tmp_path_factory.mktemp("model"), TinyVl(hidden=32, intermediate=48, vision_hidden=32))
+
+
+@pytest.fixture(scope="module")
+def make_actor(model_dir, tmp_path_factory):
+    """Return a function that builds the actor of a rank, as a run does."""
+    from mindrlhf.training.reinforcement import _build_actor
+    from mindrlhf.training.runtime import Rank
+
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
+    path.write_text("")
+    changes = [
+        f"model.path={model_dir}",
+        f"data.tokenizer_dir={model_dir}",
+        "data.train_file=prompts.mindrecord",
+        "reward.verifier_function=accuracy_reward",
+        "rollout.max_response_length=8",
+        "algorithm.num_generations=2",
+        "training.chunk_size=1",
+        f"training.batch_size={ROWS}",
+        "algorithm.beta=0.05",
+    ]
+    config = load_grpo_config(path, changes)
+    return lambda: _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))
+
+
+@pytest.fixture(scope="module")
+def actor(make_actor):
+    actor = make_actor()
+    actor.warm_up([LENGTH], ROWS, ["old_logprobs", "reference_logprobs"])
+    return actor
+
+
+def draw(seed: int, *size: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+
+
+def batch_of(actor, images: list[tuple]):
+    """Four samples of each prompt, which shows the images."""
+    rng, sequences = np.random.default_rng(7), []
+    for number, shown in enumerate(images):
+        tokens = sum(image.shape[0] * image.shape[1] // 28**2 for image in shown)
+        prompt = np.array([60 + number, *[IMAGE] * tokens, 50], np.int32)
+        for _ in range(4):
+            response = rng.integers(0, 256, 6).astype(np.int32)
+            advantages = rng.standard_normal(6).astype(np.float32)
+            values = {"weights": np.ones(6, np.float32), "advantages": advantages}
+            sequences.append(TokenSequence(prompt, response, values, images=shown))
+    return make_batch(sequences, RowOptions((LENGTH,), ROWS, 1, True, ImageTokens.of(actor.model.network.dims)))
+
+
+def receive(actor, batch) -> None:
+    actor.receive_batch(batch.share(0, 1), is_first=True)
+    actor.receive_images(tuple(batch.images.values()))
+
+
+FIRST, SECOND = draw(1, 56, 84), draw(2, 28, 28)
+
+
+def test_the_tower_runs_once_a_step_for_all_models(actor, monkeypatch):
+    seen = []
+    network = actor.model.network
+    monkeypatch.setattr(network.images, "_tower", lambda *arrays: seen.append(arrays) or network.visual(*arrays))
+    batch = batch_of(actor, [(FIRST,), (FIRST, SECOND)])
+    assert len(batch.micro_batches) > 1
+    receive(actor, batch)
+    for name in ("old_logprobs", "reference_logprobs"):
+        actor.compute_logprobs(name, 0)
+    actor.update(0, lr=0.0, kl_coefficient=0.05)
+    # Both images have one window of 64 patches: one run, in which two slots of it have patches.
+    assert [int(arrays[2].asnumpy().any(1).sum()) for arrays in seen] == [2]
+
+
+def test_reference_and_policy_see_the_same_and_images_matter(actor):
+    batch = batch_of(actor, [(FIRST,), (SECOND,)])
+    receive(actor, batch)
+    old, reference = (actor.compute_logprobs(name, 0).arrays for name in ("old_logprobs", "reference_logprobs"))
+    for one, other in zip(old, reference):
+        np.testing.assert_array_equal(one, other)
+    changed = batch_of(actor, [(draw(3, 56, 84),), (SECOND,)])
+    receive(actor, changed)
+    others = changed.collect([actor.compute_logprobs("old_logprobs", 0).arrays])
+    before = batch.collect([old])
+    assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(before[:4], others[:4]))
+    for one, other in zip(before[4:], others[4:]):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_an_update_moves_the_decoder_and_leaves_the_tower(actor):
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    batch = batch_of(actor, [(FIRST,), (SECOND,)])
+    receive(actor, batch)
+    actor.compute_logprobs("reference_logprobs", 0)
+    actor.compute_logprobs("old_logprobs", 0)
+    before = {name: array.copy() for name, array in iter_hf_tensors(actor.model.network)}
+    result = actor.update(0, lr=1e-2, kl_coefficient=0.05)
+    assert np.isfinite(result.grad_norm) and result.grad_norm > 0
+    after = dict(iter_hf_tensors(actor.model.network))
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved == {name for name in before if not name.startswith("visual.")}
+    trained = [parameter.name for parameter in actor.learner.optimizer.parameters]
+    assert trained and not [name for name in trained if name.startswith("visual.")]
+
+
+def test_the_tower_is_published_once(actor, monkeypatch):
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    with actor.create_board() as board:
+        written, contributions = [], []
+        write = board.write
+        monkeypatch.setattr(board, "write", lambda name, array: written.append(name) or write(name, array))
+        for version in (1, 2):
+            written.clear()
+            board.begin(version)
+            actor.model.write_to(board)
+            board.seal()
+            board.verify(version)
+            contributions.append(dict(board.contribution()))
+            assert any(name.startswith("visual.") for name in written) == (version == 1)
+            assert "model.norm.weight" in written
+        assert contributions[0] == contributions[1]
+        on_board = {name: array for name, _, array in board.tensors(2)}
+        for name, array in iter_hf_tensors(actor.model.network):
+            np.testing.assert_array_equal(on_board[name], array)
+
+
+def test_a_checkpoint_brings_back_the_same_updates(actor, make_actor, tmp_path):
+    batch = batch_of(actor, [(FIRST,), (SECOND, FIRST)])
+
+    def update(worker):
+        receive(worker, batch)
+        worker.compute_logprobs("reference_logprobs", 0)
+        worker.compute_logprobs("old_logprobs", 0)
+        done = worker.update(0, lr=1e-2, kl_coefficient=0.05)
+        return done.statistics, done.grad_norm, *done.logprobs
+
+    update(actor)
+    (tmp_path / "state").mkdir()
+    actor.state_writer(lambda name, arrays: list(arrays))(tmp_path / "state")
+    expected = update(actor)
+    restored = make_actor()
+    restored.restore(str(tmp_path / "state"))
+    for one, other in zip(update(restored), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
+    """Two prompts that differ in the picture alone; the tower, whose weights are random, stays as it is."""
+    from mindrlhf.config import sections
+    from mindrlhf.config.offline_sections import SupervisedSection
+    from mindrlhf.config.schema import SftConfig
+    from mindrlhf.training.offline.supervised import build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.vision_checks import image_tokens
+
+    config = SftConfig(
+        model=sections.ModelSection(path=str(model_dir)),
+        data=sections.DataSection(train_file="unread", tokenizer_dir="unread"),
+        supervised=SupervisedSection(batch_size=ROWS),
+    )
+    learner = build_learner(config, LENGTH, Rank(0, 1))
+    prompt = np.array([60, *[IMAGE] * 6, 50], np.int32)
+    dark, light = np.zeros((56, 84, 3), np.uint8), np.full((56, 84, 3), 255, np.uint8)
+    options = RowOptions((LENGTH,), ROWS, 1, True, image_tokens(str(model_dir)))
+
+    def batch(pairs):
+        sequences = [TokenSequence(prompt, np.array([word], np.int32), {}, images=(image,)) for image, word in pairs]
+        return make_batch(sequences, options)
+
+    def probabilities(made):
+        learner.receive_images(tuple(made.images.values()))
+        return np.exp(
+            [float(one[0]) for one in made.collect([[learner.model.logprobs(r) for r in made.micro_batches]])]
+        )
+
+    right, wrong = batch([(dark, 70), (light, 80)]), batch([(light, 70), (dark, 80)])
+    assert probabilities(right).max() < 0.1
+    learner.receive_images(tuple(right.images.values()))
+    for _ in range(90):
+        learner.update(right.share(0, 1), lr=3e-3)
+    assert probabilities(right).min() > 0.8 and probabilities(wrong).max() < 0.2
