@@ -97,7 +97,7 @@ class PackedRows:
     predicted by a position of its own segment, and no position is there that predicts nothing of its sequence.
     """
 
-    input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is; see also mindrlhf.training.image_rows
+    input_ids: np.ndarray  # int32 [rows, length], 0 where nothing is; see also mindrlhf.training.vision.image_rows
     segment_ids: np.ndarray  # int32 [rows, length]: 1, 2, ... per segment of the row, 0 = padding
     labels: np.ndarray  # int32 [rows, length]
     mask: np.ndarray  # float32 [rows, length]: 1 where the label is a response token that the model generated

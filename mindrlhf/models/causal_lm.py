@@ -145,16 +145,21 @@ def build_model(
     else:
         from mindrlhf.models import ascend_cells as cells
     model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
-    if device != "cpu" and dims.experts:
-        cells.drop_balancing_loss(model)
-    shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
-    if parallel_config.get("model_parallel", 1) > 1:
-        cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
-    if shared_prompts and device != "cpu":
-        cells.rotate_by_row(model)
+    if device != "cpu":
+        shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
+        _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head, shared_prompts)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
+
+
+def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head: bool, shared_prompts: bool) -> None:
+    if dims.experts:
+        cells.drop_balancing_loss(model)
+    if parallel_config.get("model_parallel", 1) > 1:
+        cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
+    if shared_prompts:
+        cells.rotate_by_row(model)
 
 
 def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str) -> tuple:

@@ -9,8 +9,8 @@ import numpy as np
 from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
-from mindrlhf.training.image_rows import ImageTokens, image_table, with_images
 from mindrlhf.training.records import Share, TokenArrays
+from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
 
 T = TypeVar("T")
 

@@ -25,14 +25,14 @@ from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.image_rows import ImageTokens
-from mindrlhf.training.vision_checks import (
+from mindrlhf.training.vision.checks import (
     check_device,
     check_images,
     check_text_only,
     check_vision,
     image_tokens,
 )
+from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config

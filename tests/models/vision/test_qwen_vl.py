@@ -13,7 +13,7 @@ from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.patches import patch_rows
 from mindrlhf.images.slots import fill_slots, slot_rows
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision.image_rows import ImageTokens
 
 LENGTH = 96
 TOLERANCE = 1e-5  # of the largest entry

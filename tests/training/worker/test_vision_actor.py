@@ -10,7 +10,7 @@ from tiny_vl import IMAGE, TinyVl, write_tiny_vl
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision.image_rows import ImageTokens
 
 LENGTH, ROWS = 48, 2
 
@@ -177,7 +177,7 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     from mindrlhf.config.schema import SftConfig
     from mindrlhf.training.offline.supervised import build_learner
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.vision_checks import image_tokens
+    from mindrlhf.training.vision.checks import image_tokens
 
     config = SftConfig(
         model=sections.ModelSection(path=str(model_dir)),

@@ -10,7 +10,7 @@ from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.specs import find_spec
-from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.hf import read_hf_config
 
 

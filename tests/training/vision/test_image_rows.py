@@ -7,7 +7,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.training.batch import RowOptions, images_of_ranks, make_batch
-from mindrlhf.training.image_rows import ImageTokens
+from mindrlhf.training.vision.image_rows import ImageTokens
 
 IMAGE, VOCABULARY = 9, 100
 WIDE = np.full((28, 56, 3), 1, np.uint8)  # 1 x 2 tokens

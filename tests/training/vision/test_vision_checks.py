@@ -10,7 +10,7 @@ from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.pictures.columns import ImageHeader
 from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import PixelLimits, VisionGeometry
-from mindrlhf.training.vision_checks import check_images, check_vision
+from mindrlhf.training.vision.checks import check_images, check_vision
 
 HEADER = ImageHeader(1, 1, 1, 4, IMAGE, PixelLimits(), VisionGeometry())
 
