@@ -40,11 +40,19 @@ FREE_KEYS = frozenset(
 )
 # Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.
 YOUNGER_KEYS = {
-    "training.packing": "first_fit",
+    "algorithm.distill_reward_weight": 0.0,
+    "correction.preset": "default",
+    "lora.alpha": 16.0,
+    "lora.path": "",
+    "lora.rank": None,
+    "lora.rank_stabilised": False,
+    "lora.targets": [],
+    "model.train_vision": "none",
     "rollout.ahead": 0,
-    "rollout.span_tokens": 0,
-    "rollout.max_spans": 4,
     "rollout.in_flight": 1.5,
+    "rollout.max_spans": 4,
+    "rollout.span_tokens": 0,
+    "training.packing": "first_fit",
 }
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})

@@ -111,11 +111,9 @@ def build_model(
         compute_dtype: dtype of activations.
         param_dtype: dtype of parameters.
         device: `cpu` (cells of `cpu_decoder`) or `ascend` (MindFormers' own cells).
-        parallel_config: MindFormers' keys (`data_parallel`, `model_parallel`, `pipeline_stage`, ...); on the CPU only
-            data parallelism exists, and the model does not need to know of it.
+        parallel_config: MindFormers' keys (`model_parallel`, `pipeline_stage`, ...); unread on the CPU.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
-        shared_prompts: its rows are those of :class:`CausalLM` with positions; cells for Ascend are sharded for either
-            form.
+        shared_prompts: its inputs have positions, see :class:`CausalLM`; cells for Ascend are sharded for either form.
         num_image_rows: image tokens in one run of a model with vision, at most.
         train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
 
@@ -140,10 +138,7 @@ def build_model(
         compute_dtype=compute_dtype,
         recompute=recompute,
     )
-    if device == "cpu":
-        from mindrlhf.models import cpu_decoder as cells
-    else:
-        from mindrlhf.models import ascend_cells as cells
+    cells = _cells_for(device)
     model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
     if device != "cpu":
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
@@ -151,6 +146,14 @@ def build_model(
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
+
+
+def _cells_for(device: str):
+    if device == "cpu":
+        from mindrlhf.models import cpu_decoder as cells
+    else:
+        from mindrlhf.models import ascend_cells as cells
+    return cells
 
 
 def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head: bool, shared_prompts: bool) -> None:

@@ -69,7 +69,6 @@ class DecoderInputs(nn.Cell):
     def _with_shared_prompts(self, inputs, segment_ids):
         """The same for inputs `[B, 3, S]`; see CausalLM."""
         batch, length = segment_ids.shape
-        batch, length = segment_ids.shape
         keys = ops.expand_dims(segment_ids, 1)
         other = ops.logical_and(
             ops.not_equal(ops.expand_dims(segment_ids, 2), keys), ops.not_equal(ops.expand_dims(inputs[:, 1], 2), keys)

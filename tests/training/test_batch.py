@@ -1,9 +1,11 @@
 """Batches: micro-batches that divide among the ranks, shares that travel, and results that find their way back."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from mindrlhf.config.sections import BEST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, TokenSequence, plan_rows
 from mindrlhf.layout.packing import RowCost
 from mindrlhf.training.batch import RowOptions, batch_of_rows, make_batch
+from mindrlhf.training.loop.step_metrics import packing_metrics
 
 FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 
@@ -201,6 +204,26 @@ def test_a_prompt_is_shared_as_written():
     assert rows.context["prefix_ids"].tolist() == [[1, 1, 1, 1, 1, 4, 4, 0]]
     assert rows.context["positions"].tolist() == [[0, 1, 2, 3, 2, 0, 1, 0]]
     assert batch.placed == ((0, 0, 2, 4), (0, 0, 4, 5), (0, 0, 5, 7))
+
+
+def test_the_rows_of_the_quickstart_are_full():
+    """Lengths as its samples have them: prompts of 23 to 45 tokens, 8 responses each of 9 to 24."""
+    path = Path(__file__).parents[2] / "examples" / "quickstart" / "config.yaml"
+    training = yaml.safe_load(path.read_text())["training"]
+    assert training["packing"] == SHARED_PROMPTS
+    random, efficiencies = np.random.default_rng(0), []
+    for _ in range(10):
+        prompts = np.clip(23 + random.gamma(2, 3.2, 16), 23, 45).astype(int)
+        groups = [(int(prompt), np.clip(random.normal(15, 2.5, 8), 9, 24).astype(int)) for prompt in prompts]
+        sequences = make_groups(groups)
+        batch = make_batch(
+            sequences, RowOptions(tuple(training["row_lengths"]), training["batch_size"], 2, True, SHARED_PROMPTS)
+        )
+        metrics = packing_metrics([batch])
+        efficiencies.append(metrics["packing/efficiency"])
+        plain = sum(sequence.num_tokens for sequence in sequences)
+        assert plain > 2 * sum(rows.mask.size for rows in batch.micro_batches)
+    assert np.mean(efficiencies) >= 0.95 and min(efficiencies) >= 0.9
 
 
 def test_ranks_in_step_have_equal_shapes_with_plain_packing_too():

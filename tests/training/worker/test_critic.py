@@ -9,6 +9,7 @@ import xxhash
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.records import Share
 
 VOCABULARY = 64
 MODEL = {
@@ -283,3 +284,13 @@ def test_the_state_of_a_model_is_all_that_training_holds(worker):
     size_bytes = sum(parameter.nbytes for parameter in worker.critic.state_parameters())
     weights = sum(parameter.nbytes for parameter in worker.critic.network.get_parameters())
     assert size_bytes == pytest.approx(4 * weights, rel=0.01)  # weights, gradients, two moments
+
+
+def test_a_rank_whose_share_has_no_rows_takes_part(worker):
+    """With fitted rows there may be fewer rows than ranks; what it adds to the sums over the ranks is 0."""
+    worker.receive_batch(Share((), 5), is_first=True)
+    assert worker.compute_values(0).arrays == worker.compute_logprobs("old_logprobs", 0).arrays == ()
+    done = worker.update(0, 0.0, 0.0)
+    assert done.grad_norm == 0.0 and done.logprobs == () and not done.statistics.any()
+    done = worker.update_critic(0, 0.0)
+    assert done.grad_norm == 0.0 and not done.statistics.any()
