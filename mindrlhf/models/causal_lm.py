@@ -114,12 +114,12 @@ def build_model(
         UserError: unknown architecture, unsupported variant, or a dtype or split the device cannot do.
     """
     parallel_config = dict(parallel_config or {})
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    spec = find_spec(hf_config)
-    dims = spec.dims(hf_config)
-    if dims.vision and device != "cpu":
+    elif dims.vision:
         raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
     config = _transformer_config(
         spec,
@@ -142,16 +142,14 @@ def build_model(
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
-    if dims.vision:
-        inputs, tower, images = _vision_parts(model, config, dims, seq_length, num_image_rows, train_vision)
-        outputs = cells.DecoderOutputs(config)
-        return CausalLM(model, inputs, outputs, spec, dims, hf_config, visual=tower, images=images)
-    inputs = cells.DecoderInputs(model, config, seq_length, dims)
-    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits)
+    inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision)
+    return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
 
 
-def _vision_parts(model, config, dims: ModelDims, seq_length: int, num_image_rows: int, train_vision: str):
-    """Return the decoder's inputs, the vision tower, and what knows the images of a step."""
+def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str) -> tuple:
+    """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
+    if not dims.vision:
+        return (cells.DecoderInputs(model, config, config.seq_length, dims),)
     from mindrlhf.models.vision.cpu_inputs import ImageDecoderInputs, SeeingDecoderInputs
     from mindrlhf.models.vision.cpu_tower import VisionTower
     from mindrlhf.models.vision.images import ImagePatches, ImageRows
@@ -163,9 +161,9 @@ def _vision_parts(model, config, dims: ModelDims, seq_length: int, num_image_row
         parameter.requires_grad = parameter.name.startswith(trained)
     cut = (dims.vision.geometry, dims.vision.window_side)
     if trained:
-        inputs = SeeingDecoderInputs(tower, model, config, seq_length, dims)
+        inputs = SeeingDecoderInputs(tower, model, config, config.seq_length, dims)
         return inputs, tower, ImagePatches(num_image_rows, *cut)
-    inputs = ImageDecoderInputs(model, config, seq_length, dims, num_image_rows)
+    inputs = ImageDecoderInputs(model, config, config.seq_length, dims, num_image_rows)
     return inputs, tower, ImageRows(tower, inputs.image_rows, *cut)
 
 

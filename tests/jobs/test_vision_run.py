@@ -91,6 +91,7 @@ def test_the_decoder_is_trained_and_the_tower_is_not(output_dir, inputs_dir):
     assert (output_dir / "final" / "preprocessor_config.json").exists()
 
 
+@SLOW
 def test_a_resumed_run_is_the_same_run(output_dir, inputs_dir):
     before = {name: (output_dir / name).read_bytes() for name in ("trajectory.jsonl", "final/model.safetensors")}
     shutil.rmtree(output_dir / "final")
