@@ -83,7 +83,11 @@ class SupervisedTrainer:
         self._config = config
         self._team = team
         self._options = RowOptions(
-            inputs.row_lengths, section.batch_size, team.world_size, section.pack, inputs.image_tokens
+            inputs.row_lengths,
+            section.batch_size,
+            team.world_size,
+            section.pack,
+            image_tokens=inputs.image_tokens,
         )
         self._sequences = read_sequences(inputs.prompts)
         self._image_files = read_image_files(inputs.prompts) if inputs.image_tokens else []
