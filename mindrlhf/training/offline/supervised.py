@@ -129,8 +129,9 @@ class SupervisedTrainer:
     ) -> Batch:
         """Make a batch of rows; their images are unpacked for it."""
         if image_files:
-            items = [item for row in rows for item in row.items]
-            sequences = {item: _with_images(sequences[item], image_files[item]) for item in items}
+            sequences = list(sequences)
+            for item in (item for row in rows for item in row.items):
+                sequences[item] = _with_images(sequences[item], image_files[item])
         return batch_of_rows(sequences, rows, self._options)
 
     def _call(self, method: str, batch: Batch, **arguments: Any) -> Results:
