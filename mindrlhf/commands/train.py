@@ -77,24 +77,16 @@ def _run(arguments: argparse.Namespace) -> int:
     place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    checked = check_run(
-        command,
-        arguments.config,
-        overrides,
-        num_ranks=arguments.workers * num_nodes,
-        num_nodes=num_nodes,
-        resume=is_resumed,
-        oversubscribe=arguments.oversubscribe,
-    )
+    ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
+    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe}
+    checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
-    log_dir = Path(config.run.output_dir) / "logs"
-    if place and place.node:
-        log_dir /= f"node_{place.node}"
+    log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     again = _again(arguments, overrides, place)
-    ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
+    what = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
 
     def start(resume: bool, **peers: Any) -> int:
-        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
+        print(f"mindrlhf: starting {what}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
