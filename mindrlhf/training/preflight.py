@@ -119,7 +119,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
 def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
-    mistakes.check(check_device, config.model, config.run, needs=["model.path"])
+    mistakes.check(check_device, config.model, config.run, config.lora, needs=["model.path"])
     mistakes.check(_check_data_parallel, config.parallel_config, "mindrlhf sft")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
@@ -161,9 +161,7 @@ class _Files:
     more: dict[str, PromptFile]  # further held-out sets by name
 
     @classmethod
-    def open(
-        cls, data: DataSection, task: str, mistakes: Mistakes, sets: Mapping[str, str] | None = None
-    ) -> "_Files":
+    def open(cls, data: DataSection, task: str, mistakes: Mistakes, sets: Mapping[str, str] | None = None) -> "_Files":
         tokenizer = mistakes.check(load_tokenizer, data.tokenizer_dir, needs=["data.tokenizer_dir"])
         training = mistakes.check(_open_file, data.train_file, tokenizer, task, needs=["data.train_file"])
         held_out = None
