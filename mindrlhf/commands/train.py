@@ -222,7 +222,7 @@ def _check_inputs(command: str, config: Any, num_ranks: int, num_nodes: int) -> 
 
     if command == "train":
         check_grpo_inputs(config, num_ranks)
-        check_nodes(config, num_nodes)
+        check_nodes(config, num_ranks, num_nodes)
         check_sandbox(config)
     elif command == "sft":
         check_sft_inputs(config)
