@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if place is None:
         check()
         return run.on_one_machine()
-    facts = partial(_node_facts, arguments, config, is_resumed, place.num_nodes)
+    facts = partial(_node_facts, arguments, config, place.num_nodes)
     if place.node:
         return run.on_other_node(place, check, facts)
     check()
@@ -199,13 +199,13 @@ def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resume
     return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
 
 
-def _node_facts(arguments: argparse.Namespace, config: Any, is_resumed: bool, num_nodes: int) -> list:
+def _node_facts(arguments: argparse.Namespace, config: Any, num_nodes: int) -> list:
+    """Return what has to be the same on all nodes; whether the run is resumed is for node 0 to say."""
     from mindrlhf.training.facts import run_facts
 
     options = {
         "--workers": arguments.workers,
         "--nodes": num_nodes,
-        "--resume": is_resumed,
         "--max-restarts": arguments.max_restarts,
     }
     return run_facts(arguments.command, config, options)
