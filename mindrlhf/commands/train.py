@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
     ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
-    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe}
+    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
     checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
@@ -104,13 +104,13 @@ def _run(arguments: argparse.Namespace) -> int:
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
 
     if place and place.node:
-        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, is_resumed, place))
+        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, place))
     checked.raise_if_any()
     for remark in checked.remarks:
         print(f"mindrlhf: {remark}", flush=True)
     if place is None:
         return run.on_one_machine()
-    return run.on_first_node(place, _facts_of(arguments, config, is_resumed, place))
+    return run.on_first_node(place, _facts_of(arguments, config, place))
 
 
 def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | None") -> str:
@@ -220,14 +220,13 @@ def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resume
     return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
 
 
-def _facts_of(arguments: argparse.Namespace, config: Any, is_resumed: bool, place: "Place") -> Callable[[], list]:
-    """Return what finds the facts that all nodes must agree on."""
+def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Callable[[], list]:
+    """Return what finds what has to be the same on all nodes; whether the run is resumed is for node 0 to say."""
     from mindrlhf.training.facts import run_facts
 
     options = {
         "--workers": arguments.workers,
         "--nodes": place.num_nodes,
-        "--resume": is_resumed,
         "--max-restarts": arguments.max_restarts,
     }
     return partial(run_facts, arguments.command, config, options)

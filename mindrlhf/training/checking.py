@@ -53,6 +53,7 @@ def check_run(
     *,
     num_ranks: int = 1,
     num_nodes: int = 1,
+    node: int = 0,
     resume: bool = False,
     oversubscribe: bool = False,
 ) -> CheckedRun:
@@ -64,6 +65,7 @@ def check_run(
         overrides: ``section.key=value``.
         num_ranks: trainer ranks, of all nodes.
         num_nodes: machines that they are on, in equal parts.
+        node: number of this one; what is in the output directory is for node 0 to judge.
         resume: the run is to be continued.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
 
@@ -87,5 +89,6 @@ def check_run(
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
-    obstacles.check(lambda: refuse_taken(config, resume=resume))
+    if node == 0:
+        obstacles.check(lambda: refuse_taken(config, resume=resume))
     return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())

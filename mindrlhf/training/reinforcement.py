@@ -98,7 +98,7 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
         nodes = find_nodes(ranks)
-        check_nodes(config, len(nodes))
+        check_nodes(config, ranks.world_size, len(nodes))
         attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
         if len(nodes) > 1:
