@@ -12,9 +12,9 @@ from mindrlhf.launch.machine import check_launcher, check_ranks
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken
+from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.preflight import (
     check_grpo_inputs,
-    check_nodes,
     check_preference_inputs,
     check_sandbox,
     check_sft_inputs,
@@ -76,7 +76,7 @@ def check_run(
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
         if task == "train":
-            mistakes.check(check_nodes, config, num_nodes)
+            mistakes.check(check_nodes, config, num_ranks, num_nodes)
             check_grpo_inputs(config, num_ranks, mistakes)
         elif task == "sft":
             check_sft_inputs(config, mistakes)

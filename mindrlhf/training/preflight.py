@@ -8,7 +8,7 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, ParallelSection
+from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
@@ -16,15 +16,14 @@ from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
-from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
-from mindrlhf.layout.layout import Layout
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.vllm_options import check_positions
 from mindrlhf.sandbox.server import check_strong
-from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_servers
 from mindrlhf.training.vision.checks import (
     check_device,
     check_images,
@@ -36,8 +35,7 @@ from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.open import is_sharded, open_tensors
-from mindrlhf.weights.sharded import STRATEGY_NAME
+from mindrlhf.weights.open import open_tensors
 
 FINAL_NAME = "final"  # the exported model, in the run's output directory
 
@@ -80,7 +78,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     check = mistakes.check
     check(check_vision, config, needs=["model.path"])
     if config.run.device == "cpu":
-        check(_check_data_parallel, config.parallel_config, "run.device=cpu")
+        check(check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
@@ -101,10 +99,10 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if files.present:
         row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
     if config.run.device != "cpu":
-        check(_check_servers, config, world_size, needs=["model.path"])
+        check(check_servers, config, world_size, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":
-            check(_check_layout, config, row_lengths, world_size, needs=["model.path"])
+            check(check_layout, config, row_lengths, world_size, needs=["model.path"])
         check(check_positions, config.model.path, row_lengths[-1], needs=["model.path"])
     _check_models(config, files.tokenizer, num_steps, mistakes)
     for file in files.present:
@@ -120,7 +118,7 @@ def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> Run
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
     mistakes.check(check_device, config.model, config.run, config.lora, needs=["model.path"])
-    mistakes.check(_check_data_parallel, config.parallel_config, "mindrlhf sft")
+    mistakes.check(check_data_parallel, config.parallel_config, "mindrlhf sft")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
     mistakes.check(_check_lora, config.lora, config.model.path, False, needs=["model.path"])
@@ -137,7 +135,7 @@ def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mis
     mistakes = Mistakes() if mistakes is None else mistakes
     command = "dpo" if isinstance(config, DpoConfig) else "reward-model"
     mistakes.check(check_text_only, config.model, command, needs=["model.path"])
-    mistakes.check(_check_data_parallel, config.parallel_config, "preference learning")
+    mistakes.check(check_data_parallel, config.parallel_config, "preference learning")
     files = _Files.open(config.data, "preference", mistakes)
     for key, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path)):
         if path:
@@ -210,30 +208,6 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
         check(_check_reward_model, config, tokenizer, needs=["reward.model_path"])
 
 
-def check_nodes(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
-    """Refuse a `mindrlhf train` run on several machines of which none would hold the whole model."""
-    parallel = config.parallel_config
-    if num_nodes == 1 or not is_split(parallel):
-        return
-    for name, value, wanted in (
-        ("pipeline_stage", parallel.pipeline_stage, 1),
-        ("expert_parallel", parallel.expert_parallel, 1),
-        ("enable_parallel_optimizer", parallel.enable_parallel_optimizer, False),
-    ):
-        if value != wanted:
-            raise UserError(
-                f"'parallel_config.{name}' is {str(value).lower()}, which spreads the model over {num_nodes} nodes, "
-                f"but each node must hold the whole model: set it to {str(wanted).lower()}, or use one node"
-            )
-    ranks_per_node, ranks_per_replica = num_ranks // num_nodes, parallel.model_parallel * parallel.context_parallel
-    if ranks_per_node % ranks_per_replica:
-        raise UserError(
-            f"'parallel_config' cuts the model into {ranks_per_replica} parts (model_parallel * context_parallel), but "
-            f"each of {num_nodes} nodes, which must hold the whole model, has {ranks_per_node} ranks: start a multiple "
-            f"of {ranks_per_replica} ranks on each node"
-        )
-
-
 def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
     if directory.exists() and any(directory.iterdir()):
@@ -255,55 +229,6 @@ def _check_msprobe(config: GrpoConfig) -> None:
             "cells of its own: set it to debug, or train without lora.rank"
         )
     check_dump(dump_dir(section, config.run))
-
-
-def _check_data_parallel(parallel: ParallelSection, command: str) -> None:
-    for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
-        if getattr(parallel, name) > 1:
-            raise UserError(
-                f"'parallel_config.{name}' is {getattr(parallel, name)}, but {command} trains in data parallel only: "
-                "set it to 1"
-            )
-    if parallel.enable_parallel_optimizer:
-        raise UserError(
-            f"'parallel_config.enable_parallel_optimizer' is true, but {command} trains in data parallel only: set it "
-            "to false"
-        )
-
-
-def _check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
-    """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
-    parallel = config.parallel_config
-    if not is_split(parallel):
-        return
-    layout = Layout.from_config(parallel, world_size)
-    for key, is_used in (("critic.path", needs_critic(config)), ("reward.model_path", bool(config.reward.model_path))):
-        if is_used:
-            raise UserError(
-                f"'{key}' is set, but with parallel_config {layout} only the actor and its reference model are sharded "
-                "over the ranks: use an algorithm and rewards without that model, or data parallelism alone"
-            )
-    # The checks want the row lengths that the plan would, which may have come from the data.
-    training = dataclasses.replace(config.training, row_lengths=row_lengths)
-    config = dataclasses.replace(config, training=training)
-    paths = [config.model.path]
-    if config.algorithm.beta > 0:
-        paths.append(config.model.reference_path or config.model.path)
-    for path in dict.fromkeys(paths):
-        hf_config = read_hf_config(path)
-        dims = find_spec(hf_config).dims(hf_config)
-        for length in row_lengths:
-            one_length = dataclasses.replace(training, row_lengths=(length,))
-            check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
-        if is_sharded(path):
-            check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
-
-
-def _check_servers(config: GrpoConfig, world_size: int) -> None:
-    hf_config = read_hf_config(config.model.path)
-    # Servers that leave devices idle run as well; the plan says what that costs.
-    num_devices = min(world_size, config.rollout.num_replicas * config.rollout.tensor_parallel)
-    check_rollout(config.rollout, find_spec(hf_config).dims(hf_config), num_devices)
 
 
 def _longest_record(header: PromptFileHeader) -> int:

@@ -33,6 +33,7 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -40,7 +41,7 @@ from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_nodes, check_sandbox
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team

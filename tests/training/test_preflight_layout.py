@@ -5,7 +5,8 @@ from preflight_cases import changed
 
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
-from mindrlhf.training.preflight import check_grpo_inputs, check_nodes
+from mindrlhf.training.layout_checks import check_nodes
+from mindrlhf.training.preflight import check_grpo_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 MODEL = {

@@ -1,0 +1,91 @@
+"""What a layout asks of a run, before a device is touched: ranks, nodes, servers and the directories of shards."""
+
+import dataclasses
+from pathlib import Path
+
+from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
+from mindrlhf.layout.layout import Layout
+from mindrlhf.shards.strategy_files import check_strategy_directory
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.hf import read_hf_config
+from mindrlhf.weights.open import is_sharded
+from mindrlhf.weights.sharded import STRATEGY_NAME
+
+
+def check_nodes(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
+    """Refuse a `mindrlhf train` run on several machines of which none would hold the whole model."""
+    parallel = config.parallel_config
+    if num_nodes == 1 or not is_split(parallel):
+        return
+    for name, value, wanted in (
+        ("pipeline_stage", parallel.pipeline_stage, 1),
+        ("expert_parallel", parallel.expert_parallel, 1),
+        ("enable_parallel_optimizer", parallel.enable_parallel_optimizer, False),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"'parallel_config.{name}' is {str(value).lower()}, which spreads the model over {num_nodes} nodes, "
+                f"but each node must hold the whole model: set it to {str(wanted).lower()}, or use one node"
+            )
+    ranks_per_node, ranks_per_replica = num_ranks // num_nodes, parallel.model_parallel * parallel.context_parallel
+    if ranks_per_node % ranks_per_replica:
+        raise UserError(
+            f"'parallel_config' cuts the model into {ranks_per_replica} parts (model_parallel * context_parallel), but "
+            f"each of {num_nodes} nodes, which must hold the whole model, has {ranks_per_node} ranks: start a multiple "
+            f"of {ranks_per_replica} ranks on each node"
+        )
+
+
+def check_data_parallel(parallel: ParallelSection, command: str) -> None:
+    """Refuse a layout that shards the model where only whole ones are trained; ``command`` says where."""
+    for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
+        if getattr(parallel, name) > 1:
+            raise UserError(
+                f"'parallel_config.{name}' is {getattr(parallel, name)}, but {command} trains in data parallel only: "
+                "set it to 1"
+            )
+    if parallel.enable_parallel_optimizer:
+        raise UserError(
+            f"'parallel_config.enable_parallel_optimizer' is true, but {command} trains in data parallel only: set it "
+            "to false"
+        )
+
+
+def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
+    """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
+    parallel = config.parallel_config
+    if not is_split(parallel):
+        return
+    layout = Layout.from_config(parallel, world_size)
+    for key, is_used in (("critic.path", needs_critic(config)), ("reward.model_path", bool(config.reward.model_path))):
+        if is_used:
+            raise UserError(
+                f"'{key}' is set, but with parallel_config {layout} only the actor and its reference model are sharded "
+                "over the ranks: use an algorithm and rewards without that model, or data parallelism alone"
+            )
+    # The checks want the row lengths that the plan would, which may have come from the data.
+    training = dataclasses.replace(config.training, row_lengths=row_lengths)
+    config = dataclasses.replace(config, training=training)
+    paths = [config.model.path]
+    if config.algorithm.beta > 0:
+        paths.append(config.model.reference_path or config.model.path)
+    for path in dict.fromkeys(paths):
+        hf_config = read_hf_config(path)
+        dims = find_spec(hf_config).dims(hf_config)
+        for length in row_lengths:
+            one_length = dataclasses.replace(training, row_lengths=(length,))
+            check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
+        if is_sharded(path):
+            check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
+
+
+def check_servers(config: GrpoConfig, world_size: int) -> None:
+    """Check that the model can be sharded over the devices of a rollout server."""
+    hf_config = read_hf_config(config.model.path)
+    # Servers that leave devices idle run as well; the plan says what that costs.
+    num_devices = min(world_size, config.rollout.num_replicas * config.rollout.tensor_parallel)
+    check_rollout(config.rollout, find_spec(hf_config).dims(hf_config), num_devices)
