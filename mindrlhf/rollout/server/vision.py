@@ -8,9 +8,11 @@ take its place while they are imported.
 
 import dataclasses
 import functools
+import json
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +30,6 @@ from mindrlhf.images.patches import patch_rows
 from mindrlhf.images.positions import image_starts
 from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.hf import read_hf_config
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 _TORCHVISION = (
@@ -53,7 +54,7 @@ class VisionModel:
         Raises:
             UserError: a model that sees, of an unknown architecture.
         """
-        hf_config = read_hf_config(model_dir)
+        hf_config = json.loads(Path(model_dir, "config.json").read_text(encoding="utf-8"))
         if hf_config.get("vision_config") is None:
             return None
         vision = find_spec(hf_config).dims(hf_config).vision
