@@ -13,6 +13,7 @@ from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.preflight import RunInputs
 
 KINDS = ("sft", "dpo", "reward-model")
+ADAPTED = "dpo of adapters"
 NUM_STEPS = 7
 
 
@@ -33,6 +34,7 @@ def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
         # Some steps of the first epoch, then the second; a rate that changes with the step.
         "optimizer": {"start_lr": 3e-3, "end_lr": 1e-3, "lr_schedule": "linear"},
         "checkpoint": {"every_steps": 3, "keep_last": 9},
+        "lora": {"rank": 4} if kind == ADAPTED else {},
     }
     inputs = RunInputs(None, PairFile(80, 0), PairFile(num_held_out, 1), (32,), 0)
     if kind == "sft":
@@ -82,10 +84,12 @@ def train(trainer, progress, checkpoints):
 def weights_of(learner):
     from mindrlhf.weights.convert import iter_hf_tensors
 
-    return {name: array.copy() for name, array in iter_hf_tensors(learner.network)}
+    weights = {name: array.copy() for name, array in iter_hf_tensors(learner.network)}
+    adapters = {one.name: one.asnumpy().copy() for one in learner.network.get_parameters() if "lora" in one.name}
+    return weights | adapters
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ADAPTED])
 def test_a_resumed_run_ends_like_one_that_never_stopped(kind, model_dir, tmp_path):
     _, trainer, learner = make(kind, model_dir, tmp_path / "whole")
     whole_progress = Progress()
