@@ -202,7 +202,8 @@ class VllmGenerator:
         # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
         # too: vLLM leaves some behind when it is killed. The lock goes on to the server: the directory is in use while
         # either lives, and the next start of anybody removes it when both were killed.
-        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), "mindrlhf-rollout-")
+        # Earlier releases took other names, without a lock: theirs are left alone.
+        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), "mindrlhf-server-")
         self._private_dir = str(path)
         for name in (PACKAGES_NAME, TEMPORARY_NAME):
             os.mkdir(os.path.join(self._private_dir, name))

@@ -86,7 +86,7 @@ def disturb(start_job, output_dir, rng: random.Random, num_kills: int) -> collec
             job.process.wait()
             # A server that was killed just before cannot tidy up, and nor can those who would have done it then: what
             # may remain until the next start is its directory of temporary files. No process does.
-            assert [left for left in job.leftovers() if "mindrlhf-rollout-" not in left] == []
+            assert [left for left in job.leftovers() if "mindrlhf-server-" not in left] == []
             if (output_dir / "final").exists():  # it had nothing left to do
                 return hits
             job = start_job(output_dir, *options, *["--resume"] * bool(job.finished()))

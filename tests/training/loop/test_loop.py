@@ -265,7 +265,7 @@ class Run:
         parts = Parts(
             team=team,
             policy=Policy(team, Board(self.journal)),
-            rows=RowOptions((8, 16), training.batch_size, world_size, training.pack),
+            rows=RowOptions((8, 16), training.batch_size, world_size, training.pack, training.packing),
             rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
             timer=timer,
@@ -562,3 +562,20 @@ def test_a_kl_that_is_not_finite_does_not_spoil_its_controller(monkeypatch):
     monkeypatch.setattr(Rank, "update", update_without_number)
     run()
     assert run.trainer.objective.kl.coefficient == 0.1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_packing_changes_nothing_that_the_loop_sees(world_size):
+    """Losses, log-probabilities and rewards are those of plain rows, whoever computes which rows."""
+
+    def course(packing: str) -> list[dict]:
+        run = Run(world_size=world_size, training={"packing": packing, "num_minibatches": 2}, algorithm={"beta": 0.1})
+        run.train()
+        unlike = ("packing/", "timing/", "throughput/", "memory/", "recompiles")
+        return [{k: v for k, v in step.items() if not k.startswith(unlike)} for _, step in run.memory.metrics]
+
+    plain = course("first_fit")
+    assert plain
+    for packing in ("best_fit", "shared_prompts"):
+        for ours, theirs in zip(course(packing), plain, strict=True):
+            assert ours == pytest.approx(theirs)
