@@ -42,6 +42,9 @@ FREE_KEYS = frozenset(
 YOUNGER_KEYS = {
     "algorithm.distill_reward_weight": 0.0,
     "correction.preset": "default",
+    "evaluation.patience": 0,
+    "evaluation.sets": {},
+    "evaluation.verifiers": {},
     "lora.alpha": 16.0,
     "lora.path": "",
     "lora.rank": None,

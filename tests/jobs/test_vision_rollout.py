@@ -120,6 +120,9 @@ def environment():
 
 def check(python, model_dir, images_file, samples):
     """Compare log-probabilities with transformers; ``samples`` are (request, token ids, log-probabilities)."""
+    # A random model may write an image token itself, which transformers takes for an image that is missing.
+    ends = [next((n for n, token in enumerate(ids) if token == IMAGE), len(ids)) for _, ids, _ in samples]
+    samples = [(r, ids[:end], logprobs[:end]) for (r, ids, logprobs), end in zip(samples, ends) if end]
     cases = [
         [list(r.prompt_ids), list(map(int, ids)), [f"{r.request_id}_{n}" for n in range(len(r.images))]]
         for r, ids, _ in samples
