@@ -20,6 +20,7 @@ SECTIONS = {
     "dpo": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 40}},
     "reward-model": {"preference": {"pairs_per_step": 4, "batch_size": 4, "row_lengths": [32], "epochs": 40}},
 }
+SECTIONS["dpo of adapters"] = {**SECTIONS["dpo"], "lora": {"rank": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,11 @@ def inputs_dir(tmp_path_factory, rollout_python):
 
 @pytest.fixture
 def start_job(inputs_dir, tmp_path):
-    """Start a run: ``start_job(command, output_dir, options...)``."""
+    """Start a run: ``start_job(kind, output_dir, options...)``."""
     jobs = []
 
-    def start(command, output_dir, *options):
+    def start(kind, output_dir, *options):
+        command = kind.partition(" ")[0]
         train_file = inputs_dir / f"{'sft' if command == 'sft' else 'preference'}.mindrecord"
         config = {
             "model": {"path": str(inputs_dir / "model")},
@@ -56,7 +58,7 @@ def start_job(inputs_dir, tmp_path):
             "optimizer": {"start_lr": 1e-3, "end_lr": 0.0, "lr_schedule": "linear"},
             "checkpoint": {"every_steps": 5},
             "observe": {"tensorboard": False},
-            **SECTIONS[command],
+            **SECTIONS[kind],
         }
         path = tmp_path / f"{command}.yaml"  # YAML is a superset of JSON
         path.write_text(json.dumps(config))
@@ -71,31 +73,31 @@ def start_job(inputs_dir, tmp_path):
 
 
 # tests/training/test_offline.py resumes all three in one process; nightly they go through the command as well.
-@pytest.mark.parametrize("command", ["dpo", pytest.param("sft", marks=SLOW), pytest.param("reward-model", marks=SLOW)])
-def test_an_ended_and_killed_run_resumes_exactly(start_job, tmp_path, command):
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=SLOW) for kind in SECTIONS if kind != "dpo")])
+def test_an_ended_and_killed_run_resumes_exactly(start_job, tmp_path, kind):
     undisturbed, output_dir = tmp_path / "undisturbed", tmp_path / "run"
-    job = start_job(command, undisturbed)
+    job = start_job(kind, undisturbed)
     assert job.wait(TIMEOUT_S) == 0, job.text()
 
-    job = start_job(command, output_dir)
+    job = start_job(kind, output_dir)
     job.wait_until(lambda: job.num_steps() >= 3)
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert job.text().rstrip().splitlines()[-1].startswith("mindrlhf: SIGTERM: step "), job.text()
     assert not (output_dir / FINAL_NAME).exists()
 
-    job = start_job(command, output_dir)
+    job = start_job(kind, output_dir)
     assert job.wait(TIMEOUT_S) == 2 and "continue it with --resume" in job.text()
 
-    job = start_job(command, output_dir, "--resume")
+    job = start_job(kind, output_dir, "--resume")
     first = job.num_steps()
     job.wait_until(lambda: job.num_steps() >= first + 12)
     job.kill_rank(0)
     assert job.wait(TIMEOUT_S) != 0
-    assert "rank 0 was killed by SIGKILL" in job.text() and f"mindrlhf {command} " in job.text()
+    assert "rank 0 was killed by SIGKILL" in job.text() and f"mindrlhf {kind.partition(' ')[0]} " in job.text()
     assert job.text().rstrip().endswith("--resume"), job.text()
 
-    job = start_job(command, output_dir, "--resume")
+    job = start_job(kind, output_dir, "--resume")
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert "mindrlhf: resumed after step " in job.text()
     assert job.leftovers() == [] == job.unfinished()
@@ -106,6 +108,7 @@ def test_an_ended_and_killed_run_resumes_exactly(start_job, tmp_path, command):
     )
     assert any(name.endswith(".safetensors") for name in files)
     assert files == expected
+    assert (output_dir / f"{FINAL_NAME}_adapter").is_dir() == ("adapters" in kind)
 
 
 @SLOW
