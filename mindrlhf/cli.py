@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; expected failures print one line each, not a traceback."""
     arguments = _parse(argv)
     try:
-        code = arguments.run(arguments) or 0
+        with _signs_of_life(getattr(arguments, "says", None)):
+            code = arguments.run(arguments) or 0
         sys.stdout.flush()
         return code
     except (UserError, RunFailure) as failure:
@@ -77,6 +78,13 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
+
+
+def _signs_of_life(what: str | None) -> contextlib.AbstractContextManager[None]:
+    """Have a command that takes long say so on standard error; ``what`` is None for those that speak themselves."""
+    from mindrlhf.launch.stages import signs_of_life
+
+    return signs_of_life(what, sys.stderr) if what else contextlib.nullcontext()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

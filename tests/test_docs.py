@@ -1,6 +1,7 @@
 """The pages tell the truth where a machine can check it: links, commands, keys, metrics, arithmetic."""
 
 import argparse
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -133,7 +134,9 @@ def _reported_metrics() -> set[str]:
     others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))
     assert {"loss", "grad_norm", "recompiles"} <= others
     heldout = (ROOT / "mindrlhf" / "evaluation" / "heldout.py").read_text(encoding="utf-8")
-    others |= {re.sub(r"\{\w+\}", "<verifier>", name) for name in re.findall(r'f?"(eval/[^"]+)"', heldout)}
+    of_sets = re.search(r"def set_metrics.*?(?=\n    def )", heldout, flags=re.DOTALL)[0]
+    for text, part in ((heldout.replace(of_sets, ""), "<verifier>"), (of_sets, "<set>")):
+        others |= {re.sub(r"\{\w+\}", part, name) for name in re.findall(r'f?"(eval/[^"]+)"', text)}
     return set(reported) | set(timings) | set(rates) | others
 
 
@@ -166,3 +169,33 @@ def test_exit_codes_in_the_faq():
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", _text(ROOT / "docs" / "faq.md"), flags=re.MULTILINE))
     assert "you can mend it" in rows[str(UserError.exit_code)]
     assert "failed while the run was under way" in rows[str(RunFailure.exit_code)]
+
+
+@pytest.fixture(scope="module")
+def wrap_docs():
+    specification = importlib.util.spec_from_file_location("wrap_docs", ROOT / "scripts" / "wrap_docs.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_prose_is_wrapped_at_110_characters(wrap_docs):
+    """`python scripts/wrap_docs.py` makes it so; docs/config.md is generated so."""
+    pages = [*wrap_docs.pages(), ROOT / "docs" / "config.md"]
+    assert len(pages) > 25 and wrap_docs.WIDTH == 110
+    assert [_name(page) for page in pages if wrap_docs.wrap(text := page.read_text(encoding="utf-8")) != text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a " * 60 + "\n", " ".join(["a"] * 55) + "\n" + "a a a a a\n"),
+        ("- " + "b " * 60 + "\n  c\n", "- " + " ".join(["b"] * 54) + "\n  b b b b b b c\n"),
+        ("```\n" + "x " * 80 + "\n```\n", "```\n" + "x " * 80 + "\n```\n"),
+        ("| " + "cell " * 40 + "|\n", "| " + "cell " * 40 + "|\n"),
+        ("short\nlines stay\n", "short\nlines stay\n"),
+        ("w" * 108 + " - not a list\n", "w" * 108 + " -\nnot a list\n"),
+    ],
+)
+def test_wrapping_keeps_what_markdown_means(wrap_docs, text, expected):
+    assert wrap_docs.wrap(text) == expected

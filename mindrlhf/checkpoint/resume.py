@@ -27,6 +27,7 @@ FREE_KEYS = frozenset(
         "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
+        "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.timeout_s",
         "parallel_config",

@@ -76,7 +76,8 @@ def _register_build(actions) -> None:
     build.add_argument(
         "--image-root", metavar="DIR", help="where image files lie that the data names (default: beside the data file)"
     )
-    build.set_defaults(run=run_build)
+    says = None if sys.stderr.isatty() else "building"  # a terminal has a bar
+    build.set_defaults(run=run_build, says=says)
 
 
 def parse_key_map(text: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`mindrlhf eval`: accuracy of a model on held-out prompts, or which of two models is better."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json
@@ -11,7 +12,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("eval", help="accuracy of a model, or of two compared")
     parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
     add_overrides(parser)
-    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    models = parser.add_mutually_exclusive_group(required=True)
+    models.add_argument("--model", help="Hugging Face directory")
+    models.add_argument("--checkpoints", metavar="DIR", help="all checkpoints of a run: a table, and curve.svg")
     parser.add_argument("--baseline", help="another Hugging Face directory: is --model better on the same prompts?")
     parser.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
     parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
@@ -22,12 +25,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     add_aliases(parser, output, "--out")
     allow_json(parser)
-    parser.set_defaults(run=_evaluate)
+    parser.set_defaults(run=_evaluate, says="evaluating")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     import json
-    from pathlib import Path
 
     from mindrlhf.config.load import load_grpo_config
     from mindrlhf.errors import UserError
@@ -36,7 +38,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     # What only training needs is filled in from the arguments: a config with nothing but tokenizer, verifiers and
     # generator will do, and its layout of trainer ranks does not matter.
-    needed = [f"model.path={arguments.model}", f"data.train_file={arguments.data or 'none'}"]
+    needed = [f"model.path={arguments.model or arguments.checkpoints}", f"data.train_file={arguments.data or 'none'}"]
     config = load_grpo_config(arguments.config, [*needed, *arguments.overrides], world_size=None)
     data_file = arguments.data or config.data.eval_file
     if not data_file:
@@ -49,8 +51,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         temperature=section.temperature if arguments.temperature is None else arguments.temperature,
         max_prompts=section.max_prompts if arguments.max_prompts is None else arguments.max_prompts,
     )
+    if arguments.checkpoints:
+        return _evaluate_checkpoints(job, arguments)
     models = [arguments.model] + ([arguments.baseline] if arguments.baseline else [])
-    out_dir = Path(arguments.output or Path(config.run.output_dir) / "eval")
+    out_dir = _out_dir(job, arguments)
     evaluations = evaluate_models(job, models, out_dir)
     if arguments.json:
         print(json.dumps(_plain(models, evaluations), indent=1))
@@ -79,3 +83,21 @@ def _plain(models: list[str], evaluations: list) -> dict[str, Any]:
     if len(evaluations) > 1:
         found["difference"] = compare(evaluations[1], evaluations[0])["difference"]
     return found
+
+
+def _evaluate_checkpoints(job, arguments: argparse.Namespace) -> int:
+    from mindrlhf.errors import UserError
+    from mindrlhf.evaluation.checkpoints import CURVE_NAME, METRICS_NAME, evaluate_checkpoints, table_lines
+
+    if arguments.baseline:
+        raise UserError("--baseline goes with --model: checkpoints are compared with the first of them")
+    out_dir = _out_dir(job, arguments)
+    evaluations = evaluate_checkpoints(job, Path(arguments.checkpoints), out_dir)
+    print(f"{arguments.checkpoints}: {evaluations[0].num_prompts} prompts, {job.num_samples} samples each")
+    print("\n".join(table_lines(evaluations)))
+    print(f"curve    {out_dir / CURVE_NAME}\nmetrics  {out_dir / METRICS_NAME}")
+    return 0
+
+
+def _out_dir(job, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.output or Path(job.config.run.output_dir) / "eval")

@@ -19,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers (-: to standard output)")
     parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
     parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, says="planning")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--model", type=Path, metavar="DIR", help="weights (default: the checkpoint nearest to the update)"
     )
     allow_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, says="computing")
 
 
 def run(arguments: argparse.Namespace) -> int:

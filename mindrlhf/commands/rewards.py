@@ -31,12 +31,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add_aliases(score, processes, "--num-workers")
     score.add_argument("--failure-value", type=float, default=0.0, help="reward where a verifier fails (default: 0)")
     score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
-    score.set_defaults(run=_score)
+    score.set_defaults(run=_score, says="scoring")
     audit = actions.add_parser("audit", help="what the rewards of a run follow besides correctness")
     audit.add_argument("run_dir", metavar="RUN", help="directory of the run, with samples.jsonl and config.yaml")
     audit.add_argument("--max-rescored", type=int, default=200, help="samples to score again, rewritten (default: 200)")
     allow_json(audit)
-    audit.set_defaults(run=_audit)
+    audit.set_defaults(run=_audit, says="auditing")
     for action in (check, score):
         action.add_argument(
             "--option", action="append", default=[], metavar="VERIFIER.OPTION=VALUE", help="may be given several times"

@@ -21,7 +21,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="layers of each stage to compile; the others are laid out like them; `all` compiles all (default: as few "
         "as there are kinds of layers)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, says="compiling")
 
 
 def _layers(text: str) -> str | int:

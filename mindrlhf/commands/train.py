@@ -35,6 +35,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument(
         "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
     )
+    parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
         "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
     )
@@ -63,33 +64,29 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"mindrlhf: checking {arguments.config}", flush=True)
 
     from mindrlhf.launch.launch import launch
+    from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
     from mindrlhf.launch.nodes.place import find_place
     from mindrlhf.training.checking import check_run
     from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
+    if arguments.hostfile:
+        return _run_over_ssh(arguments, overrides, is_resumed)
+    hold_on_to_lifeline()
     place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    checked = check_run(
-        command,
-        arguments.config,
-        overrides,
-        num_ranks=arguments.workers * num_nodes,
-        num_nodes=num_nodes,
-        resume=is_resumed,
-        oversubscribe=arguments.oversubscribe,
-    )
+    ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
+    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
+    checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
-    log_dir = Path(config.run.output_dir) / "logs"
-    if place and place.node:
-        log_dir /= f"node_{place.node}"
+    log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     again = _again(arguments, overrides, place)
-    ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
+    what = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
 
     def start(resume: bool, **peers: Any) -> int:
-        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
+        print(f"mindrlhf: starting {what}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -107,13 +104,13 @@ def _run(arguments: argparse.Namespace) -> int:
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
 
     if place and place.node:
-        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, is_resumed, place))
+        return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, place))
     checked.raise_if_any()
     for remark in checked.remarks:
         print(f"mindrlhf: {remark}", flush=True)
     if place is None:
         return run.on_one_machine()
-    return run.on_first_node(place, _facts_of(arguments, config, is_resumed, place))
+    return run.on_first_node(place, _facts_of(arguments, config, place))
 
 
 def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | None") -> str:
@@ -121,6 +118,7 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     import shlex
 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
+    options += ["--oversubscribe"] * arguments.oversubscribe
     if place:
         options += ["--nodes", str(place.num_nodes), "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
@@ -210,14 +208,25 @@ class _Run:
         )
 
 
-def _facts_of(arguments: argparse.Namespace, config: Any, is_resumed: bool, place: "Place") -> Callable[[], list]:
-    """Return what finds the facts that all nodes must agree on."""
+def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resumed: bool) -> int:
+    from mindrlhf.errors import UserError
+    from mindrlhf.launch.nodes.over_ssh import read_hosts, run_over_ssh
+
+    if arguments.nodes is not None or arguments.node_rank is not None:
+        raise UserError("--hostfile numbers the nodes itself: leave out --nodes and --node-rank")
+    words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
+    words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
+    words += ["--oversubscribe"] * arguments.oversubscribe
+    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
+
+
+def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Callable[[], list]:
+    """Return what finds what has to be the same on all nodes; whether the run is resumed is for node 0 to say."""
     from mindrlhf.training.facts import run_facts
 
     options = {
         "--workers": arguments.workers,
         "--nodes": place.num_nodes,
-        "--resume": is_resumed,
         "--max-restarts": arguments.max_restarts,
     }
     return partial(run_facts, arguments.command, config, options)

@@ -13,18 +13,18 @@ def register(subparsers) -> None:
 
     to_mindformers = actions.add_parser("import", help="Hugging Face directory to MindFormers names and layouts")
     to_mindformers.add_argument("source", metavar="HF_DIR")
-    to_mindformers.set_defaults(run=_import)
+    to_mindformers.set_defaults(run=_import, says="converting")
 
     to_hugging_face = actions.add_parser("export", help="MindFormers directory back to Hugging Face")
     to_hugging_face.add_argument("source", metavar="MF_DIR")
-    to_hugging_face.set_defaults(run=_export)
+    to_hugging_face.set_defaults(run=_export, says="converting")
 
     random = actions.add_parser("random", help="randomly initialised Hugging Face directory")
     random.add_argument("--config", required=True, metavar="CONFIG_JSON", help="a config.json, or a directory with one")
     random.add_argument("--seed", type=int, default=0)
     tokenizer = random.add_argument("--tokenizer", metavar="DIR", help="copy the tokenizer files from here")
     add_aliases(random, tokenizer, "--tokenizer-dir")
-    random.set_defaults(run=_random)
+    random.set_defaults(run=_random, says="making weights")
 
     adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
     adapter.add_argument("source", metavar="HF_DIR", help="the model that it was trained on; stays as it is")
@@ -40,7 +40,7 @@ def register(subparsers) -> None:
     inspect = actions.add_parser("inspect", help="sizes, dtypes and layout of a model directory, checked")
     inspect.add_argument("source", metavar="DIR")
     allow_json(inspect)
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=_inspect, says="reading")
 
 
 def _register_sharding(actions) -> None:
@@ -48,11 +48,11 @@ def _register_sharding(actions) -> None:
     shard.add_argument("source", metavar="HF_DIR")
     shard.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="convert the parameters")
     shard.add_argument("--optimizer", default="", metavar="FILE", help="optimizer.safetensors of a run, sharded too")
-    shard.set_defaults(run=_shard)
+    shard.set_defaults(run=_shard, says="sharding")
 
     reshard = actions.add_parser("reshard", help="reshard a sharded directory for another layout")
     reshard.add_argument("source", metavar="SHARDED")
-    reshard.set_defaults(run=_reshard)
+    reshard.set_defaults(run=_reshard, says="resharding")
 
     for action in (shard, reshard):
         layout = action.add_mutually_exclusive_group(required=True)
@@ -69,13 +69,13 @@ def _register_sharding(actions) -> None:
     merge.add_argument(
         "--optimizer-out", default="", metavar="FILE", help="also write the optimiser state to this file"
     )
-    merge.set_defaults(run=_merge)
+    merge.set_defaults(run=_merge, says="merging")
 
     verify = actions.add_parser("verify", help="prove that a sharded directory is whole: coverage and checksums")
     verify.add_argument("source", metavar="SHARDED")
     verify.add_argument("--against", default="", metavar="HF_DIR", help="compare with the original byte by byte")
     allow_json(verify)
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=_verify, says="verifying")
 
     for action in (shard, reshard, merge, verify):
         processes = action.add_argument(

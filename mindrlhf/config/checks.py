@@ -291,6 +291,12 @@ def _check_evaluation(config: GrpoConfig, given: frozenset[str]) -> None:
             f"'evaluation.num_samples' is {evaluation.num_samples}, but at evaluation.temperature 0 all samples are "
             "alike: set it to 1, or raise the temperature"
         )
+    mistakes.check(_check_sets, evaluation, parts)
+    if evaluation.patience and not evaluation.every_steps:
+        mistakes.add(
+            f"'evaluation.patience' is {evaluation.patience}, but with evaluation.every_steps 0 nothing is evaluated "
+            "on the way: set every_steps, or patience to 0"
+        )
     if not config.data.eval_file:
         unused = sorted(name for name in given if name.startswith("evaluation."))
         if unused:
@@ -298,6 +304,21 @@ def _check_evaluation(config: GrpoConfig, given: frozenset[str]) -> None:
                 f"'{unused[0]}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
             )
     mistakes.raise_if_any()
+
+
+def _check_sets(evaluation: sections.EvaluationSection, parts: tuple[str, ...]) -> None:
+    for name in evaluation.sets:
+        if not name.replace("_", "").isalnum():
+            raise UserError(f"'evaluation.sets' has the name '{name}', which metrics carry: use letters, digits and _")
+    for name, verifier in evaluation.verifiers.items():
+        if name not in evaluation.sets:
+            known = ", ".join(evaluation.sets) or "none"
+            raise UserError(f"'evaluation.verifiers' names the set '{name}', but evaluation.sets has {known}")
+        if verifier not in parts:
+            raise UserError(
+                f"'evaluation.verifiers' has '{verifier}' for {name}, which is not in reward.verifier_function "
+                f"({', '.join(parts)})"
+            )
 
 
 def _check_guard(guard: watching_sections.GuardSection) -> None:

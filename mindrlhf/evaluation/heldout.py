@@ -9,7 +9,7 @@ import numpy as np
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.mindrecord import PromptRecord
-from mindrlhf.evaluation.statistics import bootstrap_interval
+from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
 from mindrlhf.rollout.types import SamplingParams
@@ -79,6 +79,18 @@ class Evaluation:
         values.update({f"eval/{name}/mean": applicable(rewards).mean() for name, rewards in self.rewards.items()})
         return {name: float(value) for name, value in values.items()}
 
+    def set_metrics(self, name: str) -> dict[str, float]:
+        """Return accuracy with its 95 % interval, and with several samples pass@k, as metrics of a further set."""
+        interval = bootstrap_interval(self.scores.mean(axis=1))
+        values = {
+            f"eval/{name}/accuracy": interval.mean,
+            f"eval/{name}/accuracy_low": interval.low,
+            f"eval/{name}/accuracy_high": interval.high,
+        }
+        if self.num_samples > 1:
+            values[f"eval/{name}/pass@k"] = pass_at_k(self.scores > 0.5, self.num_samples).mean()
+        return {metric: float(value) for metric, value in values.items()}
+
     def to_json(self) -> dict[str, Any]:
         """Return JSON values that ``from_json`` reads."""
         return {**vars(self), "rewards": {name: rewards.tolist() for name, rewards in self.rewards.items()}}
@@ -90,9 +102,10 @@ class Evaluation:
         return cls(**{**values, "rewards": rewards})
 
 
-def accuracy_verifier(config: GrpoConfig) -> str:
-    """Return the verifier, or the reward model, whose mean a config calls accuracy."""
-    return accuracy_of(config.evaluation.verifier, config.reward)
+def accuracy_verifier(config: GrpoConfig, set_name: str = "") -> str:
+    """Return the verifier, or the reward model, whose mean a config calls accuracy; ``set_name`` is a further set's."""
+    evaluation = config.evaluation
+    return accuracy_of(evaluation.verifiers.get(set_name, evaluation.verifier), config.reward)
 
 
 def accuracy_of(verifier: str, reward: RewardSection) -> str:

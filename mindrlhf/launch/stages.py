@@ -1,6 +1,9 @@
 """What a run is doing, said on the terminal and in logs: each stage as it begins, and a sign of life in long ones."""
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 # A reader of a log waits no longer for a line. Later on in the same stage they come less often.
@@ -54,3 +57,25 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@contextlib.contextmanager
+def signs_of_life(what: str, out: TextIO, limit_s: float = SILENCE_LIMIT_S) -> Iterator[None]:
+    """Say on ``out``, while the body takes long, what it does and for how long it has."""
+    start_s, is_over = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        number = 0
+        while not is_over.wait(limit_s if number < _NUM_EARLY_SIGNS else max(limit_s, _LATER_LIMIT_S)):
+            number += 1
+            with contextlib.suppress(OSError, ValueError):  # whoever read it may have gone
+                out.write(f"mindrlhf: {what}, for {duration(time.monotonic() - start_s)}\n")
+                out.flush()
+
+    thread = threading.Thread(target=say, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -23,12 +23,10 @@ class Lora:
         network: :class:`mindrlhf.models.causal_lm.CausalLM`, its adapters attached to their cells and alone trained,
             but for the projection of a scoring model.
         options: what the adapters are like.
-        base_path: see below.
+        base_path: Hugging Face directory of the weights that stay as they are.
 
     Attributes:
-        options: see above.
-        base_path: Hugging Face directory of the weights that stay as they are.
-        adapters: in the order of the forward pass.
+        adapters: in the order of the forward pass; ``options`` and ``base_path`` are kept too.
     """
 
     def __init__(self, network: nn.Cell, options: LoraOptions, base_path: str):

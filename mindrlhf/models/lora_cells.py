@@ -105,8 +105,7 @@ class ExpertDownAdapter(nn.Cell):
         down = ops.reshape(self.down, (self.num_experts, self.rank, self.size))
         latent = ops.transpose(self.expert_matmul(by_expert, down), (1, 0, 2))
         up = ops.reshape(self.up * self.scale, (self.num_experts, self.hidden_size, self.rank))
-        up = ops.transpose(up, (0, 2, 1))
-        side_by_side = ops.reshape(up, (self.num_experts * self.rank, self.hidden_size))
+        side_by_side = ops.reshape(ops.transpose(up, (0, 2, 1)), (self.num_experts * self.rank, self.hidden_size))
         return self.matmul(ops.reshape(latent, (-1, self.num_experts * self.rank)), side_by_side)
 
 

@@ -14,6 +14,7 @@ from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken
 from mindrlhf.training.preflight import (
     check_grpo_inputs,
+    check_nodes,
     check_preference_inputs,
     check_sandbox,
     check_sft_inputs,
@@ -52,6 +53,7 @@ def check_run(
     *,
     num_ranks: int = 1,
     num_nodes: int = 1,
+    node: int = 0,
     resume: bool = False,
     oversubscribe: bool = False,
 ) -> CheckedRun:
@@ -63,6 +65,7 @@ def check_run(
         overrides: ``section.key=value``.
         num_ranks: trainer ranks, of all nodes.
         num_nodes: machines that they are on, in equal parts.
+        node: number of this one; what is in the output directory is for node 0 to judge.
         resume: the run is to be continued.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
 
@@ -73,6 +76,7 @@ def check_run(
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
         if task == "train":
+            mistakes.check(check_nodes, config, num_nodes)
             check_grpo_inputs(config, num_ranks, mistakes)
         elif task == "sft":
             check_sft_inputs(config, mistakes)
@@ -85,5 +89,6 @@ def check_run(
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
-    obstacles.check(lambda: refuse_taken(config, resume=resume))
+    if node == 0:
+        obstacles.check(lambda: refuse_taken(config, resume=resume))
     return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())

@@ -27,7 +27,7 @@ from mindrlhf.training.team import Team, connect, serve
 
 
 class Steps(Protocol):
-    """The steps of a run on rank 0; ``begin``, ``check`` and ``saving`` do nothing where nobody says otherwise.
+    """The steps of a run on rank 0; ``begin``, ``check``, ``is_over`` and ``saving`` do nothing unless somebody says.
 
     Attributes:
         progress: where the run is; ``step`` moves it on.
@@ -60,6 +60,10 @@ class Steps(Protocol):
         Raises:
             RunFailure: it does.
         """
+
+    def is_over(self) -> bool:
+        """Return whether the run is complete although there are steps left."""
+        return False
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Return a context around the saving of a checkpoint."""
@@ -187,7 +191,7 @@ def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
 
 
 def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bool:
-    """Train to the last step, evaluating, reporting and saving on the way.
+    """Train to the last step, or until the run is over, evaluating, reporting and saving on the way.
 
     Returns:
         Whether the last step was reached: a request to end may come before it.
@@ -196,7 +200,7 @@ def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bo
     steps.begin()
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
-    while progress.step < steps.num_steps:
+    while progress.step < steps.num_steps and not steps.is_over():
         checkpoints.begin_step(progress)
         try:
             metrics = steps.step()

@@ -1,7 +1,7 @@
 """Everything about a run that can be checked, and counted, before a device is touched."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class RunInputs:
     row_lengths: tuple[int, ...]  # ascending
     num_steps: int
     image_tokens: ImageTokens | None = None  # of a model with vision
+    more_held_out: dict[str, PromptFile] = dataclasses.field(default_factory=dict)  # further sets by name
 
 
 def check_sandbox(config: GrpoConfig) -> str:
@@ -84,11 +85,13 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
     check(check_tools, config.tools.names)
-    files = _Files.open(config.data, "prompts", mistakes)
+    files = _Files.open(config.data, "prompts", mistakes, config.evaluation.sets)
     if selection is not None:
         for file in files.present:
             accuracy = accuracy_verifier(config) if file is files.held_out else ""
             check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
+        for name, file in files.more.items():
+            check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy_verifier(config, name))
     check(_check_msprobe, config)
     num_steps = 0
     if files.training is not None:
@@ -110,13 +113,13 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
             check(check_images, config.model.reference_path, file, needs=["model.reference_path"])
     mistakes.raise_if_any()
     seen = image_tokens(config.model.path)
-    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen)
+    return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more)
 
 
 def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
-    mistakes.check(check_device, config.model, config.run, needs=["model.path"])
+    mistakes.check(check_device, config.model, config.run, config.lora, needs=["model.path"])
     mistakes.check(_check_data_parallel, config.parallel_config, "mindrlhf sft")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
@@ -155,19 +158,24 @@ class _Files:
     tokenizer: Tokenizer | None
     training: PromptFile | None
     held_out: PromptFile | None
+    more: dict[str, PromptFile]  # further held-out sets by name
 
     @classmethod
-    def open(cls, data: DataSection, task: str, mistakes: Mistakes) -> "_Files":
+    def open(cls, data: DataSection, task: str, mistakes: Mistakes, sets: Mapping[str, str] | None = None) -> "_Files":
         tokenizer = mistakes.check(load_tokenizer, data.tokenizer_dir, needs=["data.tokenizer_dir"])
         training = mistakes.check(_open_file, data.train_file, tokenizer, task, needs=["data.train_file"])
         held_out = None
         if data.eval_file:
             held_out = mistakes.check(_open_file, data.eval_file, tokenizer, task, needs=["data.eval_file"])
-        return cls(tokenizer, training, held_out)
+        opened = {
+            name: mistakes.check(_open_file, path, tokenizer, task, needs=["evaluation.sets"])
+            for name, path in (sets or {}).items()
+        }
+        return cls(tokenizer, training, held_out, {name: file for name, file in opened.items() if file is not None})
 
     @property
     def present(self) -> list[PromptFile]:
-        return [file for file in (self.training, self.held_out) if file is not None]
+        return [file for file in (self.training, self.held_out, *self.more.values()) if file is not None]
 
 
 def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[int, ...]:
@@ -200,6 +208,30 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
         check(_check_critic, config, tokenizer, num_steps, needs=["critic.path"])
     if config.reward.model_path:
         check(_check_reward_model, config, tokenizer, needs=["reward.model_path"])
+
+
+def check_nodes(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
+    """Refuse a `mindrlhf train` run on several machines of which none would hold the whole model."""
+    parallel = config.parallel_config
+    if num_nodes == 1 or not is_split(parallel):
+        return
+    for name, value, wanted in (
+        ("pipeline_stage", parallel.pipeline_stage, 1),
+        ("expert_parallel", parallel.expert_parallel, 1),
+        ("enable_parallel_optimizer", parallel.enable_parallel_optimizer, False),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"'parallel_config.{name}' is {str(value).lower()}, which spreads the model over {num_nodes} nodes, "
+                f"but each node must hold the whole model: set it to {str(wanted).lower()}, or use one node"
+            )
+    ranks_per_node, ranks_per_replica = num_ranks // num_nodes, parallel.model_parallel * parallel.context_parallel
+    if ranks_per_node % ranks_per_replica:
+        raise UserError(
+            f"'parallel_config' cuts the model into {ranks_per_replica} parts (model_parallel * context_parallel), but "
+            f"each of {num_nodes} nodes, which must hold the whole model, has {ranks_per_node} ranks: start a multiple "
+            f"of {ranks_per_replica} ranks on each node"
+        )
 
 
 def check_free(directory: Path) -> None:

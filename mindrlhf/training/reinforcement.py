@@ -8,6 +8,7 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic, reference_is_base
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.watching_sections import CELL_LEVEL
+from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
@@ -39,7 +40,7 @@ from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
-from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_nodes, check_sandbox
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
@@ -97,6 +98,7 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
         nodes = find_nodes(ranks)
+        check_nodes(config, ranks.world_size, len(nodes))
         attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
         if len(nodes) > 1:
@@ -163,7 +165,9 @@ class ReinforcementTraining(life_cycle.Training):
             timer,
             checkpoints.interruptible,
         )
-        return Rollout(self._generator, prompts, self._sampler, _held_out(config, inputs))
+        more = {name: _held_out(config, inputs, file, name) for name, file in inputs.more_held_out.items()}
+        held_out = _held_out(config, inputs, inputs.held_out) if inputs.held_out is not None else None
+        return Rollout(self._generator, prompts, self._sampler, held_out, more)
 
     def _open_observers(self, progress: Progress, first_step: int, stack: contextlib.ExitStack) -> Observers:
         config = self._config
@@ -254,15 +258,13 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     return actor
 
 
-def _held_out(config: GrpoConfig, inputs: RunInputs) -> HeldOut | None:
-    if inputs.held_out is None:
-        return None
+def _held_out(config: GrpoConfig, inputs: RunInputs, file: PromptFile, set_name: str = "") -> HeldOut:
     evaluation = config.evaluation
-    count = min(len(inputs.held_out), evaluation.max_prompts or len(inputs.held_out))
+    count = min(len(file), evaluation.max_prompts or len(file))
     return HeldOut(
-        records=inputs.held_out.read(range(count)),
+        records=file.read(range(count)),
         num_samples=evaluation.num_samples,
-        verifier=part_name(accuracy_verifier(config)),
+        verifier=part_name(accuracy_verifier(config, set_name)),
         sampling=SamplingParams(
             max_tokens=config.rollout.max_response_length,
             temperature=evaluation.temperature,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.specs.fuse import fuse
@@ -32,10 +33,17 @@ class PublishedShard:
 
 
 def plan_publication(
-    layouts: Sequence[ParameterLayout], rules: Mapping[str, ParameterRule], dims: ModelDims, rank: int
+    layouts: Sequence[ParameterLayout],
+    rules: Mapping[str, ParameterRule],
+    dims: ModelDims,
+    rank: int,
+    ranks: Sequence[int] | None = None,
 ) -> dict[str, list[PublishedShard]]:
-    """What ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once."""
-    writers = choose_writers(layouts)
+    """What ``rank`` writes, by MindFormers name; the plans of all ranks cover each element exactly once.
+
+    ``ranks`` are those that share its board, None for all; see :func:`choose_writers`.
+    """
+    writers = choose_writers(layouts, ranks)
     return {
         layout.name: published_shards(rules[layout.name], dims, layout.shard_of(rank))
         for layout in layouts
@@ -43,13 +51,28 @@ def plan_publication(
     }
 
 
-def choose_writers(layouts: Sequence[ParameterLayout]) -> dict[str, tuple[int, ...]]:
-    """The ranks that write each parameter, one per distinct shard; largest parameters first, to even out the load."""
+def choose_writers(
+    layouts: Sequence[ParameterLayout], among: Sequence[int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that write each parameter, one per distinct shard; largest parameters first, to even out the load.
+
+    Args:
+        among: the ranks of one node, which between them must hold the whole model; None for all ranks.
+
+    Raises:
+        UserError: no rank of the node holds some shard.
+    """
     loads: dict[int, int] = {}
     writers = {}
     for layout in sorted(layouts, key=lambda layout: -np.prod(layout.shard_shape)):
         chosen = []
-        for ranks in layout.replicas().values():
+        for holders in layout.replicas().values():
+            ranks = [rank for rank in holders if among is None or rank in among]
+            if not ranks:
+                raise UserError(
+                    f"no rank of the node with ranks {', '.join(map(str, among))} holds a part of {layout.name} that "
+                    f"rank {holders[0]} has: choose a parallel_config by which each node holds the whole model"
+                )
             writer = min(ranks, key=lambda rank: (loads.get(rank, 0), rank))
             loads[writer] = loads.get(writer, 0) + int(np.prod(layout.shard_shape))
             chosen.append(writer)

@@ -217,6 +217,24 @@ RULES = {
         ["evaluation.verifier=accuracy_reward"],
         1,
     ),
+    "a verifier of no set": (
+        ["data.eval_file=e", "evaluation.sets={hard: h}", "evaluation.verifiers={easy: accuracy_reward}"],
+        ["'evaluation.verifiers' names the set 'easy'", "evaluation.sets has hard"],
+        ["evaluation.verifiers={hard: accuracy_reward}"],
+        1,
+    ),
+    "a set's unknown verifier": (
+        ["data.eval_file=e", "evaluation.sets={hard: h}", "evaluation.verifiers={hard: format_reward}"],
+        ["'evaluation.verifiers' has 'format_reward' for hard", "(accuracy_reward)"],
+        ["evaluation.verifiers={hard: accuracy_reward}"],
+        1,
+    ),
+    "patience without evaluations": (
+        ["data.eval_file=e", "evaluation.every_steps=0", "evaluation.patience=3"],
+        ["'evaluation.patience' is 3", "nothing is evaluated on the way"],
+        ["evaluation.every_steps=5"],
+        1,
+    ),
     "evaluation of nothing": (
         ["evaluation.every_steps=5"],
         ["'evaluation.every_steps' is set", "no data.eval_file"],

@@ -6,6 +6,7 @@ import fault_jobs
 import pytest
 import sanity_inputs
 from fault_jobs import RECIPE, FaultJob
+from machine_jobs import start_machines  # noqa: F401 (a fixture)
 
 _TIMEOUT_S = 400  # generous: other work may load the machine
 

@@ -58,7 +58,7 @@ def test_delays_and_kills_while_samples_are_generated_change_nothing(start_job, 
 
 @SLOW
 def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job, tmp_path):
-    recipe = {"rollout__span_tokens": 4, "rollout__in_flight": 2, "checkpoint__every_steps": 2}
+    recipe = {"rollout__span_tokens": 4, "rollout__in_flight": 2, "checkpoint__every_steps": 3}
     undisturbed = start_job(tmp_path / "undisturbed", **recipe)
     assert undisturbed.wait(TIMEOUT_S) == 0, undisturbed.text()
     job = start_job(tmp_path / "run", "--max-restarts", 1, **recipe)
@@ -70,7 +70,7 @@ def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job
     job.kill_rank(0)
     job.wait_until(lambda: (beat := job.beat()) is not None and beat.pid != killed)
     assert job.wait(TIMEOUT_S) == 0, job.text()
-    assert "resumed after step 4" in job.text() and job.leftovers() == [] == job.unfinished()
+    assert "resumed after step 3" in job.text() and job.leftovers() == [] == job.unfinished()
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
     unfinished = [line["spans/unfinished"] for line in metrics(tmp_path / "run") if "spans/unfinished" in line]
     assert max(unfinished) > 0, "responses go on in a later step"

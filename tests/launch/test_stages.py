@@ -1,12 +1,14 @@
 """What the launcher says about stages, and how lines look on a terminal."""
 
 import io
+import threading
+import time
 
 import pytest
 
 from mindrlhf.launch import logs, stages
 from mindrlhf.launch.logs import LogFollower, coloured, has_colours
-from mindrlhf.launch.stages import SILENCE_LIMIT_S, StageLines, duration
+from mindrlhf.launch.stages import SILENCE_LIMIT_S, StageLines, duration, signs_of_life
 
 
 @pytest.fixture
@@ -102,3 +104,15 @@ def test_colours_do_not_change_the_text(tmp_path, monkeypatch):
     out = Terminal()
     LogFollower({0: path}, out).poll()
     assert out.getvalue().splitlines() == shown and path.read_text().splitlines() == lines
+
+
+def test_long_work_gives_signs_of_life_and_short_work_none():
+    out = io.StringIO()
+    with signs_of_life("sharding", out):
+        pass
+    assert out.getvalue() == ""
+    with signs_of_life("sharding", out, limit_s=0.01):
+        while not out.getvalue():
+            time.sleep(0.005)
+    assert out.getvalue().splitlines()[0] == "mindrlhf: sharding, for 0 s"
+    assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]

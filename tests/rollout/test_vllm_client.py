@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import Cancelled, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
-from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.rollout.vllm_options import PACKAGES_NAME, VllmOptions
 
 # Sample i of a request "generates" the prompt, i times. Prompts that begin with 666 kill the server, with 13 fail,
 # with 5050 sleep, with 4711 work for seconds.
@@ -97,6 +98,20 @@ def test_images_go_to_models_that_see_only(options):
     with VllmGenerator.start(options) as generator:
         with pytest.raises(UserError, match="prompts have images, and the model in .*model sees none"):
             generator.generate([request], SamplingParams(max_tokens=8))
+
+
+def test_a_server_of_a_model_that_sees_has_a_plugin_for_all_its_processes(options, tmp_path):
+    def plugins(generator):
+        path = generator.stats()["path"]
+        (packages,) = (entry for entry in path if os.path.basename(entry) == PACKAGES_NAME)
+        found = [one for installed in distributions(path=[packages]) for one in installed.entry_points]
+        return [(one.group, one.value) for one in found]
+
+    with VllmGenerator.start(options) as generator:
+        assert plugins(generator) == []
+    (tmp_path / "model" / "config.json").write_text('{"vision_config": {}, "text_config": {}}')
+    with VllmGenerator.start(options) as generator:
+        assert plugins(generator) == [("vllm.general_plugins", "mindrlhf.rollout.server.vision:register")]
 
 
 def test_relative_paths_are_those_of_the_trainer(options, tmp_path, monkeypatch):

@@ -19,12 +19,13 @@ NUM_STEPS = 3
 
 
 class Fake(life_cycle.Training, life_cycle.Steps):
-    """A kind of training that keeps a journal; ``fails_at`` and ``ends_at`` are steps."""
+    """A kind of training that keeps a journal; ``fails_at``, ``ends_at`` and ``is_over_at`` are steps."""
 
     shown_steps, num_steps = None, NUM_STEPS
 
-    def __init__(self, output_dir, fails_at=0, ends_at=0):
+    def __init__(self, output_dir, fails_at=0, ends_at=0, is_over_at=NUM_STEPS):
         self.output_dir = output_dir
+        self.is_over_at = is_over_at
         self.fails_at, self.ends_at = fails_at, ends_at
         self.journal = []
         self.order = PromptStream(10, seed=0)
@@ -64,13 +65,16 @@ class Fake(life_cycle.Training, life_cycle.Steps):
         if self.progress.step == self.fails_at:
             raise RunFailure("the guards demand it")
 
+    def is_over(self):
+        return self.progress.step == self.is_over_at
+
     @contextlib.contextmanager
     def saving(self):
         self.note("saving")
         yield
 
     def finish(self, worker, progress):
-        assert worker is self and progress.step == NUM_STEPS
+        assert worker is self and progress.step == self.is_over_at
         self.note("finish")
 
     def state_size_bytes(self):
@@ -138,6 +142,14 @@ def test_a_run_that_is_asked_to_end_saves_and_is_resumed(run, capsys):
     assert resumed.journal[2:7] == ["connect", "restore", "open 2", "begin", "step 2"]
     assert resumed.journal[-2:] == ["finish", "closed"]
     assert [line["step"] for line in resumed.metrics()] == [0, 1, 2, 3]
+
+
+def test_a_run_that_is_over_early_is_complete(run):
+    training, _ = run(is_over_at=2)
+    assert training.journal[5:] == ["step 1", "check", "step 2", "check", "saving", "finish", "closed"]
+    # Killed before its model was exported, it is not trained further.
+    resumed, _ = run(resume=True, is_over_at=2)
+    assert resumed.journal[-3:] == ["begin", "finish", "closed"]
 
 
 def test_the_step_that_fails_a_run_is_reported_and_not_saved(run):

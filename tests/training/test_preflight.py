@@ -40,6 +40,9 @@ def test_a_good_config_gives_the_inputs(config, inputs_dir):
     assert inputs.tokenizer.vocab_size == 512
     with_eval = changed(config, "data", eval_file=str(inputs_dir / "train.mindrecord"))
     assert len(check_grpo_inputs(with_eval).held_out) == NUM_PROMPTS
+    with_sets = changed(with_eval, "evaluation", sets={"long": str(inputs_dir / "long.mindrecord")})
+    assert check_grpo_inputs(with_sets).more_held_out["long"].header.longest_prompt == 40
+    assert check_grpo_inputs(with_sets).row_lengths == (64,)  # 40 + 20
 
 
 @pytest.mark.parametrize(

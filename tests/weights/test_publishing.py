@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import QWEN2, QWEN3
 from mindrlhf.specs.fuse import fuse
@@ -32,15 +33,18 @@ def logical_tensors(spec, dims):
     return tensors
 
 
-def written_by_all(spec, dims, layouts, tensors):
-    """What the ranks write from their shards of the fused parameters, and how often each element was written."""
+def written_by_all(spec, dims, layouts, tensors, node=None):
+    """What the ranks write from their shards of the fused parameters, and how often each element was written.
+
+    ``node`` are the ranks of one, which share a board.
+    """
     rules = {rule.mf_name: rule for rule in spec.rules(dims)}
     fused = {name: fuse(rule, dims, [tensors[hf] for hf in rule.hf_names]) for name, rule in rules.items()}
     written = {name: np.full(tensor.shape, -1.0) for name, tensor in tensors.items()}
     counts = {name: np.zeros(tensor.shape, int) for name, tensor in tensors.items()}
     places = {layout.name: layout for layout in layouts}
-    for rank in sorted({rank for layout in layouts for rank in layout.ranks}):
-        for name, parts in plan_publication(layouts, rules, dims, rank).items():
+    for rank in node or sorted({rank for layout in layouts for rank in layout.ranks}):
+        for name, parts in plan_publication(layouts, rules, dims, rank, node).items():
             held = fused[name][places[name].shard_of(rank)]
             for part in parts:
                 written[part.hf_name][part.region] = held[part.rows]
@@ -68,6 +72,25 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)
         assert (counts[name] == 1).all(), name
+
+
+@pytest.mark.parametrize("data, model, num_nodes", [(2, 1, 2), (2, 2, 2), (4, 2, 2), (4, 2, 4), (3, 4, 3)])
+def test_the_ranks_of_each_node_write_the_whole_model_to_its_board(data, model, num_nodes):
+    dims = QWEN3.dims(CONFIG)
+    layouts = parameter_layouts(QWEN3, dims, Layout(data, model))
+    tensors = logical_tensors(QWEN3, dims)
+    size = data * model // num_nodes
+    for node in range(num_nodes):
+        written, counts = written_by_all(QWEN3, dims, layouts, tensors, range(node * size, (node + 1) * size))
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+            assert (counts[name] == 1).all(), name
+
+
+def test_a_node_that_lacks_a_part_of_the_model_is_named():
+    layouts = parameter_layouts(QWEN2, QWEN2.dims(CONFIG), Layout(model_parallel=4))
+    with pytest.raises(UserError, match="no rank of the node with ranks 2, 3 holds a part of .* that rank 0 has"):
+        choose_writers(layouts, range(2, 4))
 
 
 @pytest.mark.parametrize("data", [2, 4])

@@ -40,7 +40,8 @@ class _Node:
     channel: Channel
     host: str
     facts: Mapping[str, Sequence[Any]]
-    code: int | None = None  # how its ranks ended this time
+    is_running: bool = False  # its ranks were started and have not ended
+    code: int = 0  # how they ended this time
     activity: tuple[Activity, int] = field(default_factory=lambda: (Activity(0.0), 0))
 
 
@@ -95,7 +96,7 @@ class FirstNode(Peers):
         self.scheduler_port = find_free_port(self.host)
         self._ending, self._report, self._is_watched = None, "", True
         for node in self._nodes.values():
-            node.code = None
+            node.is_running = True
             node.channel.send("go", resume=resume, port=self.scheduler_port, host=self.host)
         code = RunFailure.exit_code
         try:
@@ -236,13 +237,13 @@ class FirstNode(Peers):
         elif message["kind"] == "signal":
             self._signals.append(message["number"])
         elif message["kind"] == "ended":
-            who.code = message["code"]
+            who.code, who.is_running = message["code"], False
             if who.code != 0 and (message["report"] or self._ending is None):
                 self._end_with(node, who, who.code, message["report"] or f"ended with exit code {who.code}")
         elif message["kind"] == LOST:
             del self._nodes[node]
             self._problems.pop(node, None)
-            if who.code is None:
+            if who.is_running:
                 self._end_with(node, who, RunFailure.exit_code, message["how"])
 
     def _end_with(self, node: int, who: _Node, code: int, what: str) -> None:
@@ -256,27 +257,27 @@ class FirstNode(Peers):
 
     def _stop_others(self, line: str, code: int) -> None:
         for node in self._nodes.values():
-            if node.code is None:
+            if node.is_running:
                 node.channel.send("stop", line=line, code=code)
 
     def _end_others(self, code: int) -> int:
         """Wait until the ranks of the other nodes have ended, and have them do so if this node's have failed."""
         stop_s = time.monotonic() + {0: _END_LIMIT_S, RunFailure.exit_code: _VICTIM_DELAY_S}.get(code, 0.0)
         end_s, is_told = stop_s + _END_LIMIT_S, False
-        while any(node.code is None for node in self._nodes.values()):
+        while any(node.is_running for node in self._nodes.values()):
             self._take_news()
             if not is_told and (self._ending is not None or time.monotonic() > stop_s):
                 is_told = True
                 report = self._report or f"ended with exit code {code}"
                 self._stop_others(self._ending.line if self._ending else f"node 0 ({self.host}): {report}", code)
             if time.monotonic() > end_s:
-                late = [number for number, node in self._nodes.items() if node.code is None]
+                late = [number for number, node in self._nodes.items() if node.is_running]
                 say(f"{name_nodes(late)} did not end the ranks there within {_END_LIMIT_S:g} s")
                 for number in late:
                     self._nodes.pop(number).channel.close()
             time.sleep(POLL_INTERVAL_S)
         codes = [code, *([self._ending.code] if self._ending else [])]
-        codes += [node.code for node in self._nodes.values() if node.code is not None]
+        codes += [node.code for node in self._nodes.values()]
         failed = [one for one in codes if one != 0]
         # A mistake of the user's and an interrupt are the cause where they are, and final.
         return next((one for one in failed if not is_worth_a_restart(one)), max(failed, default=0))

@@ -22,6 +22,7 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import check_same_data
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.evaluation.best import best_step
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.system.run_lock import holding
 from mindrlhf.training.checkpoints.requests import SaveRequests
@@ -174,7 +175,7 @@ class RunCheckpoints:
         """Whether a checkpoint is to be saved after the step just done: by plan, for its accuracy, or on request."""
         every_steps = self._section.every_steps
         is_planned = every_steps > 0 and progress.step % every_steps == 0
-        is_best = self._section.keep_best and _best_step(progress.evaluations) == progress.step
+        is_best = self._section.keep_best and best_step(progress.evaluations) == progress.step
         return is_planned or is_best or self._requests.save or self._requests.stop
 
     def save(self, progress: Progress) -> None:
@@ -185,7 +186,7 @@ class RunCheckpoints:
         Raises:
             UserError: the disk has too little room, or an earlier checkpoint could not be written.
         """
-        self._write(self._state(progress), list(progress.leftover), _best_step(progress.evaluations))
+        self._write(self._state(progress), list(progress.leftover), best_step(progress.evaluations))
         if self._requests.save:
             self._requests.save = False
             print(f"mindrlhf: SIGUSR1: saving step {progress.step} in {self._store.path(progress.step)}", flush=True)
@@ -197,7 +198,7 @@ class RunCheckpoints:
         assert self._begun is not None and self._begun[0].step == progress.step, "no step was begun"
         state, leftover = self._begun
         if self._saved_step != state.step:
-            self._write(state, leftover, _best_step(progress.evaluations))
+            self._write(state, leftover, best_step(progress.evaluations))
         self._end_on_request(state.step)
 
     def wait(self) -> None:
@@ -258,14 +259,14 @@ class RunCheckpoints:
             carried=leftover_records(progress.leftover),
         )
 
-    def _write(self, state: RunState, leftover: list[LeftoverSample], best_step: int | None) -> None:
+    def _write(self, state: RunState, leftover: list[LeftoverSample], best: int | None) -> None:
         size_bytes = self._team.rank_0.state_size_bytes()
         size_bytes += sum(array.nbytes for sample in leftover for array in sample.arrays.values())
         self._store.check_space(size_bytes)
-        best_step = best_step if self._section.keep_best else None
+        best = best if self._section.keep_best else None
 
         checksums: dict[str, str] = {}
-        writing = self._store.writing(state.step, size_bytes, best_step, checksums)
+        writing = self._store.writing(state.step, size_bytes, best, checksums)
 
         def write_rest(directory: Path) -> None:
             save_leftover(directory, leftover)
@@ -292,16 +293,6 @@ class RunCheckpoints:
         self.wait()
         where = self._store.path(step)
         print(f"mindrlhf: SIGTERM: step {step} is saved in {where}; continue with --resume", flush=True)
-
-
-def _best_step(evaluations: list[Evaluation]) -> int | None:
-    """Return the step of the best held-out accuracy after training began, the earliest of equals.
-
-    Only those on the prompts of the last evaluation count.
-    """
-    trained = [one for one in evaluations if one.step > 0 and one.is_comparable(evaluations[-1])]
-    scores = {evaluation.step: float(evaluation.scores.mean()) for evaluation in trained}
-    return max(scores, key=scores.__getitem__) if scores else None
 
 
 def _nothing_to_resume(store: CheckpointStore) -> UserError:

@@ -1,6 +1,7 @@
 """What the loop works with, made by :mod:`mindrlhf.training.reinforcement`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mindrlhf.evaluation.heldout import HeldOut
 from mindrlhf.observe.fingerprint import FingerprintWriter
@@ -25,12 +26,14 @@ class Rollout:
         prompts: samples the prompts of each step.
         sampler: generates and scores the held-out prompts.
         held_out: None when nothing is evaluated.
+        more_held_out: further sets by name, which are reported beside it.
     """
 
     generator: Generator
     prompts: PromptSampling
     sampler: Sampler
     held_out: HeldOut | None
+    more_held_out: Mapping[str, HeldOut] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

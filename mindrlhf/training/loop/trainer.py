@@ -10,6 +10,7 @@ import numpy as np
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
 from mindrlhf.observe.sinks import StepDetails
@@ -126,14 +127,30 @@ class Trainer(Steps):
         self.sampling.settle()
         with self.timer.stage("evaluation"):
             evaluation = rollout.held_out.run(rollout.sampler, self.progress.step)
+            more = {name: one.run(rollout.sampler, self.progress.step) for name, one in rollout.more_held_out.items()}
         self.progress.evaluations.append(evaluation)
         if parted := self._reward_watch.review(evaluation):
             print(f"warning: {parted}", file=sys.stderr, flush=True)
-        return {**evaluation.metrics(), "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
+        metrics = evaluation.metrics()
+        for name, one in more.items():
+            metrics.update(one.set_metrics(name))
+        return {**metrics, "timing/evaluation": self.timer.finish_step()["timing/evaluation"]}
 
     def check(self) -> None:
         """Stop the run if its guards demand it."""
         self.parts.observers.guards.check()
+
+    def is_over(self) -> bool:
+        """Return whether held-out accuracy has not risen for ``evaluation.patience`` evaluations."""
+        patience, evaluations = self.config.evaluation.patience, self.progress.evaluations
+        is_over = patience > 0 and num_since_best(evaluations) >= patience
+        if is_over and self.progress.step < self.num_steps:
+            print(
+                f"mindrlhf: ended after step {self.progress.step}: the accuracy of step {best_step(evaluations)} was "
+                f"not exceeded by {patience} evaluations since",
+                flush=True,
+            )
+        return is_over
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

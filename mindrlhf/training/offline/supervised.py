@@ -83,7 +83,11 @@ class SupervisedTrainer:
         self._config = config
         self._team = team
         self._options = RowOptions(
-            inputs.row_lengths, section.batch_size, team.world_size, section.pack, inputs.image_tokens
+            inputs.row_lengths,
+            section.batch_size,
+            team.world_size,
+            section.pack,
+            image_tokens=inputs.image_tokens,
         )
         self._sequences = read_sequences(inputs.prompts)
         self._image_files = read_image_files(inputs.prompts) if inputs.image_tokens else []
@@ -125,8 +129,9 @@ class SupervisedTrainer:
     ) -> Batch:
         """Make a batch of rows; their images are unpacked for it."""
         if image_files:
-            items = [item for row in rows for item in row.items]
-            sequences = {item: _with_images(sequences[item], image_files[item]) for item in items}
+            sequences = list(sequences)
+            for item in (item for row in rows for item in row.items):
+                sequences[item] = _with_images(sequences[item], image_files[item])
         return batch_of_rows(sequences, rows, self._options)
 
     def _call(self, method: str, batch: Batch, **arguments: Any) -> Results:

@@ -19,7 +19,7 @@ from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import plan_publication, write_shards
+from mindrlhf.weights.publishing import PublishedShard, plan_publication, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
@@ -56,8 +56,7 @@ class ShardedModel(RankModel):
         self._parameters = parameters or {parameter.name: parameter for parameter in network.get_parameters()}
         self.num_update_micro_batches = num_update_micro_batches(parallel)
         self._num_logprob_micro_batches = num_logprob_micro_batches(parallel)
-        rules = {rule.mf_name: rule for rule in network.spec.rules(network.dims)}
-        self._publication = plan_publication(self.layouts, rules, network.dims, rank)
+        self._publications: dict[tuple[int, ...] | None, dict[str, list[PublishedShard]]] = {}
 
     @property
     def is_in_last_stage(self) -> bool:
@@ -113,11 +112,18 @@ class ShardedModel(RankModel):
             self._parameters[one.name].set_data(ms.Tensor(other._parameters[one.name].asnumpy().copy()))
 
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
-        """Write what this rank holds, and no other rank writes; all ranks share one board."""
-        assert ranks is None or len(ranks) == self.layout.world_size, "ranks of other nodes have boards of their own"
+        """Write what this rank holds, and no other rank of its node writes."""
+        publication = self._publication(None if ranks is None else tuple(ranks))
         for name, array in self.shards():
-            if name in self._publication:
-                write_shards(board, {name: self._publication[name]}, {name: array})
+            if name in publication:
+                write_shards(board, {name: publication[name]}, {name: array})
+
+    def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:
+        if ranks not in self._publications:
+            rules = {rule.mf_name: rule for rule in self.network.spec.rules(self.network.dims)}
+            plan = plan_publication(self.layouts, rules, self.network.dims, self.rank, ranks)
+            self._publications[ranks] = plan
+        return self._publications[ranks]
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the published tensors: no rank has all of them."""

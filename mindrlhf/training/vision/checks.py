@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, RunSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
@@ -32,7 +33,7 @@ def check_vision(config: GrpoConfig) -> None:
     Raises:
         UserError: naming the key and its fix.
     """
-    check_device(config.model, config.run)
+    check_device(config.model, config.run, config.lora)
     if image_tokens(config.model.path) is None:
         return
     refused = {
@@ -47,7 +48,6 @@ def check_vision(config: GrpoConfig) -> None:
             "positions of images are of whole sequences: use best_fit",
         ),
         "rollout.span_tokens": (config.rollout.span_tokens > 0, "spans carry no images on: set it to 0"),
-        "lora.rank": (config.lora.rank is not None, "its adapters are of text models: train all weights"),
         "tools.names": (bool(config.tools.names), "conversations are of text only: leave tools out"),
         f"msprobe.level={CELL_LEVEL}": (
             config.msprobe.enabled and config.msprobe.level == CELL_LEVEL,
@@ -59,8 +59,8 @@ def check_vision(config: GrpoConfig) -> None:
             raise UserError(f"the model in {config.model.path} sees images and is not trained with {what} yet: {fix}")
 
 
-def check_device(model: ModelSection, run: RunSection) -> None:
-    """Refuse to train a model that sees images on a device for which it has no cells, or a tower that is not there.
+def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> None:
+    """Refuse to train a model that sees images where it has no cells or with adapters, and a tower that is not there.
 
     Raises:
         UserError: naming the key and its fix.
@@ -69,6 +69,8 @@ def check_device(model: ModelSection, run: RunSection) -> None:
         raise UserError(
             f"'model.train_vision' is {model.train_vision}, but the model in {model.path} reads text only: leave it out"
         )
+    if lora.rank is not None and image_tokens(model.path) is not None:
+        raise UserError(f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank")
     if run.device != "cpu" and image_tokens(model.path) is not None:
         raise UserError(
             f"the model in {model.path} sees images and is not trained with run.device={run.device} yet: its cells "

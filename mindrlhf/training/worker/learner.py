@@ -69,7 +69,8 @@ class Learner(CountsCompiles, SavesState):
         self.policy = loss.policy
         # None where the head is not trained.
         self._head_accumulator = accumulator_of.get(network.head_weight.name)
-        in_graph = ms.ParameterTuple(self.policy.graph_parameters())
+        # The last layer first, as the backward pass goes: MindSpore then uses and frees each gradient before the next.
+        in_graph = ms.ParameterTuple(list(self.policy.graph_parameters())[::-1])
         assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)

@@ -211,8 +211,10 @@ def test_a_silent_node_is_lost_on_both_sides(cluster, monkeypatch):
     monkeypatch.setattr(channel.Channel, "send", lambda *_, **__: None)
     first, second = run.ends()
     assert first == 1 and isinstance(second, RunFailure)
-    assert "has not been heard of for" in run.ranks[0].lines[0] and "node 1 (" in run.ranks[0].lines[0]
-    assert "node 0 (127.0.0.1) has not been heard of for" in run.ranks[1].lines[0]
+    lines = run.ranks[0].lines[0], run.ranks[1].lines[0]
+    assert lines[0].startswith("node 1 (") and lines[1].startswith("node 0 (127.0.0.1)")
+    # Who notices first closes the connection, which the other, not cut off after all, may see.
+    assert any("has not been heard of for" in line for line in lines)
 
 
 @pytest.mark.parametrize("absent", [0, 1])

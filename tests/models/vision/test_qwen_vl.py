@@ -96,7 +96,7 @@ def network(model_dir):
 
 @pytest.fixture(scope="module")
 def batch(sequences, network):
-    return make_batch(sequences, RowOptions((LENGTH,), 3, 1, True, ImageTokens.of(network.dims)))
+    return make_batch(sequences, RowOptions((LENGTH,), 3, 1, True, image_tokens=ImageTokens.of(network.dims)))
 
 
 def relative_error(actual: np.ndarray, reference: np.ndarray) -> float:
@@ -186,7 +186,7 @@ def test_a_learner_has_the_gradients_of_the_part_of_the_tower_that_it_trains(mod
     load_hf_weights(trained, model_dir)
     loss = CoefficientLoss(PolicyLogProbs(trained, 1.0, "cpu"))
     learner = Learner(trained, loss, OptimizerSection(), Rank(0, 1), "cpu")
-    batch = make_batch(sequences, RowOptions((LENGTH,), 1, 1, True, ImageTokens.of(trained.dims)))
+    batch = make_batch(sequences, RowOptions((LENGTH,), 1, 1, True, image_tokens=ImageTokens.of(trained.dims)))
     assert len(batch.micro_batches) == 2
     trained.images.see(list(batch.images.values()))
     for rows in batch.micro_batches:

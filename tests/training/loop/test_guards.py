@@ -213,6 +213,13 @@ def test_a_spike_is_reported_with_its_samples(open_guards, step, tmp_path, capsy
     assert "3.25 times" in capsys.readouterr().err
 
 
+def test_updates_without_gradient_are_no_measure_of_spikes(open_guards, step):
+    guards = open_guards()
+    assert guards.review(step.record(1, *[0.0] * 20, 1.0), 0.0)["guard/grad_spikes"] == 0
+    assert guards.state().norms == [1.0]
+    assert guards.review(step.record(2, *[1.0] * 7, 0.0, 1e6), 0.0)["guard/grad_spikes"] == 1
+
+
 def test_spikes_wait_for_a_median_and_can_be_switched_off(open_guards, step):
     assert open_guards().review(step.record(1, *[1.0] * 7, 1e6), 0.0)["guard/grad_spikes"] == 0
     assert open_guards().review(step.record(1, *[1.0] * 8, 1e6), 0.0)["guard/grad_spikes"] == 1

@@ -199,6 +199,9 @@ class Memory:
     def check(self):
         self.checked_after = len(self.metrics)
 
+    def write_details(self, step, details):
+        assert len(details.rewards) == len(details.lengths) > 0 and np.isfinite(details.rewards).all()
+
     def write(self, step, metrics=None):
         if metrics is None:
             self.samples.append(list(step))
@@ -238,7 +241,7 @@ class Course:
 class Run:
     """A trainer with all its parts."""
 
-    def __init__(self, num_prompts=5, world_size=1, held_out=False, steps=0, **options):
+    def __init__(self, num_prompts=5, world_size=1, held_out=False, more_held_out=(), steps=0, **options):
         self.config = make_config(**options)
         self.journal, self.memory = [], Memory(self.config.checkpoint.every_steps)
         self.ranks = [Rank(self.journal if rank == 0 else []) for rank in range(world_size)]
@@ -254,12 +257,16 @@ class Run:
             self.config, self.prompts, self.stream, sampler, (END,), timer, self.memory.interruptible
         )
         questions = HeldOut(self.prompts.records[:2], 2, "half", SamplingParams(7), 0) if held_out else None
+        more = {
+            name: HeldOut(self.prompts.records[first : first + 1], 2, verifier, SamplingParams(7), 0)
+            for name, first, verifier in more_held_out
+        }
         team = LocalTeam(self.ranks)
         parts = Parts(
             team=team,
             policy=Policy(team, Board(self.journal)),
             rows=RowOptions((8, 16), training.batch_size, world_size, training.pack, training.packing),
-            rollout=Rollout(self.generator, prompts, sampler, questions),
+            rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
             timer=timer,
         )
@@ -458,6 +465,25 @@ def test_the_last_step_is_always_evaluated(evaluation, steps):
     assert [entry.step for entry in run.progress.evaluations] == steps
 
 
+def test_further_sets_are_reported_beside_with_verifiers_of_their_own():
+    # The length of prompt 0 is scored 1 however long it is.
+    sets = [("first", 0, "length"), ("second", 1, "half")]
+    run = Run(num_prompts=4, held_out=True, more_held_out=sets, evaluation={"every_steps": 1})
+    metrics = run()
+    assert len(run.progress.evaluations) == len(metrics) == 3
+    for values in metrics.values():
+        assert (values["eval/accuracy"], values["eval/first/accuracy"], values["eval/second/accuracy"]) == (0.5, 1, 0.5)
+        assert values["eval/first/pass@k"] == 1 and values["eval/second/pass@k"] == 0  # a half is not right
+
+
+def test_a_run_ends_when_accuracy_has_not_risen_for_long_enough(capsys):
+    run = Run(num_prompts=20, held_out=True, evaluation={"every_steps": 1, "patience": 2})
+    run()
+    # The rewards never change: step 1 is the best, and two evaluations are no better.
+    assert [one.step for one in run.trainer.progress.evaluations] == [0, 1, 2, 3]
+    assert "mindrlhf: ended after step 3: the accuracy of step 1 was not exceeded by 2" in capsys.readouterr().out
+
+
 def test_the_sampling_is_the_configs():
     rollout = {"max_response_length": 9, "temperature": 0.6, "top_p": 0.9, "top_k": 5}
     run = Run(num_prompts=2, rollout=rollout)
@@ -545,7 +571,7 @@ def test_packing_changes_nothing_that_the_loop_sees(world_size):
     def course(packing: str) -> list[dict]:
         run = Run(world_size=world_size, training={"packing": packing, "num_minibatches": 2}, algorithm={"beta": 0.1})
         run.train()
-        unlike = ("packing/", "timing/", "throughput/", "memory/", "recompiles")
+        unlike = ("packing/", "timing/", "memory/", "recompiles", "vllm_tps", "e2e_tps", "update_tps")
         return [{k: v for k, v in step.items() if not k.startswith(unlike)} for _, step in run.memory.metrics]
 
     plain = course("first_fit")

@@ -11,12 +11,15 @@ from mindrlhf.config import sections
 from mindrlhf.config.offline_sections import SupervisedSection
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.images.geometry import VisionGeometry
+from mindrlhf.images.pixels import encode_png, image_digest
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import run_steps
 from mindrlhf.training.offline.run import OfflineSteps
 from mindrlhf.training.offline.supervised import SupervisedTrainer, read_sequences
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.records import HeldOutLogProbs, ProcessStatistics, UpdateResult
+from mindrlhf.training.vision.image_rows import ImageTokens
 
 
 class Records:
@@ -159,3 +162,47 @@ def test_records_are_read_in_blocks():
     assert records.blocks == [4, 4, 2]
     assert [int(sequence.prompt_ids[0]) for sequence in sequences] == list(range(1, 11))
     assert dataclasses.asdict(sequences[0])["values"] == {}
+
+
+class Pictures(Records):
+    """Record i shows picture i % 2, of one token."""
+
+    FILES = [encode_png(np.full((28, 28, 3), shade, np.uint8)) for shade in (0, 200)]
+
+    def read(self, indices):
+        records = super().read(indices)
+        return [
+            dataclasses.replace(record, prompt_ids=np.array([9, 8], np.int32), image_files=(self.FILES[index % 2],))
+            for index, record in zip(indices, records)
+        ]
+
+
+class SeeingRank(Rank):
+    """Notes which of the images that its rows look at it was sent before."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.looked_at = [], []
+
+    def receive_images(self, images):
+        self.sent.append({image_digest(image) for image in images})
+
+    def update(self, share, lr):
+        wide = [rows for rows in share.micro_batches if rows.input_ids.shape == (*rows.mask.shape, 4)]
+        assert len(wide) == len(share.micro_batches)
+        self.looked_at.append({digest for rows in wide for digest in rows.images})
+        return super().update(share, lr)
+
+
+def test_ranks_are_sent_the_images_of_each_step():
+    config = SftConfig(
+        model=sections.ModelSection(path="model"),
+        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        supervised=SupervisedSection(rows_per_step=2, batch_size=1, epochs=2, pack=False),
+    )
+    team = LocalTeam(2)
+    team.ranks = [SeeingRank(), SeeingRank()]
+    inputs = RunInputs(None, Pictures(LENGTHS), None, (8, 16, 32), 0, ImageTokens(100, 9, VisionGeometry()))
+    assert run_steps(OfflineSteps(SupervisedTrainer(config, inputs, team), Progress()), NoCheckpoints(), Sinks())
+    for rank in team.ranks:
+        assert rank.sent == rank.looked_at and any(rank.sent)

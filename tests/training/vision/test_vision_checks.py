@@ -41,6 +41,9 @@ def overrides(directory, *changes) -> list[str]:
         (["algorithm.name=ppo", "critic.path=critic"], "critic"),
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["tools.names=calculator"], "conversations are of text only"),
+        (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
+        (["rollout.span_tokens=4"], "spans carry no images on"),
+        (["lora.rank=4"], "takes no adapters"),
         (["msprobe.enabled=true", "msprobe.level=L0"], "vision tower are not dumped"),
     ],
 )
@@ -64,14 +67,19 @@ def test_a_tower_that_is_not_there_is_not_trained(directory):
 
 def test_config_check_refuses_too(directory, capsys):
     command = ["config", "check", str(directory / "config.yaml")]
-    assert main([*command, *overrides(directory)]) == 0
-    assert main([*command, *overrides(directory, "run.device=ascend")]) != 0
+
+    def errors(*changes: str) -> str:
+        assert main([*command, *changes]) != 0  # no data is there
+        return capsys.readouterr().err
+
+    assert "sees images" not in errors(*overrides(directory))
+    assert "sees images" in errors(*overrides(directory, "run.device=ascend"))
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
-    assert main([*command, "--kind", "sft", *offline]) == 0
-    assert main([*command, "--kind", "sft", *offline, "run.device=ascend"]) != 0
+    assert "sees images" not in errors("--kind", "sft", *offline)
+    assert "sees images" in errors("--kind", "sft", *offline, "run.device=ascend")
+    assert "takes no adapters" in errors("--kind", "sft", *offline, "lora.rank=4")
     for kind in ("dpo", "reward-model"):
-        assert main([*command, "--kind", kind, *offline]) != 0
-        assert f"mindrlhf {kind} does not train yet" in capsys.readouterr().err
+        assert f"mindrlhf {kind} does not train yet" in errors("--kind", kind, *offline)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def batch_of(actor, images: list[tuple]):
             advantages = rng.standard_normal(6).astype(np.float32)
             values = {"weights": np.ones(6, np.float32), "advantages": advantages}
             sequences.append(TokenSequence(prompt, response, values, images=shown))
-    return make_batch(sequences, RowOptions((LENGTH,), ROWS, 1, True, ImageTokens.of(actor.model.network.dims)))
+    tokens = ImageTokens.of(actor.model.network.dims)
+    return make_batch(sequences, RowOptions((LENGTH,), ROWS, 1, True, image_tokens=tokens))
 
 
 def receive(actor, batch) -> None:
@@ -187,7 +188,7 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     learner = build_learner(config, LENGTH, Rank(0, 1))
     prompt = np.array([60, *[IMAGE] * 6, 50], np.int32)
     dark, light = np.zeros((56, 84, 3), np.uint8), np.full((56, 84, 3), 255, np.uint8)
-    options = RowOptions((LENGTH,), ROWS, 1, True, image_tokens(str(model_dir)))
+    options = RowOptions((LENGTH,), ROWS, 1, True, image_tokens=image_tokens(str(model_dir)))
 
     def batch(pairs):
         sequences = [TokenSequence(prompt, np.array([word], np.int32), {}, images=(image,)) for image, word in pairs]

@@ -34,7 +34,8 @@ class GradientSpikes(Guard):
     def review_update(self, record: StepRecord, number: int) -> bool:
         """Report the update if its norm is a spike."""
         norm = record.updates[number].grad_norm
-        if not math.isfinite(norm):
+        # Where all samples are filtered out, or earned the same, there is no gradient and nothing to compare with.
+        if not math.isfinite(norm) or norm == 0:
             return False
         median = float(np.median(self.norms)) if len(self.norms) >= _MEDIAN_MINIMUM else math.inf
         is_spike = bool(self._factor) and norm > self._factor * median

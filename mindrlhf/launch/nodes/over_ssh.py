@@ -1,0 +1,147 @@
+"""The same command on every host of a file, through ssh: what a cluster's own scheduler does where there is one.
+
+The secret goes through ssh's standard input, which stays open as a lifeline: numbers of signals for the run follow, and
+when it ends, because this process or the network has gone, the launcher there ends its ranks.
+"""
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.failure_report import exit_code, say
+from mindrlhf.launch.nodes.place import DEFAULT_PORT
+from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
+
+LIFELINE_VARIABLE = "MINDRLHF_LIFELINE"
+_SSH = ("ssh", "-o", "BatchMode=yes")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_POLL_INTERVAL_S = 0.2
+
+
+def read_hosts(path: str) -> list[str]:
+    """Return the hosts of a file, one to a line; what follows a # is a comment.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--hostfile {path} cannot be read ({error})") from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if len(words) > 1 or (words and words[0].startswith("-")):
+            raise UserError(
+                f"--hostfile {path}, line {number} is {line.strip()!r}: give one host a line, HOST or USER@HOST"
+            )
+        hosts += words
+    if not hosts or len(set(hosts)) < len(hosts):
+        raise UserError(
+            f"--hostfile {path} names {len(set(hosts))} different hosts in {len(hosts)} lines: name each once"
+        )
+    return hosts
+
+
+def run_over_ssh(words: Sequence[str], hosts: Sequence[str], master: str | None) -> int:
+    """Run ``python -m mindrlhf.cli WORDS`` on all hosts, in this directory, and return node 0's exit code.
+
+    Args:
+        master: where node 0 listens; None for the first host and the default port.
+    """
+    master = master or f"{hosts[0].rpartition('@')[2]}:{DEFAULT_PORT}"
+    secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
+    nodes = [_start(host, _remote_command(words, len(hosts), node, master), secret) for node, host in enumerate(hosts)]
+    readers = [
+        threading.Thread(target=_show, args=(process.stdout, f"[node {node}] " if node else ""), daemon=True)
+        for node, process in enumerate(nodes)
+    ]
+    for reader in readers:
+        reader.start()
+    with _passing_signals(nodes):
+        while any(process.poll() is None for process in nodes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                next(process for process in nodes if process.poll() is None).wait(_POLL_INTERVAL_S)
+    for reader in readers:
+        reader.join()
+    codes = [exit_code(process.returncode) for process in nodes]
+    for node, code in enumerate(codes):
+        if code == 255:
+            say(f"ssh to node {node} ({hosts[node]}) failed: try ssh -o BatchMode=yes {hosts[node]} true")
+    return codes[0] or max(codes)
+
+
+def hold_on_to_lifeline() -> None:
+    """Where this launcher was started by :func:`run_over_ssh`, take signals from there, and end when it has gone."""
+    if os.environ.pop(LIFELINE_VARIABLE, None) is None:
+        return
+
+    def read() -> None:
+        for line in sys.stdin:
+            os.kill(os.getpid(), int(line))
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def _remote_command(words: Sequence[str], num_nodes: int, node: int, master: str) -> str:
+    place = ["--nodes", str(num_nodes), "--node-rank", str(node), "--master", master]
+    names = sorted(name for name in os.environ if name.startswith("MINDRLHF_") or name == "PYTHONPATH")
+    settings = [f"{name}={os.environ[name]}" for name in names if name != SECRET_VARIABLE]
+    command = ["env", f"{LIFELINE_VARIABLE}=1", *settings, sys.executable, "-m", "mindrlhf.cli", *words, *place]
+    return (
+        f"cd {shlex.quote(os.getcwd())} && IFS= read -r {SECRET_VARIABLE} && export {SECRET_VARIABLE} && "
+        f"exec {shlex.join(command)}"
+    )
+
+
+def _start(host: str, command: str, secret: str) -> subprocess.Popen:
+    try:
+        process = subprocess.Popen(
+            [*_SSH, host, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C in a terminal reaches this process only
+        )
+    except OSError as error:
+        raise RunFailure(f"ssh cannot be started ({error})") from None
+    _tell(process, secret)
+    return process
+
+
+def _tell(process: subprocess.Popen, line: object) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it has ended
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+
+
+@contextlib.contextmanager
+def _passing_signals(nodes: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """Pass signals on to node 0, which sees to the others."""
+    previous = {
+        number: signal.signal(number, lambda received, _: _tell(nodes[0], int(received))) for number in _SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _show(stream: TextIO, prefix: str) -> None:
+    for line in stream:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.write(f"{prefix}{line}")
+            sys.stdout.flush()

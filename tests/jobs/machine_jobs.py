@@ -1,0 +1,70 @@
+"""Runs on pretended machines, and the same on one."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import fault_jobs
+import pytest
+import sanity_inputs
+from machines import Machines
+
+TIMEOUT_S = 400  # generous: other work may load the machine
+RECIPE = {
+    "run__max_steps": 2,
+    "observe__samples_per_step": 16,
+    "observe__tensorboard": "false",
+    "evaluation__every_steps": 2,
+    "evaluation__max_prompts": 8,
+}
+
+
+@pytest.fixture
+def start_machines(fault_inputs_dir, tmp_path):
+    """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run.
+
+    Its output directory is ``run`` in that of the machines.
+    """
+    started = []
+
+    def start(num_nodes: int, run: str = "train", **changes: object) -> Machines:
+        recipe = {**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes}
+        directory = tmp_path / f"machines_{len(started)}"
+        directory.mkdir()
+        words = sanity_inputs.overrides(fault_inputs_dir, directory / "run", **recipe)
+        script = f"""
+            cd {shlex.quote(str(sanity_inputs.REPOSITORY))}
+            export PYTHONPATH=$PWD
+            train() {{
+                {sys.executable} -m mindrlhf.cli train examples/sanity/config.yaml {shlex.join(words)} \\
+                    --nodes {num_nodes} --node-rank $NODE_RANK --master $MASTER_IP:8118 "$@"
+            }}
+            {run}
+        """
+        started.append(Machines(directory, script, num_nodes, keep=(fault_inputs_dir, sanity_inputs.REPOSITORY)))
+        return started[-1]
+
+    yield start
+    for machines in started:
+        machines.clean_up()
+
+
+def one_machine(fault_inputs_dir: Path, output_dir: Path, num_ranks: int, **changes: object) -> Path:
+    """Make the same run on one machine."""
+    finished = sanity_inputs.train(
+        fault_inputs_dir,
+        output_dir,
+        "--workers",
+        num_ranks,
+        timeout_s=TIMEOUT_S,
+        **{**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes},
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return output_dir
+
+
+def assert_same(output_dir: Path, expected: Path) -> None:
+    """Check that two runs have the same metrics, samples, course and model, bit for bit."""
+    assert fault_jobs.metrics(output_dir) == fault_jobs.metrics(expected)
+    for name in ("samples.jsonl", "trajectory.jsonl", "final/model.safetensors"):
+        assert (output_dir / name).read_bytes() == (expected / name).read_bytes(), name

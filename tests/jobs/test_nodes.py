@@ -1,0 +1,54 @@
+"""Runs over several pretended machines: equal to one machine with as many ranks, and refused where nodes differ."""
+
+import re
+
+import pytest
+from machine_jobs import TIMEOUT_S, assert_same, one_machine
+from slow_tests import SLOW
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_two_machines_train_as_one_with_as_many_ranks(start_machines, fault_inputs_dir, tmp_path):
+    machines = start_machines(2)
+    assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
+    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2))
+    # Each machine had a rollout server of its own.
+    logs = machines.directory / "run" / "logs"
+    assert (logs / "rollout_0.log").exists() and (logs / "rollout_node1" / "rollout_0.log").exists()
+    assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"
+
+
+DIFFERENCES = {
+    "config": (
+        "[ $NODE_RANK = 0 ] || set -- optimizer.start_lr=2e-3",
+        r"'optimizer.start_lr' is 0.001 on node 0, 0.002 on node 1: start all nodes with the same config file",
+    ),
+    "version": (
+        # The other machine sees one file with another line at its end.
+        "if [ $NODE_RANK = 1 ]; then cp mindrlhf/cli.py /tmp; echo '# changed' >> /tmp/cli.py;"
+        " mount --bind /tmp/cli.py mindrlhf/cli.py; fi",
+        r'the code of mindrlhf is "\w+" on node 0, "\w+" on node 1: install the same on all nodes',
+    ),
+    "options": (
+        "[ $NODE_RANK = 0 ] || set -- --max-restarts 3",
+        r"--max-restarts is 0 on node 0, 3 on node 1: give all nodes the same --max-restarts",
+    ),
+    "output_dir": (
+        "mkdir -p $RUN_PARENT; if [ $NODE_RANK = 1 ]; then mkdir /tmp/empty; mount --bind /tmp/empty $RUN_PARENT; fi; "
+        "export MINDRLHF_SECRET=a_secret_of_some_length",
+        r"run.output_dir is \"the directory of node 0\" on node 0, .* on node 1: put it on a file system that all",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [what if what == "config" else pytest.param(what, marks=SLOW) for what in DIFFERENCES])
+def test_nodes_that_differ_are_refused_on_both_in_one_line_with_the_fix(start_machines, what, tmp_path):
+    before, line = DIFFERENCES[what]
+    machines = start_machines(2, f'RUN_PARENT={tmp_path}/machines_0/run; {before}; train "$@"')
+    assert machines.wait(TIMEOUT_S) == [2, 2], machines.all_text()
+    for node in range(2):
+        assert re.search(
+            rf"^mindrlhf train: error: the nodes cannot train together:\n  {line}", machines.text(node), re.M
+        ), machines.all_text()
+        assert "Traceback" not in machines.text(node)

@@ -1,0 +1,132 @@
+"""The commands in README, docs and examples run as they are typed, page by page, in a directory with what they name.
+
+Run are those that need no NPU, no training and no download. Every other command must be in ``NOT_RUN``, so that a new
+one is either run or left out on purpose.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_docs import PAGES, ROOT, _command_lines, _name
+
+from mindrlhf.cli import main
+from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+# The first words of commands that are not run here, and why.
+NOT_RUN = {
+    "bash": "sets environments up, or trains",
+    "source": "of the shell",
+    "export": "of the shell",
+    "MODEL=model_configs/qwen2_5/qwen2_5_tiny": "of the shell",
+    "python3.11": "makes an environment",
+    "msprobe": "another project's command, on dumps of two runs",
+    "msrun": "starts ranks; in tests/jobs/test_tutorial_msrun.py",
+    "python scripts/benchmark_rewards.py": "measures",
+    "python scripts/fuzz.py": "takes minutes; in tests/fuzz",
+    "python scripts/compare_algorithms.py": "trains",
+    "python examples/grpo/qwen_grpo_tutorial/rlhf_data.py": "in tests/examples/test_rlhf_data.py",
+    "python examples/quickstart/problems.py": "in tests/examples/test_quickstart_problems.py",
+    "python examples/quickstart/make_tokenizer.py": "on 20,000 problems",
+    "python -m pip": "installs",
+    "mindrlhf doctor": "asks both environments; in tests/test_doctor.py",
+    "mindrlhf train": "trains; configs of examples are checked below",
+    "mindrlhf eval": "starts vLLM",
+    "mindrlhf diff": "needs two runs; in tests/jobs/test_run_diff.py",
+    "mindrlhf replay": "needs a run",
+    "mindrlhf report": "needs a run; in tests/observe/test_report.py",
+    "mindrlhf rewards audit": "needs a run; in tests/evaluation/test_reward_audit.py",
+}
+MODELS = ("MODEL_DIR", "Qwen2.5-7B-Instruct", "qwen2.5_tokenizer", "model")
+
+
+def plain(words: list[str]) -> list[str]:
+    """Return a command without the environment it sets and the directory of its program."""
+    while "=" in words[0] and len(words) > 1:
+        words = words[1:]
+    return [Path(words[0]).name if words[0].startswith(".venv") else words[0], *words[1:]]
+
+
+def is_run(words: list[str]) -> bool:
+    text = " ".join(words)
+    reasons = [prefix for prefix in NOT_RUN if text == prefix or text.startswith(f"{prefix} ")]
+    assert reasons or words[0] == "mindrlhf", f"'{text}' is neither run nor left out on purpose"
+    return not reasons
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """A model of no size that fits every layout of the pages, with the quickstart's tokenizer."""
+    source, directory = ROOT / "examples" / "quickstart" / "checkpoint", tmp_path_factory.mktemp("models") / "model"
+    config = json.loads((source / "config.json").read_text())
+    config |= {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 4}
+    config |= {"intermediate_size": 64, "max_position_embeddings": 32768, "head_dim": 8, "layer_types": None}
+    export_hf(random_hf_weights(config, 0), config, directory, tokenizer_dir=str(source))
+    return directory
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
+    """A fresh clone's files, and the data and models that the pages take for granted."""
+    for name in ("examples", "model_configs", "scripts", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in MODELS:
+        (tmp_path / name).symlink_to(model_dir)
+    record = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7", "problem": "What is 3 + 4?"}
+    record |= {"solution": "7", "result": "7", "expected": "7", "kind": "accuracy_reward"}
+    record |= {"reward_model": {"ground_truth": "7"}}
+    for name in ("train.jsonl", "test.jsonl", "problems.jsonl", "gsm8k_train.jsonl"):
+        (tmp_path / name).write_text(f"{json.dumps(record)}\n" * 8)
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"completion": "#### 7", "answer": "7"}) + "\n")
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    source = "def brief(completion, answer):\n    return 1.0 / (1 + len(completion))\n"
+    (tmp_path / "path" / "to" / "file.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    for name in ("gsm8k_train", "gsm8k_test"):
+        build = ["--output", f"{name}.mindrecord", "--tokenizer", "model", "--max-prompt-length", "400"]
+        assert main(["data", "build", "--input", "train.jsonl", *build]) == 0
+    capsys.readouterr()
+    return tmp_path
+
+
+def test_every_reason_to_leave_a_command_out_is_needed():
+    commands = [" ".join(plain(words)) for page in PAGES for words in _command_lines(page)]
+    unused = [prefix for prefix in NOT_RUN if not any(command.startswith(prefix) for command in commands)]
+    assert unused == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _command_lines(page)], ids=_name)
+def test_commands_run_as_typed(page, workshop, capsys):
+    for words in map(plain, _command_lines(page)):
+        if not is_run(words):
+            continue
+        if ">" in words:
+            words = words[: words.index(">")]
+        code = main(words[1:])
+        assert code == 0, f"{' '.join(words)}: {capsys.readouterr().err}"
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/config.yaml")), ids=_name)
+def test_the_configs_of_examples_fit_the_files_that_their_pages_make(path, workshop, capsys):
+    """Prompts that the quickstart's or the example's own script would make stand in for theirs."""
+    from mindrlhf.config.load import tasks_of
+    from mindrlhf.config.parse import read_yaml
+
+    content = read_yaml(path)
+    task = tasks_of(content)[0]
+    if not (ROOT / content["model"]["path"]).is_dir():
+        pytest.skip("its model is made by its script")
+    build = ["--output", "p.mindrecord", "--tokenizer", "model", "--max-prompt-length", "60"]
+    pairs = [{"question": "1+1?", "answer": "2", "right": "2", "wrong": "3"}] * 1000
+    (workshop / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    keys = "question=question,answer=answer"
+    if task != "train":
+        keys, build = "question=question,response=right,rejected=wrong", [*build, "--task", "preference"]
+        build += ["--max-length", "120"]
+    assert main(["data", "build", "--input", "pairs.jsonl", *build, "--handler", "map_keys", "--map", keys]) == 0
+    overrides = ["data.train_file=p.mindrecord"]
+    overrides += ["data.eval_file=p.mindrecord"] if "eval_file" in content["data"] else []
+    if "rollout" in content:
+        overrides.append("rollout.python=sh")
+    assert main(["config", "check", str(path), *overrides, "run.output_dir=out"]) == 0, capsys.readouterr().err
