@@ -52,7 +52,9 @@ def make_actor(model_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def actor(make_actor):
     actor = make_actor()
-    actor.warm_up([LENGTH], ROWS, ["old_logprobs", "reference_logprobs"])
+    tokens = ImageTokens.of(actor.model.network.dims)
+    shapes = RowOptions((LENGTH,), ROWS, 1, True, image_tokens=tokens).shapes()
+    actor.warm_up(shapes, ["old_logprobs", "reference_logprobs"])
     return actor
 
 
