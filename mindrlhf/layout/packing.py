@@ -56,8 +56,8 @@ def row_cost(dims: ModelDims) -> RowCost:
 def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: RowCost) -> list[Row]:
     """Assign every piece to exactly one row, such that the rows cost little.
 
-    Rows are planned once for each length as the longest, and the cheapest plan is taken. Each row has the shortest
-    length that holds it; pieces of one group are neighbours in it.
+    Rows are planned once for each length as the longest, alone and with the shorter ones, and the cheapest plan is
+    taken. Each row has the shortest of its plan's lengths that holds it; pieces of one group are neighbours in it.
 
     Args:
         pieces: of the samples, in order.
@@ -77,7 +77,9 @@ def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: Row
     if needed > row_lengths[-1]:
         raise ValueError(f"sample {largest} takes {needed} tokens, more than the longest row, {row_lengths[-1]}")
     lengths = [length for length in row_lengths if length >= needed]
-    plans = [_plan(pieces, [short for short in row_lengths if short <= length]) for length in lengths]
+    choices = [[short for short in row_lengths if short <= length] for length in lengths]
+    choices += [[length] for length in lengths if length > row_lengths[0]]
+    plans = [_plan(pieces, choice) for choice in choices]
     best = min(plans, key=lambda rows: sum(cost.of(row.length) for row in rows))
     return sorted(best, key=lambda row: (row.length, row.items))
 

@@ -1,7 +1,7 @@
 """A whole model with low-rank adapters: what it publishes is merged, what it saves are the adapters."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +29,10 @@ from mindrlhf.weights.board import WeightBoard
 class AdaptedModel(WholeModel):
     """A model of which every rank has a replica, and whose adapters are trained; see :mod:`mindrlhf.models.lora`."""
 
-    def write_to(self, board: WeightBoard) -> None:
+    def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, merged with their adapters."""
-        for name, array in iter_merged_tensors(self.network, self._rank.index, self._rank.world_size):
+        ranks = range(self._rank.world_size) if ranks is None else ranks
+        for name, array in iter_merged_tensors(self.network, ranks.index(self._rank.index), len(ranks)):
             board.write(name, array)
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:

@@ -44,7 +44,7 @@ def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
         del values["preference"]
         path.write_text(json.dumps(values))
         config = load.load_sft_config(path, overrides)
-        learner = supervised._build_learner(config, 32, Rank(0, 1))
+        learner = supervised.build_learner(config, 32, Rank(0, 1))
         return config, supervised.SupervisedTrainer(config, inputs, Team(learner)), learner
     sections["preference"] = {
         "pairs_per_step": 16,

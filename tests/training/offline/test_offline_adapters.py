@@ -65,7 +65,7 @@ def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp
 
 
 def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_path):
-    from mindrlhf.training.offline.supervised import SupervisedTrainer, _build_learner
+    from mindrlhf.training.offline.supervised import SupervisedTrainer, build_learner
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
@@ -85,7 +85,7 @@ def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_pa
             )
         )
         config = load_sft_config(path)
-        learner = _build_learner(config, 32, Rank(0, 1))
+        learner = build_learner(config, 32, Rank(0, 1))
         trainer = SupervisedTrainer(config, RunInputs(None, PairFile(64, 0), None, (32,), 0), Team(learner, []))
         losses = [trainer.step(0, np.arange(16))["loss"] for _ in range(8)]
         first_losses.append(losses[0])
