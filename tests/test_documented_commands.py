@@ -29,6 +29,7 @@ NOT_RUN = {
     "python examples/grpo/qwen_grpo_tutorial/rlhf_data.py": "in tests/examples/test_rlhf_data.py",
     "python examples/quickstart/problems.py": "in tests/examples/test_quickstart_problems.py",
     "python examples/quickstart/make_tokenizer.py": "on 20,000 problems",
+    "python examples/vision/make_checkpoint.py": "trains",
     "python -m pip": "installs",
     "mindrlhf doctor": "asks both environments; in tests/test_doctor.py",
     "mindrlhf train": "trains; configs of examples are checked below",

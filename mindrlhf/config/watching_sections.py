@@ -42,6 +42,11 @@ class ObserveSection:
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
     tensorboard: bool = key(True, "write TensorBoard event files")
     samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
+    sample_tokens: bool = key(
+        False,
+        "write the tokens of these samples too, each with its advantage and the log-probabilities of generator and "
+        "trainer, which `mindrlhf view` shades",
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.system.files import write_file
 
 IMAGES_NAME = "sample_images"
+TOKEN_VALUES = ("advantages", "rollout_logprobs", "train_logprobs")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class SampleRecord:
     rewards: Mapping[str, float]  # unweighted, by verifier
     finish_reason: str  # "stop" or "length"
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each
+    # "tokens": their texts, and by the names of TOKEN_VALUES a number for each, None where the model did not write it
+    tokens: Mapping[str, list] | None = None
 
 
 class SampleWriter:
@@ -44,6 +47,7 @@ class SampleWriter:
             line = {**vars(sample), "rewards": dict(sample.rewards), "images": self._keep(sample.images)}
             if not line["images"]:
                 del line["images"]
+            line |= line.pop("tokens") or {}
             self._writer.write(line)
 
     def _keep(self, images: Iterable[np.ndarray]) -> list[str]:

@@ -1,7 +1,7 @@
 """From prompts to scored samples: generation and verification, overlapped."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -148,6 +148,20 @@ class Sampler:
         if first_group:
             samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
         return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
+
+    def token_values(self, sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, list]:
+        """Return the response token by token, as ``SampleRecord.tokens`` has it.
+
+        Args:
+            values: by name, a number for each token that the model wrote.
+        """
+        texts = [self._tokenizer.decode([token], skip_special_tokens=False) for token in sample.response_ids.tolist()]
+        written = np.ones(len(texts), bool) if sample.is_generated is None else np.asarray(sample.is_generated, bool)
+        found: dict[str, list] = {"tokens": texts}
+        for name, numbers in values.items():
+            rounded = iter(np.round(np.asarray(numbers, np.float64), 5).tolist())
+            found[name] = [next(rounded) if is_written else None for is_written in written]
+        return found
 
     def _prompt_text(self, record: PromptRecord) -> str:
         ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids

@@ -10,7 +10,7 @@ from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_parts, sample_record
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record
 from mindrlhf.rollout.types import Completion, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=(0,))
@@ -223,3 +223,26 @@ def test_later_rounds_number_their_groups_and_seeds_on():
     assert [request.seed for chunk in generator.chunks for request in chunk] == whole[1:]
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1]
     assert [sample.prompt for sample in samples[::3]] == ["e", "f`g"]
+
+
+def test_tokens_of_a_sample_have_their_values_where_the_model_wrote_them():
+    sampler = Sampler.__new__(Sampler)
+    sampler._tokenizer = Letters()
+    sample = Sample(
+        group=0,
+        prompt_ids=np.array([1], np.int32),
+        response_ids=np.array([3, 1, 2], np.int32),
+        rollout_logprobs=np.array([-0.5, -1.0], np.float32),
+        finish_reason="stop",
+        prompt="a",
+        completion="cab",
+        answer="",
+        rewards={},
+        reward=1.0,
+        failures={},
+        is_generated=np.array([True, False, True]),
+    )
+    found = sampler.token_values(sample, {"rollout_logprobs": sample.rollout_logprobs})
+    assert found == {"tokens": ["c", "a", "b"], "rollout_logprobs": [-0.5, None, -1.0]}
+    whole = dataclasses.replace(sample, is_generated=None, rollout_logprobs=np.array([-1, -2, -3], np.float32))
+    assert sampler.token_values(whole, {"x": whole.rollout_logprobs})["x"] == [-1, -2, -3]

@@ -14,10 +14,9 @@ import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
 from mindrlhf.observe.report import content_hash
+from mindrlhf.observe.samples import TOKEN_VALUES
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
-# Of each token of a completion, where the run wrote them down.
-TOKEN_VALUES = ("advantages", "rollout_logprobs", "train_logprobs")
 
 
 def write_page(run_dirs: list[Path], out_file: Path) -> Path:

@@ -1,6 +1,7 @@
 """The reinforcement learning loop, as rank 0 runs it: sample, score, batch, log-probs, advantages, update, publish."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.divergence import RewardWatch
 from mindrlhf.observe.metrics import combine_metrics
+from mindrlhf.observe.samples import TOKEN_VALUES, SampleRecord
 from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
 from mindrlhf.system import heartbeat
@@ -253,6 +255,7 @@ class Trainer(Steps):
             metrics["reward/greedy"] = float(baselines.mean())
         advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines, values=values)
         self.policy.send_tokens("advantages", advantages)
+        self._advantages = advantages
         if values is not None:
             returns = self.objective.returns(samples, values, penalties)
             self.policy.send_tokens("returns", returns)
@@ -296,7 +299,7 @@ class Trainer(Steps):
         samples = sampled.samples
         config, observers, state = self.config, self.parts.observers, self.progress.algorithm
         shown = record.samples[: config.observe.samples_per_step]
-        observers.samples.write(sample_record(sample, record.step) for sample in shown)
+        observers.samples.write(self._sample_records(shown, record.step, train_logprobs))
         self._details = StepDetails(
             rewards=np.array([sample.reward for sample in record.samples], np.float64),
             lengths=np.array([len(sample.response_ids) for sample in record.samples]),
@@ -322,6 +325,20 @@ class Trainer(Steps):
             self.objective.kl.update(metrics["kl"])
             state.kl = KlState(**self.objective.kl.state())
         return metrics
+
+    def _sample_records(
+        self, shown: Sequence[Sample], step: int, train_logprobs: Sequence[np.ndarray]
+    ) -> list[SampleRecord]:
+        records = [sample_record(sample, step) for sample in shown]
+        if not self.config.observe.sample_tokens or len(train_logprobs) < len(shown):
+            return records
+        sampler = self.parts.rollout.sampler
+        with_tokens = []
+        for record, sample, advantages, logprobs in zip(records, shown, self._advantages, train_logprobs):
+            numbers = (advantages, sample.rollout_logprobs, logprobs)
+            tokens = sampler.token_values(sample, dict(zip(TOKEN_VALUES, numbers, strict=True)))
+            with_tokens.append(dataclasses.replace(record, tokens=tokens))
+        return with_tokens
 
     def _keep_leftover(self, samples: StepSamples) -> dict[str, float]:
         """Keep what is left over for the next step; with dynamic sampling return where the samples of this one went."""
