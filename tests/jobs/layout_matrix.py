@@ -82,6 +82,8 @@ _OF_EVERY_DAY = (
     "qwen2-dp2-mp4-pp2-cp2-sp-zero",
     "qwen2-tied-dp2-mp2",
     "qwen2-dp2-mp2-interleave2",
+    "qwen2-dp2-mp2-pp2-zero",
+    "qwen2-dp2-mp2-pp2-zero-shared",
     "qwen3-dp2-mp2-cp2-zero-whole",
     "critic-mp2",
     "critic-dp2-mp2-pp2-sp-whole-zero",

@@ -83,7 +83,7 @@ def total(collectives, kind: str, group: tuple[int, ...]) -> dict[int, int]:
     return counts
 
 
-@pytest.mark.parametrize("name", ["qwen2-dp2-mp2-pp2-zero", "qwen3-dp2-mp2-cp2"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if f"{name}-shared" in LAYOUTS])
 def test_shared_prompts_cost_no_communication(reports, name):
     """Mask and rotary angles are computed where they are used."""
     plain, shared = (reports[f"{name}{suffix}"].collectives for suffix in ("", "-shared"))
