@@ -55,6 +55,24 @@ def holding(directory: Path, purpose: str) -> Iterator[None]:
                 directory.rmdir()  # only what is empty goes
 
 
+def refuse_held(directory: Path) -> None:
+    """Raise ``UserError`` when a living process of this host holds the lock of ``directory``; touches nothing.
+
+    For a look before the lock is taken, which alone decides.
+    """
+    path = directory / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        owner = _owner(descriptor)
+    finally:
+        os.close(descriptor)
+    if owner.get("host") == socket.gethostname() and not _has_ended(owner):
+        raise _held(path, owner)
+
+
 def _open_locked(path: Path) -> int:
     """Return a descriptor of the locked file; a file that its last owner removes meanwhile is opened anew."""
     while True:

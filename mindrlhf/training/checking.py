@@ -11,7 +11,8 @@ from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
-from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken
+from mindrlhf.system.run_lock import refuse_held
+from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
 from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.preflight import (
     check_grpo_inputs,
@@ -90,5 +91,12 @@ def check_run(
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
     if node == 0:
-        obstacles.check(lambda: refuse_taken(config, resume=resume))
+        obstacles.check(_refuse_taken, config, resume)
     return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())
+
+
+def _refuse_taken(config: AnyConfig, resume: bool) -> None:
+    """Refuse the directories of a living run, which is named, and those that an earlier run has left."""
+    for directory in (Path(config.run.output_dir), save_dir(config)):
+        refuse_held(directory)
+    refuse_taken(config, resume=resume)

@@ -121,6 +121,21 @@ def test_without_locks_the_file_decides(tmp_path, no_locks, changes, is_refused)
             pass
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_refused"),
+    [({}, True), ({"host": "elsewhere"}, False), ({"start_ticks": 1}, False), ({"pid": 2**22 + 1}, False)],
+)
+def test_a_look_before_the_lock_is_taken_names_a_living_owner_of_this_host(tmp_path, changes, is_refused):
+    run_lock.refuse_held(tmp_path)
+    write_owner(tmp_path, **changes)
+    if is_refused:
+        with pytest.raises(UserError, match=f"process {os.getpid()} on "):
+            run_lock.refuse_held(tmp_path)
+    else:
+        run_lock.refuse_held(tmp_path)
+    assert (tmp_path / run_lock.LOCK_NAME).exists()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null"])
 def test_a_damaged_file_without_an_owner_is_free(tmp_path, no_locks, content):
     (tmp_path / run_lock.LOCK_NAME).write_text(content)
