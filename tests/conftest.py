@@ -9,9 +9,13 @@ REPOSITORY = Path(__file__).parents[1]
 SYSTEM_TESTS = Path(__file__).parent / "jobs"
 
 
+# Files of jobs that take longest, which begin first, so that no process is left with one of them at the end.
+LONGEST = ("test_random_kills.py", "test_resume_exact.py", "test_fault_matrix.py", "test_parallel_execution.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the quick tests first, so that a plain mistake shows early."""
-    items.sort(key=lambda item: SYSTEM_TESTS in item.path.parents)
+    """Run the quick tests first, so that a plain mistake shows early; of the jobs those that take longest."""
+    items.sort(key=lambda item: (SYSTEM_TESTS in item.path.parents, item.path.name not in LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,8 @@ _ALL_CRITIC_LAYOUTS = {
         }
     },
 }
-# Combinations of the others: nightly.
-_SLOW = ("dp2_optimizer_parallel_micro_batches", "dp2_pp2", "tp2_pp2", "critic_pp2", "critic_tp2_dp2")
+# What others of every day have in them, and combinations of the others: nightly.
+_SLOW = ("tp2", "dp2", "dp2_optimizer_parallel_micro_batches", "dp2_pp2", "tp2_pp2", "critic_pp2", "critic_tp2_dp2")
 
 
 def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, dict]]:
