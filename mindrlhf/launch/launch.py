@@ -111,7 +111,8 @@ def launch(
 
 def _follower(log_dir: Path, ranks: range, out: TextIO, says_stages: bool) -> LogFollower:
     logs = {rank: log_dir / log_name(rank_name(rank)) for rank in ranks}
-    return LogFollower(logs, out, StageLines(out) if says_stages else None)
+    # Only the node of rank 0 sees what rank 0 does.
+    return LogFollower(logs, out, StageLines(out) if says_stages and 0 in ranks else None)
 
 
 def _prepared(log_dir: Path, num_workers: int) -> Path:

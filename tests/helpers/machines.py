@@ -98,9 +98,9 @@ class Machines:
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def find(self, node: int, words: str) -> int:
-        """Return the pid of the first process of a machine whose command line has these words."""
-        return min(pid for pid, line in self.processes(node).items() if words in line)
+    def find(self, node: int, words: str, without: str = "\0") -> int:
+        """Return the pid of the first process of a machine whose command line has these words, but not the others."""
+        return min(pid for pid, line in self.processes(node).items() if words in line and without not in line)
 
     def cut(self, node: int) -> None:
         """Take a machine's network interface down."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from functools import partial
 
 import pytest
 import sanity_inputs
@@ -54,7 +55,8 @@ def endless(start_machines, tmp_path):
 
 def test_kill_9_of_a_rank_of_another_node_is_named_on_all(endless):
     machines = endless(3)
-    codes = break_and_wait(machines, lambda: os.kill(machines.find(1, "training.main"), signal.SIGKILL))
+    rank = partial(machines.find, 1, "training.main", without="msrun")
+    codes = break_and_wait(machines, lambda: os.kill(rank(), signal.SIGKILL))
     assert all(codes), machines.all_text()
     for node in (0, 1, 2):
         assert "rank 1 was killed by SIGKILL" in machines.text(node), machines.all_text()
@@ -98,7 +100,7 @@ def test_a_run_goes_on_after_a_killed_rank_and_a_launcher_that_comes_back(
     # As Kubernetes would: what was killed is started again.
     machines = start_machines(2, "train --max-restarts 3 || train --max-restarts 3", **recipe)
     machines.wait_for(lambda: num_steps(machines) >= 3)
-    os.kill(machines.find(1, "training.main"), signal.SIGKILL)
+    os.kill(machines.find(1, "training.main", without="msrun"), signal.SIGKILL)
     machines.wait_for(lambda: "restart 1 of 3" in machines.text(0))
     before = num_steps(machines)
     machines.wait_for(lambda: num_steps(machines) > before)
