@@ -76,7 +76,7 @@ def test_an_interface_that_goes_down_is_named_on_both_sides(endless, node):
 @pytest.mark.parametrize("node", [0, 1])
 def test_kill_9_of_a_launcher_ends_its_ranks_and_the_others(endless, node):
     machines = endless(2)
-    break_and_wait(machines, lambda: os.kill(machines.find(node, "-m mindrlhf.cli train"), signal.SIGKILL))
+    break_and_wait(machines, lambda: os.kill(machines.find(node, "-m mindrlhf.cli train", without="THE END"), signal.SIGKILL))
     named = {0: "node 0 (10.77.0.1)", 1: "node 1 (node1, 10.77.0.2)"}[node]
     assert f"{named} has closed the connection: it has ended, or was killed" in machines.text(1 - node)
 
