@@ -27,6 +27,11 @@ def assert_no_ranks_are_left(machines: Machines) -> None:
         assert not [line for line in lines if "training.main" in line or "rollout.server" in line], lines
 
 
+def find_launcher(machines: Machines, node: int) -> int:
+    """Return the pid of the launcher itself, not of the script that starts it."""
+    return machines.find(node, "-m mindrlhf.cli train", without="THE END")
+
+
 def break_and_wait(machines: Machines, action) -> list[int | None]:
     """Do it after two steps; the script of each machine goes on after the run has ended, so that leftovers are seen."""
     machines.wait_for(lambda: num_steps(machines) >= 3)  # the evaluation before the first is a line as well
@@ -76,7 +81,7 @@ def test_an_interface_that_goes_down_is_named_on_both_sides(endless, node):
 @pytest.mark.parametrize("node", [0, 1])
 def test_kill_9_of_a_launcher_ends_its_ranks_and_the_others(endless, node):
     machines = endless(2)
-    break_and_wait(machines, lambda: os.kill(machines.find(node, "-m mindrlhf.cli train", without="THE END"), signal.SIGKILL))
+    break_and_wait(machines, lambda: os.kill(find_launcher(machines, node), signal.SIGKILL))
     named = {0: "node 0 (10.77.0.1)", 1: "node 1 (node1, 10.77.0.2)"}[node]
     assert f"{named} has closed the connection: it has ended, or was killed" in machines.text(1 - node)
 
@@ -104,7 +109,7 @@ def test_a_run_goes_on_after_a_killed_rank_and_a_launcher_that_comes_back(
     machines.wait_for(lambda: "restart 1 of 3" in machines.text(0))
     before = num_steps(machines)
     machines.wait_for(lambda: num_steps(machines) > before)
-    os.kill(machines.find(1, "-m mindrlhf.cli train"), signal.SIGKILL)
+    os.kill(find_launcher(machines, 1), signal.SIGKILL)
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "restart 2 of 3" in machines.text(0)
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe))
@@ -118,7 +123,7 @@ def test_three_machines_train_as_one(start_machines, fault_inputs_dir, tmp_path)
 
 def test_sigterm_to_the_launcher_of_another_node_saves_and_ends_the_run(endless):
     machines = endless(2)
-    codes = break_and_wait(machines, lambda: os.kill(machines.find(1, "-m mindrlhf.cli train"), signal.SIGTERM))
+    codes = break_and_wait(machines, lambda: os.kill(find_launcher(machines, 1), signal.SIGTERM))
     assert codes == [0, 0], machines.all_text()
     assert "SIGTERM: step" in machines.text(0) and "is saved in" in machines.text(0)
 
