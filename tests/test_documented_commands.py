@@ -132,7 +132,7 @@ def test_the_configs_of_examples_fit_the_files_that_their_pages_make(path, works
     content = read_yaml(path)
     task = tasks_of(content)[0]
     models = [content["model"][name] for name in ("path", "reference_path") if name in content["model"]]
-    if not all((ROOT / name).is_dir() for name in models):
+    if not all(Path(name).is_dir() for name in models):
         pytest.skip("its model is made by its script")
     if "vision_config" in json.loads((ROOT / models[0] / "config.json").read_text()):
         pytest.skip("needs pictures; in tests/jobs/test_vision_run.py")
