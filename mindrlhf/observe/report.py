@@ -45,9 +45,9 @@ def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
 def render_report(run: RunData) -> str:
     """Return the report as HTML text."""
     panels = build_panels(run)
-    style, script = _package_text("report.css"), _package_text("report.js")
+    style, script = package_text("report.css"), package_text("report.js")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _package_text("report.html")
+        package_text("report.html")
     )
     return template.render(
         run=run,
@@ -133,7 +133,7 @@ def _audit(run: RunData) -> list[tuple[str, list[tuple[str, ...]]]]:
         for one in run.audit["correlations"]
     ]
     clusters = [
-        (f"{one['share']:.0%}", _shortened(one.get("completion")), f"{one['num_prompts']:,} prompts")
+        (f"{one['share']:.0%}", shortened(one.get("completion")), f"{one['num_prompts']:,} prompts")
         for one in run.audit["clusters"][:MAX_AUDIT_ROWS]
     ]
     flips = [
@@ -156,7 +156,7 @@ def _comparisons(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         pair = [before.get(prompt), after.get(prompt)]
         answer = next((sample["answer"] for sample in pair if sample and "answer" in sample), "")
         shown = [None if sample is None else _sample(sample) for sample in pair]
-        comparisons.append({"prompt": _shortened(prompt), "answer": _shortened(answer), "pair": shown})
+        comparisons.append({"prompt": shortened(prompt), "answer": shortened(answer), "pair": shown})
     return comparisons
 
 
@@ -173,9 +173,9 @@ def _sample(record: Mapping[str, Any]) -> dict[str, Any]:
     rewards = record.get("rewards")
     by_verifier = rewards.items() if isinstance(rewards, dict) else ()
     return {
-        "prompt": _shortened(record.get("prompt", "")),
-        "completion": _shortened(record.get("completion", "")),
-        "answer": _shortened(record.get("answer", "")),
+        "prompt": shortened(record.get("prompt", "")),
+        "completion": shortened(record.get("completion", "")),
+        "answer": shortened(record.get("answer", "")),
         "reward": _reward_text(record["reward"]) if "reward" in record else None,
         "rewards": [(name, _reward_text(value)) for name, value in by_verifier],
         "cut": record.get("finish_reason") == "length",
@@ -200,9 +200,10 @@ def _reward_text(value: Any) -> str:
     return with_unit(value, "") if isinstance(value, (int, float)) else "not finite"
 
 
-def _shortened(text: Any) -> str:
+def shortened(text: Any, limit: int = MAX_TEXT) -> str:
+    """Return a text of at most so many characters, and how many more there are."""
     text = str(text)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 
 def _metric_rows(run: RunData) -> list[tuple[str, ...]]:
@@ -235,8 +236,10 @@ def _safe_json(data: Any) -> str:
 
 
 def content_hash(script: str) -> str:
+    """Return what a content security policy lets run: this script and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
-def _package_text(name: str) -> str:
+def package_text(name: str) -> str:
+    """Return a file of a page, by its place in this room."""
     return resources.files("mindrlhf.observe").joinpath(name).read_text(encoding="utf-8")

@@ -85,11 +85,11 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     check(check_tools, config.tools.names)
     files = _Files.open(config.data, "prompts", mistakes, config.evaluation.sets)
     if selection is not None:
-        for file in files.present:
-            accuracy = accuracy_verifier(config) if file is files.held_out else ""
-            check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
-        for name, file in files.more.items():
-            check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy_verifier(config, name))
+        held_out = {"": files.held_out, **files.more}
+        accuracies = [(file, accuracy_verifier(config, name)) for name, file in held_out.items()]
+        for file, accuracy in ((files.training, ""), *accuracies):
+            if file is not None:
+                check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
     check(_check_msprobe, config)
     num_steps = 0
     if files.training is not None:

@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from markupsafe import Markup
 import mindrlhf
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl, replace_file
-from mindrlhf.observe.report import content_hash
+from mindrlhf.observe.report import content_hash, package_text, shortened
 from mindrlhf.observe.samples import TOKEN_VALUES
 
 MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
@@ -31,15 +30,15 @@ def write_page(run_dirs: list[Path], out_file: Path) -> Path:
     """
     data = {"runs": [_read_run(path) for path in run_dirs]}
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
-    script = _package_text("viewer.js")
+    script = package_text("viewer/viewer.js")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _package_text("viewer.html")
+        package_text("viewer/viewer.html")
     )
     text = template.render(
         title=" and ".join(run["name"] for run in data["runs"]),
         version=mindrlhf.__version__,
         script_hash=content_hash(script),
-        style=Markup(_package_text("viewer.css")),
+        style=Markup(package_text("viewer/viewer.css")),
         script=Markup(script),
         data=packed,
     )
@@ -64,7 +63,7 @@ def _read_run(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path} is empty: the run has not finished a step")
     return {
         "name": Path(run_dir).resolve().name,
-        "prompts": [_cut(text) for text in prompts],
+        "prompts": [shortened(text, MAX_TEXT) for text in prompts],
         "verifiers": list(verifiers),
         "rows": rows,
     }
@@ -77,7 +76,7 @@ def _row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, i
     row = [
         record["step"],
         prompts.setdefault(record["prompt"], len(prompts)),
-        _cut(completion),
+        shortened(completion, MAX_TEXT),
         record["answer"],
         record["reward"],
         [rewards.get(index) for index in range(len(verifiers))],
@@ -85,11 +84,3 @@ def _row(record: dict[str, Any], prompts: dict[str, int], verifiers: dict[str, i
         len(tokens) if tokens else len(completion),
     ]
     return [*row, [tokens, *(record.get(name) for name in TOKEN_VALUES)]] if tokens else row
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
-
-
-def _package_text(name: str) -> str:
-    return resources.files("mindrlhf.observe.viewer").joinpath(name).read_text(encoding="utf-8")
