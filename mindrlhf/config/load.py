@@ -34,6 +34,13 @@ def read_config(task: str, path: str | Path, overrides: Iterable[str] = (), *, w
     """
     content = read_yaml(path)
     _check_task(task, content, path)
+    return read_content(task, content, overrides, world_size=world_size)
+
+
+def read_content(
+    task: str, content: Mapping[str, Any], overrides: Iterable[str] = (), *, world_size: int | None = 1
+) -> Reading:
+    """Return the same as ``read_config`` of what a file would hold; nothing is raised."""
     reading = read(CONFIGS[task], content, overrides)
     if task == "train":
         reading = dataclasses.replace(reading, config=_apply_preset(reading.config, reading.given))

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import yaml
 
 from mindrlhf.config.imports import mindrlhf_05, mindspeed_rl, trl, verl
 from mindrlhf.config.imports.rules import Source, Translation, translate
-from mindrlhf.config.load import load_grpo_config
+from mindrlhf.config.load import read_content
 from mindrlhf.errors import UserError
 
 STACKS = {"mindspeed-rl": mindspeed_rl, "mindrlhf": mindrlhf_05, "verl": verl, "trl": trl}
@@ -26,6 +25,7 @@ _PLACEHOLDERS = {
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_UNUSED = re.compile(r"'([\w.]+)' is set, but")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,[^}]*)?\}")
 
 
@@ -58,14 +58,9 @@ def convert(stack: str, path: Path, num_processes: int = 1) -> tuple[str, Transl
 def _leave_out_unused(result: Translation) -> None:
     """Leave out what our own check calls set but unused: it says nothing in that stack either."""
     for _ in range(len(result.values)):
-        with tempfile.TemporaryDirectory() as directory:
-            file = Path(directory) / "config.yaml"
-            file.write_text(yaml.safe_dump(_nested(result.values)))
-            try:
-                load_grpo_config(file, world_size=None)
-                return
-            except UserError as error:
-                unused = [name for name in re.findall(r"'([\w.]+)' is set, but", str(error)) if name in result.values]
+        reading = read_content("train", _nested(result.values), world_size=None)
+        found = [match[1] for message in reading.mistakes.messages if (match := _UNUSED.search(message))]
+        unused = [name for name in found if name in result.values]
         if not unused:
             return
         for name in unused:

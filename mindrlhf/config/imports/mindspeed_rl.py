@@ -9,21 +9,17 @@ from typing import Any
 from mindrlhf.config.imports.rules import NoCounterpartError, Rule, Source, Values, by_hand, each, into, to, without
 from mindrlhf.config.imports.shared import (
     KERNELS,
-    KL_ESTIMATORS,
     MODEL_SAYS,
+    kl_estimator,
     only,
+    only_of_gae,
     pipeline,
     prompts,
     schedule,
     top_k,
+    warmup_share,
     whole,
 )
-
-
-def _estimator(value: Any, source: Source) -> Values:
-    if value not in KL_ESTIMATORS:
-        raise NoCounterpartError(f"no estimate {value!r} of the KL divergence: use k1, k2, k3 or abs")
-    return {"algorithm.kl_estimator": KL_ESTIMATORS[value]}
 
 
 def _advantage(value: Any, source: Source) -> Values:
@@ -42,10 +38,6 @@ def _kl(value: Any, source: Source) -> Values:
     if source.get("rl_config.kl_ctrl_type") == "adaptive":
         values["algorithm.kl_target"] = float(source.get("rl_config.kl_target"))
     return values
-
-
-def _only_of_gae(key: str) -> Rule:
-    return into(lambda value, source: {key: value} if source.get("rl_config.adv_estimator") == "gae" else {})
 
 
 def _minibatches(value: Any, source: Source) -> Values:
@@ -81,12 +73,6 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     if tokens is None:
         raise NoCounterpartError("max_packing_token_size is missing: set training.row_lengths")
     return {"training.row_lengths": [int(tokens)], "training.batch_size": 1}
-
-
-def _warmup(value: Any, source: Source) -> Values:
-    if float(value):
-        raise NoCounterpartError("a share of all steps: set optimizer.warmup_steps to the number of updates")
-    return {}
 
 
 def _end_rate(value: Any, source: Source) -> Values:
@@ -146,7 +132,7 @@ _MODEL = {
     "lr": to("optimizer.start_lr", float),
     "lr_decay_style": to("optimizer.lr_schedule", schedule),
     "min_lr": into(_end_rate),
-    "lr_warmup_fraction": into(_warmup),
+    "lr_warmup_fraction": into(warmup_share),
     "weight_decay": to("optimizer.weight_decay"),
     "clip_grad": to("optimizer.max_grad_norm"),
     "adam_beta1": to("optimizer.beta1"),
@@ -238,14 +224,14 @@ RULES: dict[str, Rule] = {
     "critic_config.*": without("the critic has the actor's layout, batches and options"),
     "vit_config.*": without("the tower has the actor's layout"),
     "rl_config.adv_estimator": into(_advantage),
-    "rl_config.kl_penalty": into(_estimator),
+    "rl_config.kl_penalty": to("algorithm.kl_estimator", kl_estimator),
     "rl_config.init_kl_coef": into(_kl),
     "rl_config.kl_ctrl_type": without("goes with init_kl_coef"),
     "rl_config.kl_target": without("goes with init_kl_coef"),
     "rl_config.kl_horizon": without("`algorithm.kl_gain` says how fast the weight follows"),
-    "rl_config.gamma": _only_of_gae("algorithm.gamma"),
-    "rl_config.lam": _only_of_gae("algorithm.gae_lambda"),
-    "rl_config.advantage_whiten": _only_of_gae("algorithm.whiten_advantages"),
+    "rl_config.gamma": only_of_gae("rl_config.adv_estimator", "algorithm.gamma"),
+    "rl_config.lam": only_of_gae("rl_config.adv_estimator", "algorithm.gae_lambda"),
+    "rl_config.advantage_whiten": only_of_gae("rl_config.adv_estimator", "algorithm.whiten_advantages"),
     "rl_config.beta": without("of `mindrlhf dpo`"),
     "rl_config.mini_batch_size": into(_minibatches),
     "rl_config.n_samples_per_prompt": to("algorithm.num_generations"),
@@ -255,7 +241,7 @@ RULES: dict[str, Rule] = {
     "rl_config.clip_ratio": into(_clip),
     "rl_config.clip_ratio_*": without("goes with clip_higher_enable"),
     "rl_config.clip_higher_enable": without("goes with clip_ratio"),
-    "rl_config.cliprange_value": _only_of_gae("critic.clip_range"),
+    "rl_config.cliprange_value": only_of_gae("rl_config.adv_estimator", "critic.clip_range"),
     "rl_config.entropy_coeff": to("algorithm.entropy_coefficient"),
     "rl_config.token_level_loss": to("algorithm.aggregation", lambda value: "token_mean" if value else "sequence_mean"),
     "rl_config.filter_groups_enable": to("algorithm.dynamic_sampling"),

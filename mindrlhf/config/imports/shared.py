@@ -41,6 +41,25 @@ def pipeline(value: Any, source: Source) -> Values:
     return {"parallel_config.pipeline_stage": int(value), "parallel_config.micro_batch_num": int(value)}
 
 
+def kl_estimator(name: Any) -> str:
+    """Names of the estimates of KL."""
+    if name not in KL_ESTIMATORS:
+        raise NoCounterpartError(f"no estimate {name!r} of the KL divergence: use k1, k2, k3 or abs")
+    return KL_ESTIMATORS[name]
+
+
+def warmup_share(value: Any, source: Source) -> Values:
+    """A warm-up that is a share of all steps, whose number is not known here."""
+    if float(value):
+        raise NoCounterpartError("a share of all steps: set optimizer.warmup_steps to the number of updates")
+    return {}
+
+
+def only_of_gae(estimator: str, key: str) -> Rule:
+    """The key is our ``key`` where their key ``estimator`` is gae, and says nothing elsewhere."""
+    return into(lambda value, source: {key: value} if source.get(estimator) == "gae" else {})
+
+
 def only(*allowed: Any, otherwise: str) -> Rule:
     """The key needs no counterpart as long as it has one of these values."""
 

@@ -20,13 +20,15 @@ from mindrlhf.config.imports.rules import (
 )
 from mindrlhf.config.imports.shared import (
     KERNELS,
-    KL_ESTIMATORS,
     MODEL_SAYS,
+    kl_estimator,
     only,
+    only_of_gae,
     pipeline,
     prompts,
     schedule,
     top_k,
+    warmup_share,
     whole,
 )
 
@@ -70,7 +72,7 @@ def _kl_in_loss(value: Any, source: Source) -> Values:
     return {
         "algorithm.beta": float(source.get(f"{_ACTOR}.kl_loss_coef", 0.001)),
         "algorithm.kl_in": "loss",
-        "algorithm.kl_estimator": _estimator(name),
+        "algorithm.kl_estimator": kl_estimator(name.rstrip("+")),
         "algorithm.kl_unbiased": name.endswith("+"),
     }
 
@@ -81,17 +83,11 @@ def _kl_in_reward(value: Any, source: Source) -> Values:
     values = {
         "algorithm.beta": float(source.get("algorithm.kl_ctrl.kl_coef", 0.001)),
         "algorithm.kl_in": "reward",
-        "algorithm.kl_estimator": _estimator(str(source.get("algorithm.kl_penalty", "kl"))),
+        "algorithm.kl_estimator": kl_estimator(str(source.get("algorithm.kl_penalty", "kl")).rstrip("+")),
     }
     if source.get("algorithm.kl_ctrl.type", "fixed") == "adaptive":
         values["algorithm.kl_target"] = float(source.get("algorithm.kl_ctrl.target_kl", 0.1))
     return values
-
-
-def _estimator(name: str) -> str:
-    if name.rstrip("+") not in KL_ESTIMATORS:
-        raise NoCounterpartError(f"no estimate {name!r} of the KL divergence: use k1, k2, k3 or abs")
-    return KL_ESTIMATORS[name.rstrip("+")]
 
 
 def _minibatches(value: Any, source: Source) -> Values:
@@ -107,12 +103,6 @@ def _clip(value: Any, source: Source) -> Values:
     }
 
 
-def _warmup_share(value: Any, source: Source) -> Values:
-    if float(value):
-        raise NoCounterpartError("a share of all steps: set optimizer.warmup_steps to the number of updates")
-    return {}
-
-
 def _end_rate(value: Any, source: Source) -> Values:
     if source.get(f"{_ACTOR}.optim.lr_scheduler_type", "constant") == "constant":
         return {}
@@ -124,10 +114,6 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
         return {}
     tokens = int(source.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384))
     return {"training.row_lengths": [tokens], "training.batch_size": 1, "training.pack": True}
-
-
-def _only_of_gae(key: str) -> Rule:
-    return into(lambda value, source: {key: value} if source.get("algorithm.adv_estimator") == "gae" else {})
 
 
 def _frequency(key: str) -> Rule:
@@ -208,7 +194,7 @@ RULES: dict[str, Rule] = {
     f"{_ACTOR}.optim.lr_warmup_steps": into(
         lambda value, source: {"optimizer.warmup_steps": int(value)} if int(value) > 0 else {}
     ),
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": into(_warmup_share),
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": into(warmup_share),
     f"{_ACTOR}.optim.min_lr_ratio": into(_end_rate),
     f"{_ACTOR}.optim.weight_decay": to("optimizer.weight_decay"),
     f"{_ACTOR}.optim.betas": into(
@@ -315,8 +301,8 @@ RULES: dict[str, Rule] = {
     "actor_rollout_ref.hybrid_engine": without("ranks and servers share the devices"),
     "actor_rollout_ref.nccl_timeout": without("`run.hang_timeout_s` ends a run that hangs"),
     "critic.model.path": without("goes with adv_estimator gae: `critic.path`"),
-    "critic.optim.lr": _only_of_gae("critic.start_lr"),
-    "critic.cliprange_value": _only_of_gae("critic.clip_range"),
+    "critic.optim.lr": only_of_gae("algorithm.adv_estimator", "critic.start_lr"),
+    "critic.cliprange_value": only_of_gae("algorithm.adv_estimator", "critic.clip_range"),
     "critic.*": without("the critic has the actor's layout, batches and options"),
     "custom_reward_function.path": into(_reward_function),
     "reward.custom_reward_function.path": into(_reward_function),
@@ -329,8 +315,8 @@ RULES: dict[str, Rule] = {
     "reward.*": without("a reward model runs on the training ranks"),
     "reward_model.*": without("a reward model runs on the training ranks"),
     "algorithm.adv_estimator": into(_advantage),
-    "algorithm.gamma": _only_of_gae("algorithm.gamma"),
-    "algorithm.lam": _only_of_gae("algorithm.gae_lambda"),
+    "algorithm.gamma": only_of_gae("algorithm.adv_estimator", "algorithm.gamma"),
+    "algorithm.lam": only_of_gae("algorithm.adv_estimator", "algorithm.gae_lambda"),
     "algorithm.norm_adv_by_std_in_grpo": into(
         lambda value, source: (
             {"algorithm.scale_rewards": bool(value)}
@@ -363,7 +349,7 @@ RULES: dict[str, Rule] = {
     "trainer.test_freq": _frequency("evaluation.every_steps"),
     "trainer.val_before_train": to("evaluation.before_training"),
     "trainer.val_only": only(False, otherwise="use `mindrlhf eval`"),
-    "trainer.critic_warmup": _only_of_gae("critic.warmup_steps"),
+    "trainer.critic_warmup": only_of_gae("algorithm.adv_estimator", "critic.warmup_steps"),
     "trainer.default_local_dir": to("run.output_dir"),
     "trainer.max_*_ckpt_to_keep": to("checkpoint.keep_last"),
     "trainer.nnodes": without(_HARDWARE),
