@@ -105,7 +105,9 @@ class ImagePatches:
         order = np.zeros(self._num_image_rows, np.int32)
         rows = np.concatenate([order[:0], *slots.outputs])
         order[: len(rows)] = rows
-        return (input_ids, *(ms.Tensor(array) for array in (slots.patches, slots.places, slots.is_patch, order)))
+        arrays = (slots.patches, slots.places, slots.is_patch, order)
+        # A tuple that is not mutable is a constant of the graph, which would be compiled for each batch anew.
+        return ms.mutable((input_ids, *(ms.Tensor(array) for array in arrays)))
 
 
 def _slot_size(pixels: np.ndarray, geometry: VisionGeometry, window_side: int) -> int:
