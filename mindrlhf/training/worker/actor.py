@@ -58,9 +58,11 @@ class Actor(ReceivedBatches, SavesState):
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
         for rows in shapes:
             for name in graphs:
-                self.learner.count_compile(name, rows)
-                self._model_of(name).logprobs(rows)
-            self.learner.warm_up(rows)
+                if _is_known_ahead(self._model_of(name)):
+                    self.learner.count_compile(name, rows)
+                    self._model_of(name).logprobs(rows)
+            if _is_known_ahead(self.model):
+                self.learner.warm_up(rows)
 
     def receive_batch(self, share: Share, is_first: bool) -> None:
         """Take this rank's share; see :meth:`ReceivedBatches.receive_batch`."""
@@ -212,3 +214,9 @@ class Actor(ReceivedBatches, SavesState):
 
     def _model_of(self, name: str) -> RankModel:
         return self.model if name == "old_logprobs" else self.reference
+
+
+def _is_known_ahead(model: RankModel) -> bool:
+    """Whether the shapes of a model's graphs are those of its rows; a tower that is trained waits for the images."""
+    images = model.network.images
+    return images is None or not images.shape_of(())
