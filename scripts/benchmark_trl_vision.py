@@ -45,12 +45,15 @@ def load_model(directory: Path, generation_clock: Clock):
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    class TimedQwen(Qwen2_5_VLForConditionalGeneration):
-        def generate(self, *args, **kwargs):
-            with generation_clock.measure():
-                return super().generate(*args, **kwargs)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    generate = model.generate
 
-    return TimedQwen.from_pretrained(directory, dtype=torch.float32)
+    def timed(*args, **kwargs):
+        with generation_clock.measure():
+            return generate(*args, **kwargs)
+
+    model.generate = timed
+    return model
 
 
 def load_processor(directory: Path, vocab_size: int):
@@ -66,7 +69,7 @@ def load_processor(directory: Path, vocab_size: int):
             self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, padding_side="left")  # as TRL loads one itself
     tokenizer.add_tokens([f"<|unused {number}|>" for number in range(len(tokenizer), vocab_size)])
     tokenizer.add_special_tokens({"eos_token": "<|never|>"})
     assert tokenizer.eos_token_id == vocab_size
