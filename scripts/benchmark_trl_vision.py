@@ -71,7 +71,7 @@ def load_processor(directory: Path, vocab_size: int):
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, padding_side="left")  # as TRL loads one itself
     tokenizer.add_tokens([f"<|unused {number}|>" for number in range(len(tokenizer), vocab_size)])
-    tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+    tokenizer.add_special_tokens({"eos_token": "<|beyond|>"})
     assert tokenizer.eos_token_id == vocab_size
     fields = json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8"))
     images = Qwen2VLImageProcessorPil(**{key: fields[key] for key in fields if key != "image_processor_type"})

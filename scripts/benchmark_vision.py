@@ -11,7 +11,6 @@ tokens. Turns and ratios are as in benchmark.py.
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -44,7 +43,7 @@ class Case:
 
 
 CASES = {
-    "small": Case(56 * 56, 20, 5),
+    "small": Case(56 * 56, 12, 3),
     "large": Case(
         224 * 224, 4, 2,
         {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8},
@@ -59,12 +58,13 @@ def prepare(case: Case, directory: Path) -> None:
     model = directory / "model"
     model.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "config.json"):
-        shutil.copy(EXAMPLE / "checkpoint" / name, model / name)
+        text = (EXAMPLE / "checkpoint" / name).read_text(encoding="utf-8")
+        (model / name).write_text(text.replace("<|im_end|>", "<|never|>"), encoding="utf-8")
     change(model / "preprocessor_config.json", min_pixels=case.pixels, max_pixels=case.pixels)
     change(model / "tokenizer_config.json", eos_token=None, chat_template=TEMPLATE)
     parts = json.loads((model / "config.json").read_text())
-    text = parts["text_config"] | case.text | {"eos_token_id": None}
-    change(model / "config.json", text_config=text, vision_config=parts["vision_config"] | case.vision)
+    decoder = parts["text_config"] | case.text | {"eos_token_id": None}
+    change(model / "config.json", text_config=decoder, vision_config=parts["vision_config"] | case.vision)
     run([str(BENCH_PYTHON), "scripts/benchmark_trl_vision.py", "--make-model", str(model)])
     num_problems = NUM_PROMPTS * (case.num_steps + case.num_warmup_steps)
     run([sys.executable, "examples/vision/pictures.py", "--out", str(directory)]
