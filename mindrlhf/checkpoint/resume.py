@@ -52,8 +52,10 @@ YOUNGER_KEYS = {
     "lora.targets": [],
     "model.train_vision": "none",
     "rollout.ahead": 0,
+    "rollout.asynchronous": False,
     "rollout.in_flight": 1.5,
     "rollout.max_spans": 4,
+    "rollout.replay_order": "",
     "rollout.span_tokens": 0,
     "training.packing": "first_fit",
 }

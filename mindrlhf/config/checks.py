@@ -33,6 +33,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_packing, config)
     check(_check_row_lengths, config)
     check(_check_ahead, config)
+    check(_check_asynchronous, config)
     check(_check_spans, config)
     check(_check_reference, config)
     check(_check_schedule, config.optimizer, given)
@@ -222,6 +223,22 @@ def _check_ahead(config: GrpoConfig) -> None:
         )
 
 
+def _check_asynchronous(config: GrpoConfig) -> None:
+    rollout = config.rollout
+    if not rollout.asynchronous:
+        if rollout.replay_order:
+            raise UserError(
+                f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
+                "rollout.asynchronous to true, or remove it"
+            )
+        return
+    for name, usual in (("ahead", 2), ("span_tokens", max(1, rollout.max_response_length // 8))):
+        if not getattr(rollout, name):
+            raise UserError(
+                f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"
+            )
+
+
 def _check_spans(config: GrpoConfig) -> None:
     span = config.rollout.span_tokens
     if not span:
@@ -232,7 +249,7 @@ def _check_spans(config: GrpoConfig) -> None:
             f"{config.rollout.max_response_length}: set it lower, or to 0"
         )
     others = {
-        "rollout.ahead": config.rollout.ahead > 0,
+        "rollout.ahead (without rollout.asynchronous)": config.rollout.ahead > 0 and not config.rollout.asynchronous,
         "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
         "tools.names": bool(config.tools.names),
         "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
@@ -271,9 +288,7 @@ def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> Non
     if "reward.model_weight" in given and not reward.model_path and reward.model_weight != 1:
         mistakes.add("'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight")
     if weights and weights != count:
-        mistakes.add(
-            f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
-        )
+        mistakes.add(f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each")
     mistakes.raise_if_any()
 
 

@@ -24,6 +24,7 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_servers
+from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.vision.checks import (
     check_device,
     check_images,
@@ -91,6 +92,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
             if file is not None:
                 check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
     check(_check_msprobe, config)
+    check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
         per_step = config.training.chunk_size * config.training.num_rollouts
