@@ -37,6 +37,7 @@ class Sample:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    num_neutralised_answers: int = 0
     weights_version: int = 0  # of the weights that generated it, or began to
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
@@ -210,6 +211,7 @@ def _sample(
         num_turns=completion.num_turns,
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
+        num_neutralised_answers=completion.num_neutralised_answers,
         weights_version=completion.weights_version,
         spans=completion.spans,
     )
