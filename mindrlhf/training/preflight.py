@@ -19,7 +19,7 @@ from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.vllm_options import check_positions
-from mindrlhf.sandbox.server import check_strong
+from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
@@ -60,9 +60,9 @@ def check_sandbox(config: GrpoConfig) -> str:
     Raises:
         UserError: the system allows too little, and `sandbox.allow_weak` is not set.
     """
-    if "code_execution" not in config.reward.verifier_function and "python" not in config.tools.names:
-        return ""
-    return f"sandbox of programs that the model writes: {check_strong(config.sandbox.allow_weak)}"
+    names = (*config.reward.verifier_function, *config.tools.names)
+    layers = check_for(names, config.sandbox.allow_weak)
+    return layers and f"sandbox of programs that the model writes: {layers}"
 
 
 def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
