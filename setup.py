@@ -40,6 +40,8 @@ EXTRAS = {
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
+    # `mindrlhf models get` and `data get`.
+    "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],
     "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6"],
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mindrlhf.errors import UserError
+from mindrlhf.hub.cache import advice
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -26,7 +27,8 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
     """
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
-        raise UserError(f"model directory {str(model_dir)!r} does not exist: give a Hugging Face model directory")
+        name = str(model_dir)
+        raise UserError(f"model directory {name!r} does not exist: give a Hugging Face model directory{advice(name)}")
     if not path.is_file():
         raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")
     return read_json_object(path)
