@@ -19,6 +19,10 @@ def register(subparsers) -> None:
     to_hugging_face.add_argument("source", metavar="MF_DIR")
     to_hugging_face.set_defaults(run=_export, says="converting")
 
+    convert = actions.add_parser("convert", help="Hugging Face directory to another dtype; dequantises fp8")
+    convert.add_argument("source", type=model_directory, metavar="HF_DIR")
+    convert.set_defaults(run=_convert, says="converting")
+
     random = actions.add_parser("random", help="randomly initialised Hugging Face directory")
     random.add_argument("--config", required=True, metavar="CONFIG_JSON", help="a config.json, or a directory with one")
     random.add_argument("--seed", type=int, default=0)
@@ -35,7 +39,7 @@ def register(subparsers) -> None:
     adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
     adapter.set_defaults(run=_merge_adapter)
 
-    for action in (to_mindformers, to_hugging_face, random, adapter):
+    for action in (to_mindformers, to_hugging_face, convert, random, adapter):
         _add_output(action, "DIR", "output directory; must not exist yet")
         action.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the files")
 
@@ -176,6 +180,14 @@ def _merge_adapter(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.adapters.merge import merge_adapter
 
     merge_adapter(arguments.source, arguments.adapter, arguments.output, arguments.dtype)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from mindrlhf.weights.fp8 import convert_directory
+
+    convert_directory(arguments.source, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
     return 0
 
