@@ -42,7 +42,8 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
     # `mindrlhf models get` and `data get`.
     "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],
-    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6"],
+    # wandb: one tracker is tested every day.
+    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6", "wandb>=0.17"],
 }
 
 setup(
