@@ -167,7 +167,7 @@ def test_where_checkpoints_go():
     assert ascend.check_storage(Path("/mnt/shared/runs"), mounts).status == "ok"
     local = ascend.check_storage(Path("/mnt/shared/fast/runs"), mounts)
     assert local.status == "warning" and "is on tmpfs" in local.finding and "checkpoint.save_dir" in local.fix
-    assert "is on overlay" in ascend.check_storage(Path("/home/me"), mounts).finding
+    assert "is on overlay" in ascend.check_storage(Path("/srv/me"), mounts).finding
 
 
 def test_all_of_it_on_a_machine_whatever_it_has(monkeypatch, tmp_path):
