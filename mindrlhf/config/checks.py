@@ -41,6 +41,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_evaluation, config, given)
     check(_check_rollout_dtype, config)
     check(_check_guard, config.guard)
+    check(_check_trackers, config.observe, given)
     check(_check_tools, config.tools, config.rollout, given)
     check(_check_msprobe, config, given)
     if world_size is not None:
@@ -80,6 +81,7 @@ def _check_common(config: SftConfig | DpoConfig | RewardModelConfig, given: froz
     mistakes.check(check_lora, config.lora, given, config.run.device)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(_check_keeps_no_best, config.checkpoint)
+    mistakes.check(_check_trackers, config.observe, given)
     return mistakes
 
 
@@ -360,6 +362,17 @@ def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, 
             f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = "
             f"{rollout.max_response_length} holds all turns and answers of a response: lower the one or raise the other"
         )
+
+
+def _check_trackers(observe: watching_sections.ObserveSection, given: frozenset[str]) -> None:
+    trackers = [sink for sink in watching_sections.SINKS if sink != "tensorboard"]
+    if not set(trackers) & set(observe.sinks):
+        for name in ("observe.project", "observe.run_name"):
+            if name in given:
+                raise UserError(
+                    f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to "
+                    "observe.sinks, or remove it"
+                )
 
 
 def _check_msprobe(config: GrpoConfig, given: frozenset[str]) -> None:
