@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+from mindrlhf.system.wire import (
+    ConnectionClosed,
+    ProtocolError,
+    receive_bytes,
+    receive_message,
+    send_bytes,
+    send_message,
+)
 
 _NONCE_BYTES = 32
 _TIMEOUT_S = 5.0
@@ -99,6 +106,20 @@ class SignedConnection:
         if not isinstance(header, dict) or not hmac.compare_digest(given, expected.encode()):
             raise ProtocolError("a message is not signed by the peer")
         return header, arrays
+
+    def send_bytes(self, buffer: memoryview) -> None:
+        """Send bytes that are not signed; whoever receives them must be able to tell whether they are right."""
+        try:
+            send_bytes(self._connection, buffer)
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
+
+    def receive_bytes(self, buffer: memoryview) -> None:
+        """Receive what ``send_bytes`` of the peer sends, until ``buffer`` is full."""
+        try:
+            receive_bytes(self._connection, buffer)
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
 
     def close(self) -> None:
         """End the connection, also for a thread that waits in ``receive``."""

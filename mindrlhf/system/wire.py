@@ -75,6 +75,24 @@ def send_message(
     _send_all(connection, buffers, _Deadline(timeout_s))
 
 
+def send_bytes(connection: socket.socket, buffer: memoryview) -> None:
+    """Send bytes alone, from where they lie; the peer knows from a message before them how many there are.
+
+    Raises:
+        ConnectionClosed: the peer is gone.
+    """
+    _send_all(connection, [buffer], _Deadline(None))
+
+
+def receive_bytes(connection: socket.socket, buffer: memoryview) -> None:
+    """Receive what :func:`send_bytes` sends, until ``buffer`` is full.
+
+    Raises:
+        ConnectionClosed: the peer is gone.
+    """
+    _receive_into(connection, buffer, _Deadline(None))
+
+
 def receive_message(
     connection: socket.socket,
     timeout_s: float | None = None,

@@ -16,30 +16,6 @@ from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
 
 
-def check_nodes(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
-    """Refuse a `mindrlhf train` run on several machines of which none would hold the whole model."""
-    parallel = config.parallel_config
-    if num_nodes == 1 or not is_split(parallel):
-        return
-    for name, value, wanted in (
-        ("pipeline_stage", parallel.pipeline_stage, 1),
-        ("expert_parallel", parallel.expert_parallel, 1),
-        ("enable_parallel_optimizer", parallel.enable_parallel_optimizer, False),
-    ):
-        if value != wanted:
-            raise UserError(
-                f"'parallel_config.{name}' is {str(value).lower()}, which spreads the model over {num_nodes} nodes, "
-                f"but each node must hold the whole model: set it to {str(wanted).lower()}, or use one node"
-            )
-    ranks_per_node, ranks_per_replica = num_ranks // num_nodes, parallel.model_parallel * parallel.context_parallel
-    if ranks_per_node % ranks_per_replica:
-        raise UserError(
-            f"'parallel_config' cuts the model into {ranks_per_replica} parts (model_parallel * context_parallel), but "
-            f"each of {num_nodes} nodes, which must hold the whole model, has {ranks_per_node} ranks: start a multiple "
-            f"of {ranks_per_replica} ranks on each node"
-        )
-
-
 def check_data_parallel(parallel: ParallelSection, command: str) -> None:
     """Refuse a layout that shards the model where only whole ones are trained; ``command`` says where."""
     for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):

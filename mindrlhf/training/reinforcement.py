@@ -33,7 +33,6 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -99,7 +98,6 @@ class ReinforcementTraining(life_cycle.Training):
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
         nodes = find_nodes(ranks)
-        check_nodes(config, ranks.world_size, len(nodes))
         attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
         if len(nodes) > 1:

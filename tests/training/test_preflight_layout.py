@@ -5,7 +5,6 @@ from preflight_cases import changed
 
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
-from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.preflight import check_grpo_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -115,19 +114,3 @@ def test_the_cpu_trains_in_data_parallel_only(npu_config):
         "'parallel_config.model_parallel' is 2, but run.device=cpu trains in data parallel only: set it to 1" in message
     )
     assert "enable_parallel_optimizer" in refused(changed(config, "parallel_config", enable_parallel_optimizer=True), 2)
-
-
-def test_nodes_that_would_not_hold_the_whole_model_are_refused(npu_config):
-    split = changed(npu_config, "parallel_config", model_parallel=2, context_parallel=2)
-    check_nodes(split, 16, 1)
-    check_nodes(split, 16, 2)
-    check_nodes(changed(npu_config, "parallel_config", model_parallel=1), 3, 3)
-    with pytest.raises(UserError, match="into 4 parts .* has 2 ranks: start a multiple of 4 ranks on each node"):
-        check_nodes(split, 8, 4)
-    for name, value, shown in (
-        ("pipeline_stage", 2, "2"),
-        ("expert_parallel", 2, "2"),
-        ("enable_parallel_optimizer", True, "true"),
-    ):
-        with pytest.raises(UserError, match=f"'parallel_config.{name}' is {shown}, which spreads .* over 2 nodes"):
-            check_nodes(changed(split, "parallel_config", **{name: value}), 16, 2)
