@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ import numpy as np
 from mindrlhf.system.wire import (
     ConnectionClosed,
     ProtocolError,
-    receive_bytes,
+    receive_buffers,
     receive_message,
-    send_bytes,
+    send_buffers,
     send_message,
 )
 
@@ -107,17 +108,26 @@ class SignedConnection:
             raise ProtocolError("a message is not signed by the peer")
         return header, arrays
 
-    def send_bytes(self, buffer: memoryview) -> None:
+    def send_buffers(self, buffers: Sequence[memoryview]) -> None:
         """Send bytes that are not signed; whoever receives them must be able to tell whether they are right."""
         try:
-            send_bytes(self._connection, buffer)
+            send_buffers(self._connection, buffers)
         except (OSError, ValueError) as error:
             raise ConnectionClosed(str(error)) from None
 
-    def receive_bytes(self, buffer: memoryview) -> None:
-        """Receive what ``send_bytes`` of the peer sends, until ``buffer`` is full."""
+    def send_file(self, fd: int, offset: int, size: int) -> None:
+        """Send ``size`` bytes of a file, as ``send_buffers``, without a copy: it must not change until they arrived."""
         try:
-            receive_bytes(self._connection, buffer)
+            while size:
+                sent = os.sendfile(self._connection.fileno(), fd, offset, size)
+                offset, size = offset + sent, size - sent
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
+
+    def receive_buffers(self, buffers: Sequence[memoryview]) -> None:
+        """Receive what the peer sends by ``send_buffers`` or ``send_file``, until ``buffers`` are full."""
+        try:
+            receive_buffers(self._connection, buffers)
         except (OSError, ValueError) as error:
             raise ConnectionClosed(str(error)) from None
 

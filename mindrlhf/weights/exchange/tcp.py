@@ -1,8 +1,10 @@
 """The carrier over TCP: between the first ranks of the nodes, from and into the memory of their boards.
 
 Each node that has something for another opens a few connections to it (:mod:`mindrlhf.system.handshake`), which carry
-for each piece a signed message, {"piece", "version"}, and its bytes. The bytes are not signed: the ranks that wrote
-them have summed them, and rank 0 compares (:func:`mindrlhf.weights.exchange.plan.check_received`).
+for each piece a signed message, {"piece", "version", "since"}. With "since", the version that the receiver has, the
+message holds what changed (:mod:`mindrlhf.weights.exchange.delta`); else the piece's bytes follow. These are not
+signed: the ranks that wrote them have summed them, and rank 0 compares what lies in memory in the end with that
+(:func:`mindrlhf.weights.exchange.plan.check_received`).
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 from mindrlhf.weights.board import WeightBoard, sum_bits
+from mindrlhf.weights.exchange.delta import apply_changes, find_changes, may_repeat
 from mindrlhf.weights.exchange.plan import Box, Piece
 
 # Fast networks limit what one connection carries.
@@ -35,6 +38,9 @@ class TcpCarrier:
         board: of this node.
         node: its number.
         host: its address, on which it waits for the others.
+
+    Attributes:
+        sent_bytes: of pieces, or their changes, sent so far.
     """
 
     def __init__(self, board: WeightBoard, node: int, host: str):
@@ -45,6 +51,10 @@ class TcpCarrier:
         self._pieces: Sequence[Piece] = ()
         self._outgoing: dict[tuple[int, int], SignedConnection] = {}  # by node and stream
         self._incoming: dict[tuple[int, int], SignedConnection] = {}
+        self._last_version: int | None = None  # that all nodes have, so that changes since then can travel
+        self._sent: dict[int, np.ndarray] = {}  # the pieces that began here as they were then, flat
+        self._passing: dict[int, dict[str, np.ndarray]] = {}  # changes that are to be sent on
+        self.sent_bytes = 0
         self._failures: list[RunFailure] = []
         self._lock = threading.Lock()
 
@@ -65,7 +75,7 @@ class TcpCarrier:
             RunFailure: a node cannot be reached, or does not come.
         """
         self._hang_up()
-        self._pieces = pieces
+        self._pieces, self._sent, self._last_version = pieces, {}, None
         streams = [(index % NUM_STREAMS, piece) for index, piece in enumerate(pieces)]
         wanted = {(hop[0], stream) for stream, piece in streams if (hop := self._hop(piece))[0] is not None}
         targets = {(hop[1], stream) for stream, piece in streams if (hop := self._hop(piece))[1] is not None}
@@ -91,6 +101,7 @@ class TcpCarrier:
         for thread in threads:
             thread.join()
         self._raise_failure()
+        self._last_version, self._passing = version, {}
         return sums
 
     def close(self) -> None:
@@ -118,26 +129,62 @@ class TcpCarrier:
                 arrived[index].wait()
             if self._failures:
                 return
-            connection.send({"piece": index, "version": version})
-            for chunk in _chunks(self._board.view(piece.name, piece.box)):
-                connection.send_bytes(_bytes(np.ascontiguousarray(chunk)))
+            header = {"piece": index, "version": version, "since": self._last_version}
+            view = self._board.view(piece.name, piece.box)
+            changes = self._passing.get(index) if index in arrived else self._changes(index, view)
+            if changes is not None:
+                connection.send(header, changes)
+                num_bytes = sum(array.nbytes for array in changes.values())
+            else:
+                connection.send({**header, "since": None})
+                self._send_whole(connection, view)
+                num_bytes = view.nbytes
+            with self._lock:
+                self.sent_bytes += num_bytes
+
+    def _changes(self, index: int, view: np.ndarray) -> dict[str, np.ndarray] | None:
+        """Return what changed in a piece that begins here since it was last sent, None if it has to go whole."""
+        if not may_repeat(view.dtype):
+            return None
+        flat, sent = np.ascontiguousarray(view).reshape(-1), self._sent.get(index)
+        if sent is None:
+            self._sent[index] = np.array(flat)
+            return None
+        changes = find_changes(sent, flat)
+        np.copyto(sent, flat)
+        return changes
 
     def _receive(self, connection, node, stream, version, arrived, sums) -> None:
         for index, piece in self._own_pieces(stream, 0, node):
-            header, _ = connection.receive()
-            if header != {"piece": index, "version": version}:
+            header, changes = connection.receive()
+            since = header.get("since")
+            expected = {"piece": index, "version": version, "since": since}
+            if header != expected or since not in (None, self._last_version):
                 raise ProtocolError(f"piece {index} of version {version} was due, and {header} came")
-            checksum = 0
-            for chunk in _chunks(self._board.view(piece.name, piece.box)):
-                target = chunk if chunk.flags.c_contiguous else np.empty(chunk.shape, chunk.dtype)
-                connection.receive_bytes(_bytes(target))
-                checksum += sum_bits(target)
-                if target is not chunk:
-                    chunk[...] = target
+            view = self._board.view(piece.name, piece.box)
+            checksum = self._receive_whole(connection, view) if since is None else _change(view, changes)
             with self._lock:
                 key = (piece.name, piece.region)
                 sums[key] = sums.get(key, 0) + checksum
+                if since is not None:
+                    self._passing[index] = changes
             arrived[index].set()
+
+    def _send_whole(self, connection: SignedConnection, view: np.ndarray) -> None:
+        if view.flags.c_contiguous:
+            connection.send_file(*self._board.place(view), view.nbytes)
+            return
+        for chunk in _chunks(view):
+            connection.send_buffers(_buffers(chunk))
+
+    @staticmethod
+    def _receive_whole(connection: SignedConnection, view: np.ndarray) -> int:
+        """Receive into a region and return the sum of its bits."""
+        checksum = 0
+        for chunk in _chunks(view):
+            connection.receive_buffers(_buffers(chunk))
+            checksum += sum_bits(chunk)
+        return checksum
 
     def _accept(self, wanted: set[tuple[int, int]], token: bytes) -> None:
         end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: strangers may come without end
@@ -189,6 +236,15 @@ class TcpCarrier:
         self._outgoing, self._incoming = {}, {}
 
 
+def _change(view: np.ndarray, changes: Mapping[str, np.ndarray]) -> int:
+    """Put changes into a region and return the sum of all its bits."""
+    try:
+        apply_changes(view, changes)
+    except (KeyError, ValueError) as error:
+        raise ProtocolError(f"changes cannot be read: {error}") from None
+    return sum(sum_bits(chunk) for chunk in _chunks(view))
+
+
 def _chunks(view: np.ndarray) -> Iterator[np.ndarray]:
     """Cut a region into parts that fit the cache; one that lies in one piece anywhere, else along its first axis."""
     if view.flags.c_contiguous:
@@ -199,5 +255,11 @@ def _chunks(view: np.ndarray) -> Iterator[np.ndarray]:
             yield view[start : start + num_rows]
 
 
-def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+def _buffers(chunk: np.ndarray) -> list[memoryview]:
+    """Return the memory of a part of a region, whose last axis lies in one piece, as few buffers."""
+    if chunk.flags.c_contiguous:
+        return [memoryview(chunk.reshape(-1).view(np.uint8))]
+    rows = chunk.view(np.uint8)
+    if rows.ndim == 1 or rows[0].flags.c_contiguous:
+        return [memoryview(row.reshape(-1)) for row in rows]
+    return [buffer for row in chunk for buffer in _buffers(row)]

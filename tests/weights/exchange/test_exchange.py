@@ -53,9 +53,9 @@ def holdings(draw) -> list[list[tuple[str, tuple[slice, ...]]]]:
 class Nodes:
     """Boards and carriers."""
 
-    def __init__(self, held):
-        self.held = held
-        self.boards = [WeightBoard.create(INFOS) for _ in held]
+    def __init__(self, held, infos=INFOS):
+        self.held, self.infos = held, infos
+        self.boards = [WeightBoard.create(infos) for _ in held]
         self.carriers = [TcpCarrier(board, node, "127.0.0.1") for node, board in enumerate(self.boards)]
 
     def publish(self, version: int, values: dict[str, np.ndarray]) -> list[dict]:
@@ -65,14 +65,14 @@ class Nodes:
             for name, region in regions:
                 board.write(name, values[name][(*region, ...)], region)
         written = [board.contribution() for board in self.boards]
-        pieces = plan_exchange(written, INFOS)
+        pieces = plan_exchange(written, self.infos)
         addresses = {node: carrier.address for node, carrier in enumerate(self.carriers)}
         if version == 1:
             self.on_all(lambda carrier: carrier.connect(pieces, addresses, TOKEN))
         found = self.on_all(lambda carrier: carrier.exchange(version))
         expected = {key: value for one in written for key, value in regions_of(one).items()}
         for node, sums in enumerate(found):
-            check_received(sums, expected, INFOS, node)
+            check_received(sums, expected, self.infos, node)
         for board, own in zip(self.boards, written):
             board.seal([completed(own, written)])
         return pieces
@@ -144,13 +144,59 @@ def test_a_node_that_dies_ends_the_exchange_of_the_others():
 def test_what_arrives_changed_is_named(monkeypatch):
     with Nodes([WHOLE[:2], WHOLE[2:]]) as nodes:
         nodes.publish(1, tensors(1))
-        send_bytes = type(next(iter(nodes.carriers[0]._outgoing.values()))).send_bytes
+        place = WeightBoard.place
 
-        def damaged(self, buffer):
-            changed = np.frombuffer(buffer, np.uint8).copy()
-            changed[0] ^= 1
-            send_bytes(self, memoryview(changed))
+        def elsewhere(self, view):
+            fd, offset = place(self, view)
+            return fd, offset + 1  # as a network that loses a byte
 
-        monkeypatch.setattr("mindrlhf.system.handshake.SignedConnection.send_bytes", damaged)
+        monkeypatch.setattr(WeightBoard, "place", elsewhere)
         with pytest.raises(RunFailure, match="tensor '.*' came to node 0 with other values than were written"):
             nodes.publish(2, tensors(2))
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Round to nearest even, as bits; written apart from the product's."""
+    bits = array.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def test_a_thousand_updates_reach_the_other_nodes_as_changes_without_a_difference():
+    """AdamW on float32 weights, whose bfloat16 forms are published; a chain of three nodes."""
+    infos = (TensorInfo("wide", "bfloat16", (40, 60)), TensorInfo("cut", "bfloat16", (30, 64)))
+    held = [[("wide", (slice(0, 40), slice(0, 60)))], [("cut", (slice(0, 30), slice(0, 32)))], []]
+    held[2].append(("cut", (slice(0, 30), slice(32, 64))))
+    random = np.random.default_rng(0)
+    weights = {info.name: 0.02 * random.standard_normal(info.shape) for info in infos}
+    means = {name: np.zeros_like(array) for name, array in weights.items()}
+    squares = {name: np.zeros_like(array) for name, array in weights.items()}
+    size_bytes = sum(info.size_bytes for info in infos)
+    with Nodes(held, infos) as nodes:
+        for version in range(1, 1001):
+            for name, array in weights.items():
+                gradient = random.standard_normal(array.shape)
+                means[name] = 0.9 * means[name] + 0.1 * gradient
+                squares[name] = 0.999 * squares[name] + 0.001 * gradient**2
+                corrected = means[name] / (1 - 0.9**version), squares[name] / (1 - 0.999**version)
+                array -= 1e-6 * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
+            values = {name: to_bfloat16(array) for name, array in weights.items()}
+            nodes.publish(version, values)
+            for board in nodes.boards:
+                board.verify(version)
+                for name, _, array in board.tensors(version):
+                    np.testing.assert_array_equal(array, values[name])
+        sent_bytes = sum(carrier.sent_bytes for carrier in nodes.carriers)
+    # Each byte travels to two nodes; whole it would be 1,000 times.
+    assert 2 * size_bytes < sent_bytes < 0.1 * 1000 * 2 * size_bytes
+
+
+def test_a_version_that_changes_everything_travels_whole():
+    infos = (TensorInfo("a", "bfloat16", (50, 40)),)
+    with Nodes([[("a", (slice(0, 50), slice(0, 40)))], []], infos) as nodes:
+        values = np.arange(2000, dtype=np.uint16).reshape(50, 40)
+        for version, sent in ((1, 4000), (2, 8000), (3, 8004), (4, 8012)):
+            values = values + np.uint16(version == 2)
+            if version == 4:
+                values[3, 4] += 1
+            nodes.publish(version, {"a": values})
+            assert nodes.carriers[0].sent_bytes == sent
