@@ -30,7 +30,7 @@ def find_changes(old: np.ndarray, new: np.ndarray) -> dict[str, np.ndarray] | No
         in their blocks; "values", their new values.
     """
     bits = np.dtype(f"u{new.itemsize}")
-    places = _differing(old.view(bits), new.view(bits))
+    places = np.flatnonzero(old.view(bits) != new.view(bits))
     num_blocks = -(-new.size // _BLOCK_ELEMENTS)
     if 4 * num_blocks + (2 + new.itemsize) * places.size >= new.nbytes:
         return None
@@ -56,13 +56,3 @@ def apply_changes(target: np.ndarray, changes: Mapping[str, np.ndarray]) -> None
         target.reshape(-1)[places] = values
     else:
         target[np.unravel_index(places, target.shape)] = values
-
-
-def _differing(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return where the elements differ, ascending; several are compared at a time."""
-    per_word = 8 // new.itemsize
-    num_in_words = new.size // per_word * per_word
-    words = np.flatnonzero(old[:num_in_words].view(np.uint64) != new[:num_in_words].view(np.uint64))
-    candidates = (words[:, None] * per_word + np.arange(per_word)).reshape(-1)
-    candidates = np.concatenate([candidates, np.arange(num_in_words, new.size)])
-    return candidates[old[candidates] != new[candidates]]
