@@ -78,9 +78,9 @@ def check_run(
         if task == "train":
             check_grpo_inputs(config, num_ranks, mistakes)
         elif task == "sft":
-            check_sft_inputs(config, mistakes)
+            check_sft_inputs(config, num_ranks, mistakes)
         else:
-            check_preference_inputs(config, mistakes)
+            check_preference_inputs(config, num_ranks, mistakes)
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))

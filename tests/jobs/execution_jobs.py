@@ -26,6 +26,7 @@ def compile_and_execute(
     computed_inputs: Mapping[str, str],
     *,
     shared_prompts: bool = False,
+    after_token: bool = False,
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -38,6 +39,7 @@ def compile_and_execute(
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
+        after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
     """
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), shared_prompts=shared_prompts)
@@ -53,7 +55,8 @@ def compile_and_execute(
         for name, parallel in layouts.items():
             graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in cells]
             section = ParallelSection(**parallel)
-            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed_inputs.get(name, "")))
+            computed = computed_inputs.get(name, "")
+            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed, after_token))
         done = execute(
             jobs,
             model,

@@ -55,6 +55,7 @@ class ExecutionJob:
         token_inputs: names of the token arrays that the update takes, in order.
         computed_input: that of them which the output graphs compute under the initial weights, "old_logprobs" or
             "values"; empty when all are given.
+        after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ExecutionJob:
     output_graphs: tuple[str, ...]
     token_inputs: tuple[str, ...]
     computed_input: str = ""
+    after_token: bool = False
 
     @property
     def layout(self) -> Layout:
