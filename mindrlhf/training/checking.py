@@ -14,7 +14,6 @@ from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
-from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.preflight import (
     check_grpo_inputs,
     check_preference_inputs,
@@ -78,12 +77,11 @@ def check_run(
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
         if task == "train":
-            mistakes.check(check_nodes, config, num_ranks, num_nodes)
             check_grpo_inputs(config, num_ranks, mistakes)
         elif task == "sft":
-            check_sft_inputs(config, mistakes)
+            check_sft_inputs(config, num_ranks, mistakes)
         else:
-            check_preference_inputs(config, mistakes)
+            check_preference_inputs(config, num_ranks, mistakes)
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
