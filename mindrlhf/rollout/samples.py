@@ -135,8 +135,8 @@ class Sampler:
             place = completion.request_id * num_samples + completion.sample_index
             if len(completion.token_ids) == 0:
                 raise RunFailure(
-                    f"the generator gave an empty response to the prompt {prompts[completion.request_id][:80]!r}: a reward "
-                    "needs a token to stand at, so every response has one at least, the stop token"
+                    f"the generator gave an empty response to the prompt {prompts[completion.request_id][:80]!r}: a "
+                    "reward needs a token to stand at, so every response has one at least, the stop token"
                 )
             completions[place] = completion
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
