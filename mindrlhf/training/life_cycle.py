@@ -181,6 +181,7 @@ def _run_rank_0(
         sinks.close()
         heartbeat.enter("summing up and exporting the model")
         training.finish(worker, progress)
+    heartbeat.enter("stopping the servers and the ranks")
 
 
 def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:

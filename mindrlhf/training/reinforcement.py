@@ -72,7 +72,9 @@ class ReinforcementTraining(life_cycle.Training):
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
         if sandbox := check_sandbox(self._config):
             print(f"mindrlhf: {sandbox}", flush=True)
-        self._generator = _start_generator(self._config, self._inputs, stack, self._output_dir / "logs")
+        log_dir = self._output_dir / "logs"
+        print(f"mindrlhf: starting vLLM, while the trainer starts; log: {log_dir / 'rollout_0.log'}", flush=True)
+        self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
 
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
         """Start the generator of this node."""

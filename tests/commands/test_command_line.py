@@ -93,6 +93,33 @@ def test_the_output_of_a_process_can_be_cut_off():
         assert process.stderr.read() == b""
 
 
+FIRST_LINE = """
+import io, sys
+
+class Terminal(io.StringIO):
+    def write(self, text):
+        if text.strip():
+            print(text.strip(), *sys.modules, sep="\\n", file=sys.__stdout__, flush=True)
+            raise SystemExit(0)
+
+from mindrlhf.cli import main
+sys.stdout = Terminal()
+main(["train", "no_such.yaml", "run.max_steps=3", "--workers", "2"])
+"""
+
+
+def test_train_speaks_before_it_loads_anything_that_takes_time():
+    """The first line is there within a second on a slow disk too: it waits for the standard library alone."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_LINE], capture_output=True, text=True, timeout=120)
+    first, *loaded = ended.stdout.splitlines()
+    assert first == "mindrlhf: checking no_such.yaml", ended.stderr
+    foreign = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"mindrlhf", "__main__"}
+    installed = {name for name in foreign if not name.startswith(("_", "sitecustomize", "usercustomize", "google"))}
+    assert installed == set()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("mindrlhf.")}
+    assert "commands" in rooms and rooms <= {"cli", "commands", "doctor", "errors", "launch", "system", "config"}
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
