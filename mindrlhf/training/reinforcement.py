@@ -42,6 +42,7 @@ from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
@@ -80,6 +81,10 @@ class ReinforcementTraining(life_cycle.Training):
         """Start the generator of this node."""
         log_dir = self._output_dir / "logs" / f"rollout_{socket.gethostname()}"
         self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
+
+    def servers(self) -> Replicas | None:
+        """Return the rollout servers of this node on its first rank."""
+        return self._generator
 
     def build_worker(self, rank: Rank):
         """Return the actor, which trains the policy, and with some algorithms the critic."""
@@ -194,6 +199,7 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
         device=config.run.device,
         log_dir=log_dir,
         load_weights=False,
+        profile_dir=profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
     )
     stack.callback(generator.close)
     return generator

@@ -35,7 +35,7 @@ def test_each_stage_is_said_as_it_begins_and_steps_speak_for_themselves(clock):
 
 def test_what_comes_between_two_steps_is_said_of_the_one_before_it(clock):
     lines = StageLines(out := io.StringIO())
-    activities = ("step 1: evaluation", "step 1: rollout", "step 7: evaluation", "step 7: checkpoint", "step 7: rollout")
+    activities = ("step 1: evaluation", "step 1: rollout", "step 7: evaluation", "step 7: checkpoint", "step 7: pack")
     for activity in activities:
         lines.update(activity, has_news=False)
     assert said(out) == ["0 s evaluating before training", "0 s evaluating after step 6"]
