@@ -29,7 +29,7 @@ def register(subparsers) -> None:
     adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
     adapter.add_argument("source", metavar="HF_DIR", help="the model that it was trained on; stays as it is")
     adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
-    adapter.set_defaults(run=_merge_adapter)
+    adapter.set_defaults(run=_merge_adapter, says="merging")
 
     for action in (to_mindformers, to_hugging_face, random, adapter):
         _add_output(action, "DIR", "output directory; must not exist yet")

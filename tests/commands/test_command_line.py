@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import os
 import re
 import subprocess
@@ -66,6 +67,42 @@ def test_every_command_with_overrides_explains_them():
     for path, parser in PARSERS.items():
         has_overrides = any(action.dest == "overrides" for action in parser._actions)
         assert (parser.epilog == OVERRIDES_HELP) == has_overrides, path
+
+
+# What these give is a directory, a page, a text to paste, or JSON lines anyway.
+WITHOUT_JSON = {"train", "sft", "dpo", "reward-model", "report", "view", "tools", "completion", "rewards score"}
+WITHOUT_JSON |= {
+    f"weights {name}" for name in ("import", "export", "random", "merge-adapter", "shard", "reshard", "merge")
+}
+WITHOUT_JSON |= {"config new", "config import", "config docs"}
+
+
+def test_every_result_can_be_had_as_json():
+    leaves = {path for path, parser in PARSERS.items() if not parser._subparsers and path}
+    without = {path for path in leaves if "--json" not in shown_options(PARSERS[path])}
+    assert without <= WITHOUT_JSON and len(leaves) > 25
+
+
+def test_commands_that_take_long_say_so_without_a_terminal():
+    silent = {path for path in PARSERS if path.startswith(("weights ", "strategy", "plan", "data build", "rewards a"))}
+    silent |= {"eval", "replay", "rewards score", "rewards check", "view"}
+    assert {path: PARSERS[path].get_default("says") for path in silent if not PARSERS[path].get_default("says")} == {}
+    assert len(silent) > 15
+
+
+def test_a_dash_is_standard_output(tmp_path, capsys):
+    sample = {"step": 1, "prompt": "1+1?", "completion": "2", "answer": "2", "reward": 1.0, "rewards": {"a": 1.0}}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {"finish_reason": "stop"}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {n / 7}}}\n' for n in (1, 2, 3)))
+    before = sorted(tmp_path.iterdir())
+    for words, start in (
+        (["view", str(tmp_path), "--output", "-"], "<!doctype html>"),
+        (["report", str(tmp_path), "--output", "-"], "<!doctype html>"),
+        (["report", str(tmp_path), "--svg", "-"], "<svg "),
+    ):
+        assert main(words) == 0
+        assert capsys.readouterr().out.lower().startswith(start), words
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_overrides_may_stand_anywhere():
