@@ -1,6 +1,7 @@
 """What each rank records of chosen steps: its timeline, and MindSpore's and vLLM's profilers."""
 
 import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +52,7 @@ class ProfiledWorker:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._worker, name)
-        return self._timed(value) if callable(value) else value
+        return self._timed(value) if inspect.ismethod(value) else value
 
     def begin_profile(self, step: int) -> None:
         """Record what follows, of a step from 1 and those after it, until ``end_profile``."""

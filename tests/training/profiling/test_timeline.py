@@ -58,19 +58,23 @@ class Team:
                 self.recordings[index], timeline._recording = timeline._recording, rank_0
 
 
-def worker(clock):
-    def update(lr):
-        clock.ns += 3_000_000
-        return lr
+class Worker:
+    size = 7
+    model = staticmethod(print)  # what can be called, but is no method, stays what it is
 
-    return SimpleNamespace(update=update, size=7)
+    def __init__(self, clock):
+        self.clock = clock
+
+    def update(self, lr):
+        self.clock.ns += 3_000_000
+        return lr
 
 
 def run(tmp_path, clock, section, num_ranks=2, num_steps=5):
     """Do steps that each take 1 ms of sampling and 3 ms of work by each rank."""
     servers = Servers()
     ranks = [Rank(index, num_ranks) for index in range(num_ranks)]
-    workers = [worker(clock) for _ in ranks]
+    workers = [Worker(clock) for _ in ranks]
     if section.steps:
         workers = [
             ProfiledWorker(one, section, tmp_path, rank, servers if rank.is_rank_0 else None)
@@ -92,7 +96,7 @@ def run(tmp_path, clock, section, num_ranks=2, num_steps=5):
 def test_chosen_steps_of_all_ranks_are_in_one_timeline(tmp_path, clock, capsys):
     team, servers = run(tmp_path, clock, ProfilerSection(steps=(2, 3, 5)))
     assert [call for call in team.calls if call != "update"] == ["begin_profile", "end_profile"] * 2
-    assert team.workers[0].size == 7 and servers.calls == []
+    assert team.workers[0].size == 7 and team.workers[0].model is print and servers.calls == []
     trace = read_trace(tmp_path / "timeline.json")
     found = [(process, name, round(start), round(end)) for process, _, name, start, end in spans(trace)]
     one_step = [
@@ -142,7 +146,7 @@ def test_steps_that_the_run_does_not_reach_are_named(tmp_path, clock, capsys):
 
 
 def test_an_error_in_a_recorded_step_is_not_replaced_by_another(tmp_path, clock):
-    profiler = StepProfiler(ProfilerSection(steps=(1,)), team := Team([worker(clock)]), tmp_path)
+    profiler = StepProfiler(ProfilerSection(steps=(1,)), team := Team([Worker(clock)]), tmp_path)
     team.workers[0].begin_profile = lambda step: None
     with pytest.raises(RunFailure, match="rank 1 died"), profiler.step(1):
         raise RunFailure("rank 1 died")
