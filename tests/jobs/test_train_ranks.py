@@ -49,6 +49,7 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
             **{f"profiler__{name}": value for name, value in profiler.items()},
         )
         assert finished.returncode == 0, finished.stdout + finished.stderr
+        (directories[world_size].parent / "stdout").write_text(finished.stdout)
     return directories
 
 
@@ -85,6 +86,15 @@ def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(runs, world_size
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
         for name in ("reward/mean", "reward/std", "response_length/mean", "lr"):
             assert second[name] == first[name]
+
+
+def test_a_run_says_what_it_does_from_the_first_line_to_the_last(runs):
+    lines = (runs[1].parent / "stdout").read_text().splitlines()
+    said = ("checking examples/sanity/config.yaml", "starting 1 rank", "loading the trainer", "starting vLLM")
+    said += ("compiling for rows of", "  step ", f"  1/{NUM_STEPS}", f"  {NUM_STEPS}/{NUM_STEPS}", "report: ")
+    places = [next(place for place, line in enumerate(lines) if words in line) for words in said]
+    assert places == sorted(places) and places[0] == 0
+    assert lines[-1].endswith("stopping the servers and the ranks") or "report: " in lines[-1]
 
 
 def test_the_timeline_shows_where_the_time_of_chosen_steps_goes(runs):
