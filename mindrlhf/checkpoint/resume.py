@@ -36,6 +36,7 @@ FREE_KEYS = frozenset(
         "guard",
         "observe",
         "msprobe",
+        "profiler",
     }
 )
 # Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.
@@ -51,9 +52,14 @@ YOUNGER_KEYS = {
     "lora.rank_stabilised": False,
     "lora.targets": [],
     "model.train_vision": "none",
+    "observe.project": "mindrlhf",
+    "observe.run_name": "",
+    "observe.sinks": ["tensorboard"],
     "rollout.ahead": 0,
+    "rollout.asynchronous": False,
     "rollout.in_flight": 1.5,
     "rollout.max_spans": 4,
+    "rollout.replay_order": "",
     "rollout.span_tokens": 0,
     "training.packing": "first_fit",
 }

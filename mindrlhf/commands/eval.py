@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -13,9 +13,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
     add_overrides(parser)
     models = parser.add_mutually_exclusive_group(required=True)
-    models.add_argument("--model", help="Hugging Face directory")
+    models.add_argument("--model", type=model_directory, help="Hugging Face directory")
     models.add_argument("--checkpoints", metavar="DIR", help="all checkpoints of a run: a table, and curve.svg")
-    parser.add_argument("--baseline", help="another Hugging Face directory: is --model better on the same prompts?")
+    parser.add_argument(
+        "--baseline",
+        type=model_directory,
+        help="another Hugging Face directory: is --model better on the same prompts?",
+    )
     parser.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
     parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
     parser.add_argument("--temperature", type=float, help="sampling temperature (default: evaluation.temperature)")
@@ -93,6 +97,10 @@ def _evaluate_checkpoints(job, arguments: argparse.Namespace) -> int:
         raise UserError("--baseline goes with --model: checkpoints are compared with the first of them")
     out_dir = _out_dir(job, arguments)
     evaluations = evaluate_checkpoints(job, Path(arguments.checkpoints), out_dir)
+    if arguments.json:
+        rows = [{"step": one.step, "num_prompts": one.num_prompts, **one.metrics()} for one in evaluations]
+        files = {"curve": str(out_dir / CURVE_NAME), "metrics": str(out_dir / METRICS_NAME)}
+        return print_json({"checkpoints": rows, **files})
     print(f"{arguments.checkpoints}: {evaluations[0].num_prompts} prompts, {job.num_samples} samples each")
     print("\n".join(table_lines(evaluations)))
     print(f"curve    {out_dir / CURVE_NAME}\nmetrics  {out_dir / METRICS_NAME}")

@@ -53,12 +53,17 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
         metavar="N",
         help="start a failed run again up to N times, from its newest checkpoint (default: 0)",
     )
+    if name == "train":
+        parser.add_argument(
+            "--replay-order", metavar="RUN", help="repeat the asynchronous run of this output directory exactly"
+        )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     import os
     import signal
+    import sys
 
     # Before the imports below, which take a while on a slow disk.
     print(f"mindrlhf: checking {arguments.config}", flush=True)
@@ -66,11 +71,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.launch.launch import launch
     from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
     from mindrlhf.launch.nodes.place import find_place
+    from mindrlhf.launch.stages import signs_of_life
     from mindrlhf.training.checking import check_run
     from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
+    if command == "train" and arguments.replay_order:
+        overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
@@ -79,7 +87,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # All checks run here once before any rank starts, so that a mistake costs a second.
     ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
-    checked = check_run(command, arguments.config, overrides, **ranks, **options)
+    with signs_of_life(f"checking {arguments.config}", sys.stdout):
+        checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     again = _again(arguments, overrides, place)

@@ -9,6 +9,7 @@ from mindrlhf.config.load import read_config
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
+from mindrlhf.observe.trackers import check_trackers
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
@@ -89,6 +90,7 @@ def check_run(
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
     if node == 0:
+        obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
     return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())
 

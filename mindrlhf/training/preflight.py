@@ -20,11 +20,12 @@ from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.vllm_options import check_positions
-from mindrlhf.sandbox.server import check_strong
+from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
+from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.vision.checks import (
     check_device,
     check_images,
@@ -60,9 +61,9 @@ def check_sandbox(config: GrpoConfig) -> str:
     Raises:
         UserError: the system allows too little, and `sandbox.allow_weak` is not set.
     """
-    if "code_execution" not in config.reward.verifier_function and "python" not in config.tools.names:
-        return ""
-    return f"sandbox of programs that the model writes: {check_strong(config.sandbox.allow_weak)}"
+    names = (*config.reward.verifier_function, *config.tools.names)
+    layers = check_for(names, config.sandbox.allow_weak)
+    return layers and f"sandbox of programs that the model writes: {layers}"
 
 
 def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
@@ -92,6 +93,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
             if file is not None:
                 check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
     check(_check_msprobe, config)
+    check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
         per_step = config.training.chunk_size * config.training.num_rollouts

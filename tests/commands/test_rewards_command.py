@@ -39,6 +39,19 @@ def test_show_tells_options_and_context(capsys):
     assert "did you mean overlong_penalty" in capsys.readouterr().err
 
 
+def test_verifiers_and_findings_as_json(tmp_path, capsys):
+    assert main(["rewards", "list", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)
+    assert len(names) == 15 and names["qwen_accuracy_reward"].startswith("1 if the content")
+    assert main(["rewards", "show", "overlong_penalty", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["reads"] == ["num_tokens"] and shown["options"]["max_length"] == {"required": True, "default": None}
+    (tmp_path / "mine.py").write_text("def zero(completion, answer):\n    return 'no number'\n")
+    assert main(["rewards", "check", f"{tmp_path}/mine.py:zero", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "error" in {finding["level"] for finding in found["findings"]} and found["verifier"].endswith("mine.py:zero")
+
+
 def test_scores_go_to_standard_output_in_order(samples, capsys):
     assert score(samples) == 0
     output = capsys.readouterr()
@@ -127,3 +140,31 @@ def test_check_fails_for_a_function_that_is_not_deterministic(samples, tmp_path,
     assert "error    not deterministic: 3 of 3" in capsys.readouterr().out
     assert main(["rewards", "check", f"{path}:g"]) == 2
     assert "has no function 'g'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["score", "check", "audit"])
+def test_programs_are_not_run_in_a_weak_sandbox_unless_allowed(action, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mindrlhf.sandbox.server.active_layers", lambda: frozenset({"limits"}))
+    sample = {"completion": "```python\nprint(1)\n```", "answer": '{"inputs": [""], "outputs": ["1"]}'}
+    path = tmp_path / "samples.jsonl"
+    if action == "audit":
+        rest = {"step": 1, "prompt": "p", "reward": 1.0, "rewards": {}, "finish_reason": "stop"}
+        path.write_text(json.dumps(rest | sample) + "\n")
+        (tmp_path / "config.yaml").write_text("reward: {verifier_function: [code_execution]}\n")
+        command, switch = ["rewards", "audit", str(tmp_path)], []
+    else:
+        path.write_text(json.dumps(sample) + "\n")
+        source = ["--verifier", "code_execution", "--input"] if action == "score" else ["code_execution", "--samples"]
+        command, switch = ["rewards", action, *source, str(path)], ["--allow-weak"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and (switch[0] if switch else "sandbox.allow_weak=true") in error
+    if switch:
+        main([*command, *switch])
+        assert "too few locks" not in capsys.readouterr().err
+    else:
+        (tmp_path / "config.yaml").write_text(
+            "reward: {verifier_function: [code_execution]}\nsandbox: {allow_weak: true}\n"
+        )
+        main(command)
+        assert "too few locks" not in capsys.readouterr().err

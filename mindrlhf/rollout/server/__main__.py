@@ -9,6 +9,7 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
     abort           (during generate) ends it early -> generated
     update_weights  {version, board_path} -> done
     sleep, wake     -> done
+    profile         {step} starts vLLM's profiler, step 0 ends it -> done
     ping            -> done
     stats           -> done, with counters
     shutdown        -> done, and the process ends
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.rollout.sent_images import unpack_images
+from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 
 _PARENT_POLL_S = 0.5
@@ -49,7 +51,8 @@ def main() -> None:
     _end_with_parent(config["private_dir"])
     connection = socket.socket(fileno=arguments.socket_fd)
 
-    from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
+    with lasting_objects():
+        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
 
     try:
         engine = build_engine(config)
@@ -104,6 +107,9 @@ class Server:
             self._send("done")
         elif kind in ("sleep", "wake"):
             getattr(self._engine, kind)()
+            self._send("done")
+        elif kind == "profile":
+            self._engine.profile(header["step"])
             self._send("done")
         elif kind in ("ping", "stats"):
             self._send("done", stats=self._stats)
