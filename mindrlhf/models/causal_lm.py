@@ -146,6 +146,8 @@ def build_model(
         parallel_config = {}
     elif dims.vision:
         raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
+    else:
+        spec.check_ascend(dims)
     config = _transformer_config(
         spec,
         dims,

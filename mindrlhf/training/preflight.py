@@ -104,6 +104,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if files.present:
         row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
     if config.run.device != "cpu":
+        check(_check_ascend, config.model.path, needs=["model.path"])
         check(check_servers, config, world_size, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":
@@ -276,6 +277,12 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) ->
         )
     if not (model.random_init and path == model.path):
         open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+
+
+def _check_ascend(path: str) -> None:
+    hf_config = read_hf_config(path)
+    spec = find_spec(hf_config)
+    spec.check_ascend(spec.dims(hf_config))
 
 
 def _check_gives_tokens(path: str) -> None:

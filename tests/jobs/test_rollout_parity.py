@@ -32,6 +32,12 @@ MODEL = {
 }
 MODELS = {
     "dense": MODEL,
+    "yarn": {
+        **MODEL,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    },
     # vLLM packs experts for its kernels: an update must pack them anew.
     "experts": {
         **MODEL,
