@@ -17,6 +17,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.system import timeline
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,16 @@ class Sampler:
             place = completion.request_id * num_samples + completion.sample_index
             if len(completion.token_ids) == 0:
                 raise RunFailure(
-                    f"the generator gave an empty response to the prompt {prompts[completion.request_id][:80]!r}: a reward "
-                    "needs a token to stand at, so every response has one at least, the stop token"
+                    f"the generator gave an empty response to the prompt {prompts[completion.request_id][:80]!r}: a "
+                    "reward needs a token to stand at, so every response has one at least, the stop token"
                 )
             completions[place] = completion
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
             if self._rewards is not None:
                 self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
         if self._rewards is not None:
-            results = {result.index: result for result in self._rewards.results()}
+            with timeline.span("waiting for the verifiers"):
+                results = {result.index: result for result in self._rewards.results()}
         else:
             results = {place: RewardResult(place, parts={}, total=0.0) for place in completions}
         expected = len(records) * num_samples

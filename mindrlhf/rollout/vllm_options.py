@@ -37,7 +37,8 @@ class VllmOptions:
     the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
     ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
     ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process.
-    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment.
+    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
+    profiler writes; "" leaves it out.
     """
 
     python: str
@@ -54,6 +55,7 @@ class VllmOptions:
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = 1.0
     enable_sleep: bool = False
+    profile_dir: str = ""
     start_timeout_s: float = 300.0
     stall_timeout_s: float = 10.0
     record_routing: bool = False

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
-from mindrlhf.errors import RunFailure
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record
 from mindrlhf.rollout.types import Completion, SamplingParams
