@@ -25,7 +25,6 @@ class ModelSpec:
         supports_yarn: rotary embeddings may be extended.
         is_scorer: the output is a score for each token instead of a distribution over the next one.
         text_config: the part of config.json that describes the decoder, as config.json of a text model has it.
-        text_architecture: what a text model with the same decoder is called; empty where this is one.
         vision_rules: rules of the vision tower; `{layer}` counts its blocks.
     """
 
@@ -38,7 +37,6 @@ class ModelSpec:
     supports_yarn: bool = False
     is_scorer: bool = False
     text_config: Callable[[dict], dict] = lambda hf_config: hf_config
-    text_architecture: str = ""
     vision_rules: tuple[ParameterRule, ...] = ()
 
     def dims(self, hf_config: dict) -> ModelDims:
@@ -97,12 +95,6 @@ class ModelSpec:
             sizes["head_dim"] = _head_dim(hf_config, num_heads)
         return ModelDims(**sizes)
 
-    def decoder_config(self, hf_config: dict) -> dict:
-        """config.json of the text model with this model's decoder: what is compiled where no vision tower is."""
-        if not self.text_architecture:
-            return hf_config
-        return {**self.text_config(hf_config), "architectures": [self.text_architecture]}
-
     def rules(self, dims: ModelDims) -> list[ParameterRule]:
         """Every rule of a model of these dimensions, `{layer}` filled in, in the order of the forward pass."""
         tower = _filled_in(self.vision_rules, dims, dims.vision.depth) if dims.vision else []
@@ -135,6 +127,14 @@ class ModelSpec:
             **_yarn_options(dims),
             **self.mcore_options,
         }
+
+
+def with_num_layers(hf_config: dict, num_layers: int) -> dict:
+    """config.json of the same model with another number of decoder layers."""
+    changed = {**hf_config, "num_hidden_layers": num_layers}
+    if isinstance(hf_config.get("text_config"), dict):
+        changed["text_config"] = {**hf_config["text_config"], "num_hidden_layers": num_layers}
+    return changed
 
 
 def _filled_in(rules: tuple[ParameterRule, ...], dims: ModelDims, num_layers: int) -> list[ParameterRule]:

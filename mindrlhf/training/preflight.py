@@ -1,6 +1,7 @@
 """Everything about a run that can be checked, and counted, before a device is touched."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +134,10 @@ def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> Run
 def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mistakes | None = None) -> RunInputs:
     """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
-    command = "dpo" if isinstance(config, DpoConfig) else "reward-model"
-    mistakes.check(check_text_only, config.model, command, needs=["model.path"])
+    if isinstance(config, DpoConfig):
+        mistakes.check(check_device, config.model, config.run, config.lora, needs=["model.path"])
+    else:
+        mistakes.check(check_text_only, config.model, needs=["model.path"])
     mistakes.check(check_data_parallel, config.parallel_config, "preference learning")
     files = _Files.open(config.data, "preference", mistakes)
     for key, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path)):
@@ -144,9 +147,12 @@ def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mis
                 mistakes.check(_check_gives_tokens, path, needs=[key])
     is_scorer = not isinstance(config, DpoConfig)
     mistakes.check(_check_lora, config.lora, config.model.path, is_scorer, needs=["model.path"])
+    for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
+        mistakes.check(check_images, path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
     mistakes.raise_if_any()
-    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
+    seen = image_tokens(config.model.path)
+    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
 
 
 @dataclass(frozen=True)

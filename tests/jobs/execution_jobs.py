@@ -22,6 +22,7 @@ def compile_and_execute(
     computed_inputs: Mapping[str, str],
     *,
     shared_prompts: bool = False,
+    images: Sequence[Sequence[np.ndarray]] = (),
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -34,6 +35,7 @@ def compile_and_execute(
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
+        images: of each call; see :func:`cpu_execution.run.execute`.
     """
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), shared_prompts=shared_prompts)
@@ -60,6 +62,7 @@ def compile_and_execute(
             kl_coefficient=KL_COEFFICIENT,
             is_last=IS_LAST,
             timeout_s=900,
+            images=images,
         )
         results.update({result.job.name: result for result in done})
     return results

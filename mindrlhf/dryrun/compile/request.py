@@ -23,6 +23,8 @@ COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV
 # The graphs of training: a policy's update, and the log-probabilities of the old policy or the reference; a critic's
 # update, and its values, whose model is of a scoring architecture.
 UPDATE, LOGPROBS, VALUE_UPDATE, VALUES = "update", "logprobs", "value_update", "values"
+# The frozen vision tower, which ranks of the first stage run by themselves. It takes slots of images.
+TOWER = "tower"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class CompileRequest:
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
         shared_prompts: rows whose samples share their prompt: input_ids are int32 [rows, 3, length], see CausalLM.
-        cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates.
+        slots: of ``TOWER``: images, and patches of each.
+        cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates,
+            those of ``TOWER`` are of :class:`mindrlhf.models.vision.tower.VisionTower`.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: absolute path for the rank's sharded graph (`.mindir`); empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
@@ -64,6 +68,7 @@ class CompileRequest:
     beta: float = 0.04
     epsilon: float = 1e-8
     shared_prompts: bool = False
+    slots: tuple[int, int] = (4, 1024)
     cell: str = UPDATE
     strategy_file: str = ""
     mindir_file: str = ""

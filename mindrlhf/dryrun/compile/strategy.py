@@ -26,7 +26,7 @@ from mindrlhf.shards.strategy_files import (
     stage_path,
     write_strategy_directory,
 )
-from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec, with_num_layers
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.system.files import sync
 
@@ -71,7 +71,7 @@ def compile_strategy(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    by_stage = _requests(config, spec.decoder_config(hf_config), layout, layers_per_stage)
+    by_stage = _requests(config, hf_config, layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
         raise UserError(f"--out {directory} exists: give a directory that does not")
@@ -162,7 +162,7 @@ def _describe_extent(request: CompileRequest, config: GrpoConfig, dims: ModelDim
 
 def shorten(hf_config: dict, num_layers: int) -> dict:
     """The config.json of the same model with fewer layers, which has a layer of each kind if ``num_layers`` allows."""
-    shortened = {**hf_config, "num_hidden_layers": num_layers}
+    shortened = with_num_layers(hf_config, num_layers)
     if shortened.get("first_k_dense_replace"):
         shortened["first_k_dense_replace"] = 1
     return shortened
@@ -198,7 +198,7 @@ def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout:
 
 
 def _add_tower(directory: Path, layouts: Sequence[ParameterLayout]) -> None:
-    """Add a vision tower, which is not compiled, to the stage files: whole on every rank of its stage."""
+    """Add a vision tower, which is not in the sharded graph, to the stage files: whole on every rank of its stage."""
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
     tower = [layout for layout in layouts if layout.name.startswith(VISION_PREFIX)]

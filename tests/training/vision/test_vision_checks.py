@@ -36,9 +36,9 @@ def overrides(directory, *changes) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["run.device=ascend"], "run.device to cpu"),
-        (["run.device=ascend", "parallel_config.model_parallel=2"], "run.device to cpu"),
-        (["algorithm.name=ppo", "critic.path=critic"], "critic"),
+        (["run.device=ascend", "model.train_vision=all"], "run.device to cpu"),
+        (["run.device=ascend", "parallel_config.model_parallel=2", "model.train_vision=projector"], "to none"),
+        (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["tools.names=calculator"], "conversations are of text only"),
         (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
@@ -57,6 +57,13 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
 def test_a_plain_run_is_allowed(directory):
     for part in ("none", "projector", "all"):
         check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.train_vision={part}")))
+    check_vision(
+        load_grpo_config(
+            directory / "config.yaml", overrides(directory, "algorithm.name=ppo", f"critic.path={directory / 'model'}")
+        )
+    )
+    sharded = ["run.device=ascend", "parallel_config.model_parallel=2", "parallel_config.pipeline_stage=2"]
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *sharded), world_size=None))
 
 
 def test_a_tower_that_is_not_there_is_not_trained(directory):
@@ -73,13 +80,13 @@ def test_config_check_refuses_too(directory, capsys):
         return capsys.readouterr().err
 
     assert "sees images" not in errors(*overrides(directory))
-    assert "sees images" in errors(*overrides(directory, "run.device=ascend"))
+    assert "is frozen so far" in errors(*overrides(directory, "run.device=ascend", "model.train_vision=all"))
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
     assert "sees images" not in errors("--kind", "sft", *offline)
-    assert "sees images" in errors("--kind", "sft", *offline, "run.device=ascend")
+    assert "is frozen so far" in errors("--kind", "sft", *offline, "run.device=ascend", "model.train_vision=all")
     assert "takes no adapters" in errors("--kind", "sft", *offline, "lora.rank=4")
-    for kind in ("dpo", "reward-model"):
-        assert f"mindrlhf {kind} does not train yet" in errors("--kind", kind, *offline)
+    assert "sees images" not in errors("--kind", "dpo", *offline)
+    assert "mindrlhf reward-model does not train yet" in errors("--kind", "reward-model", *offline)
 
 
 @pytest.mark.parametrize(
