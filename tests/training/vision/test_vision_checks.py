@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from tiny_vl import IMAGE, write_tiny_vl
+from tiny_vl import IMAGE, TinyVl, write_tiny_vl
 
 from mindrlhf.cli import main
 from mindrlhf.config.load import load_grpo_config
@@ -12,6 +12,8 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import PixelLimits, VisionGeometry
 from mindrlhf.training.vision.checks import check_images, check_vision
 
+SHARDED = ["run.device=ascend", "parallel_config.model_parallel=2"]
+SHARDED += ["parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]
 HEADER = ImageHeader(1, 1, 1, 4, IMAGE, PixelLimits(), VisionGeometry())
 
 
@@ -62,8 +64,16 @@ def test_a_plain_run_is_allowed(directory):
             directory / "config.yaml", overrides(directory, "algorithm.name=ppo", f"critic.path={directory / 'model'}")
         )
     )
-    sharded = ["run.device=ascend", "parallel_config.model_parallel=2", "parallel_config.pipeline_stage=2"]
-    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *sharded), world_size=None))
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *SHARDED), world_size=None))
+
+
+def test_rows_for_several_layers_are_refused_on_ascend(directory, tmp_path):
+    model = write_tiny_vl(tmp_path / "model", TinyVl(family="qwen3_vl", vision_depth=3))
+    changes = [f"model.path={model}", *SHARDED]
+    config = load_grpo_config(directory / "config.yaml", overrides(directory, *changes), world_size=None)
+    with pytest.raises(UserError, match="hands images to several layers"):
+        check_vision(config)
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.path={model}")))
 
 
 def test_a_tower_that_is_not_there_is_not_trained(directory):
