@@ -27,7 +27,7 @@ from mindrlhf.shards.strategy_files import (
     write_strategy_directory,
 )
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec, with_num_layers
-from mindrlhf.specs.rules import VISION_PREFIX
+from mindrlhf.specs.rules import IMAGE_ROWS_NAME, VISION_PREFIX
 from mindrlhf.system.files import sync
 
 ROLLOUT_NAME = "rollout"
@@ -205,6 +205,8 @@ def _add_tower(directory: Path, layouts: Sequence[ParameterLayout]) -> None:
     for stage in sorted({stage for layout in tower for stage in layout.stages}):
         message = ParallelStrategyMap()
         message.ParseFromString(stage_path(directory, stage).read_bytes())
+        for item in [item for item in message.parallel_layout_item if item.param_name == IMAGE_ROWS_NAME]:
+            message.parallel_layout_item.remove(item)
         add_layouts(message, tower, stage)
         _write(stage_path(directory, stage), message.SerializeToString())
 

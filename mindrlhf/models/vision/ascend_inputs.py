@@ -13,8 +13,7 @@ from mindspore.ops.operations import Morph
 from mindrlhf.models.ascend_cells import DecoderInputs
 from mindrlhf.models.rotary import axis_frequencies
 from mindrlhf.specs import ModelDims
-
-IMAGE_ROWS_NAME = "image_rows"
+from mindrlhf.specs.rules import IMAGE_ROWS_NAME
 
 
 class ImageDecoderInputs(DecoderInputs):
