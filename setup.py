@@ -36,7 +36,14 @@ EXTRAS = {
     "ascend": ["vllm==0.23.0", "vllm-ascend==0.23.0"],
     # Precision debugging; to be resolved together with MindSpore, which keeps NumPy below 2.
     "debug": DEBUGGING,
-    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6"],
+    # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
+    "wandb": ["wandb>=0.17"],
+    "swanlab": ["swanlab>=0.10"],
+    "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
+    # `mindrlhf models get` and `data get`.
+    "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],
+    # wandb: one tracker is tested every day.
+    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6", "wandb>=0.17"],
 }
 
 setup(

@@ -24,6 +24,8 @@ from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
     EXIT_USER_ERROR,
     LOGPROBS,
+    PAIR_UPDATE,
+    SUPERVISED_UPDATE,
     TOWER,
     VALUE_UPDATE,
     VALUES,
@@ -154,8 +156,10 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.losses import PolicyLoss
     from mindrlhf.training.sharded.factory import (
+        build_coefficient_update,
         build_logprobs,
         build_policy,
+        build_supervised_update,
         build_update,
         build_value_model,
         build_value_update,
@@ -169,10 +173,12 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     )
     options = OptimizerSection(epsilon=request.epsilon)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts}
-    if request.cell in (VALUES, VALUE_UPDATE):
+    if find_spec(hf_config).is_scorer:
         critic = build_value_model(hf_config, model, parallel, **rows)
         if request.cell == VALUES:
             return build_logprobs(critic, parallel)
+        if request.cell == PAIR_UPDATE:
+            return build_coefficient_update(critic, options, parallel)
         return build_value_update(critic, CriticSection().clip_range, options, parallel)
     if request.cell == TOWER:
         return build_policy(hf_config, model, parallel, temperature=1.0, **rows).model.visual
@@ -180,6 +186,10 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     policy = build_policy(hf_config, model, parallel, temperature=1.0, num_image_rows=num_image_rows, **rows)
     if request.cell == LOGPROBS:
         return build_logprobs(policy, parallel)
+    if request.cell == SUPERVISED_UPDATE:
+        return build_supervised_update(policy, options, parallel)
+    if request.cell == PAIR_UPDATE:
+        return build_coefficient_update(policy, options, parallel)
 
     def make_loss(policy):
         return PolicyLoss(
@@ -197,7 +207,7 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     import mindspore as ms
     import numpy as np
 
-    from mindrlhf.algorithms.losses import POLICY_INPUTS
+    from mindrlhf.algorithms.losses import COEFFICIENT_INPUTS, POLICY_INPUTS
     from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 
     dims = find_spec(request.hf_config).dims(request.hf_config)
@@ -214,7 +224,8 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     tokens = [ms.Tensor(np.ones(one, np.int32)) for one in (model_shape, shape, shape)]
     if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
-    names = VALUE_INPUTS if request.cell == VALUE_UPDATE else POLICY_INPUTS
+    inputs = {VALUE_UPDATE: VALUE_INPUTS, SUPERVISED_UPDATE: (), PAIR_UPDATE: COEFFICIENT_INPUTS}
+    names = inputs.get(request.cell, POLICY_INPUTS)
     values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(names))]
     return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
 

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.lora_section import LoraSection
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, RunSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.specs import find_spec
 from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.hf import read_hf_config
@@ -56,6 +57,20 @@ def check_vision(config: GrpoConfig) -> None:
     for what, (is_asked, fix) in refused.items():
         if is_asked:
             raise UserError(f"the model in {config.model.path} sees images and is not trained with {what} yet: {fix}")
+
+
+def check_offline(config: SftConfig | DpoConfig, command: str) -> None:
+    """Refuse what `mindrlhf sft` or `dpo` does not do with a model that sees images.
+
+    Raises:
+        UserError: naming the key and its fix.
+    """
+    check_device(config.model, config.run, config.lora)
+    if image_tokens(config.model.path) is not None and is_split(config.parallel_config):
+        raise UserError(
+            f"the model in {config.model.path} sees images, and mindrlhf {command} does not train such a model sharded "
+            "yet: use data parallelism alone"
+        )
 
 
 def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> None:

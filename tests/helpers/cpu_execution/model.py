@@ -130,12 +130,14 @@ class LoweredRank:
         self.update = RecordedUpdate(cell)
         parameters = self._with_tower(network, cell)
         outputs = SharedOutputs(self._load("output_graphs")[1], {})
-        model = ShardedModel(network, outputs, self.parallel, rank, parameters)
+        model = ShardedModel(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
         names = [one.name for one in model.held]
         outputs.weights = {name: parameters[name] for name in (*names, _IMAGE_ROWS) if name in cell.parameters}
         reference_cell = self._load("output_graphs")[1]
         of_reference = self._with_tower(reference_network, reference_cell)
-        reference = ShardedModel(reference_network, reference_cell, self.parallel, rank, of_reference)
+        reference = ShardedModel(
+            reference_network, reference_cell, self.parallel, rank, of_reference, after_token=job["after_token"]
+        )
         for each in (cell, outputs.cell, reference_cell):
             each.check_names(names)
         graph = UpdateGraph(

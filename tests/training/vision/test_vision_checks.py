@@ -94,6 +94,8 @@ def test_config_check_refuses_too(directory, capsys):
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
     assert "sees images" not in errors("--kind", "sft", *offline)
     assert "is frozen so far" in errors("--kind", "sft", *offline, "run.device=ascend", "model.train_vision=all")
+    for kind in ("sft", "dpo"):
+        assert "such a model sharded yet" in errors("--kind", kind, *offline, *SHARDED)
     assert "takes no adapters" in errors("--kind", "sft", *offline, "lora.rank=4")
     assert "sees images" not in errors("--kind", "dpo", *offline)
     assert "mindrlhf reward-model does not train yet" in errors("--kind", "reward-model", *offline)
