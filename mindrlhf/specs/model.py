@@ -25,6 +25,7 @@ class ModelSpec:
         supports_yarn: rotary embeddings may be extended.
         is_scorer: the output is a score for each token instead of a distribution over the next one.
         text_config: the part of config.json that describes the decoder, as config.json of a text model has it.
+        text_architecture: what a text model with the same decoder is called; empty where this is one.
         vision_rules: rules of the vision tower; `{layer}` counts its blocks.
     """
 
@@ -37,6 +38,7 @@ class ModelSpec:
     supports_yarn: bool = False
     is_scorer: bool = False
     text_config: Callable[[dict], dict] = lambda hf_config: hf_config
+    text_architecture: str = ""
     vision_rules: tuple[ParameterRule, ...] = ()
 
     def dims(self, hf_config: dict) -> ModelDims:
@@ -94,6 +96,12 @@ class ModelSpec:
         if "head_dim" not in sizes:
             sizes["head_dim"] = _head_dim(hf_config, num_heads)
         return ModelDims(**sizes)
+
+    def decoder_config(self, hf_config: dict) -> dict:
+        """config.json of the text model with this model's decoder: what is compiled where images are not."""
+        if not self.text_architecture:
+            return hf_config
+        return {**self.text_config(hf_config), "architectures": [self.text_architecture]}
 
     def rules(self, dims: ModelDims) -> list[ParameterRule]:
         """Every rule of a model of these dimensions, `{layer}` filled in, in the order of the forward pass."""

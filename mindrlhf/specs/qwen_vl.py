@@ -242,6 +242,7 @@ QWEN2_5_VL = replace(
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
     text_config=_text_config,
+    text_architecture=QWEN2.hf_architecture,
     read_dims=_vision_dims,
     vision_rules=_rules(("weight",), _GATED_MLP),
 )
@@ -296,6 +297,7 @@ QWEN3_VL = replace(
     name="qwen3_vl",
     hf_architecture="Qwen3VLForConditionalGeneration",
     text_config=_text_config,
+    text_architecture=QWEN3.hf_architecture,
     read_dims=lambda hf_config: {**QWEN3.read_dims(hf_config), **_deep_vision_dims(hf_config)},
     parameter_rules=tuple(_nested(rule) for rule in QWEN3.parameter_rules),
     vision_rules=tuple(_nested(rule) for rule in _DEEP_RULES),

@@ -73,8 +73,7 @@ _ALL_LAYOUTS = {
     "qwen3-dp2-mp2-cp2-shared": (QWEN3, 2, 2, 1, 2, {}, {}),
     # Models that see, whose image rows come in as a parameter.
     "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
-    "sees-dp2-mp2-pp2-sp-whole-zero": (SEES, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
-    "sees-dp2-mp2-cp2": (SEES, 2, 2, 1, 2, {}, {}),
+    "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }

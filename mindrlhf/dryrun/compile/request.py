@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.specs import find_spec
 from mindrlhf.system.log_tail import last_lines
 
 # Kinds of collective operators, as MindSpore names them.
@@ -169,6 +171,19 @@ def check_num_ranks(num_ranks: int) -> None:
         raise UserError(
             f"the run has {num_ranks} ranks, but MindSpore shards models over 2, 4 or a multiple of 8: use {choice}"
         )
+
+
+def compiled_config(hf_config: dict, parallel: ParallelSection) -> dict:
+    """Return the config.json of what is compiled of a model: of one that sees its decoder alone in some layouts.
+
+    Those are layouts in which image rows do not come into the graph yet. The decoder lies on the ranks alike.
+    """
+    spec = find_spec(hf_config)
+    vision = spec.dims(hf_config).vision
+    takes_rows = parallel.pipeline_stage == parallel.context_parallel == 1
+    if vision is None or (takes_rows and not vision.deepstack_blocks):
+        return hf_config
+    return spec.decoder_config(hf_config)
 
 
 def compile_ranks(

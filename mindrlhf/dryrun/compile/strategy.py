@@ -15,7 +15,14 @@ from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import SHARED_PROMPTS
-from mindrlhf.dryrun.compile.request import CompileReport, CompileRequest, can_compile, check_num_ranks, compile_ranks
+from mindrlhf.dryrun.compile.request import (
+    CompileReport,
+    CompileRequest,
+    can_compile,
+    check_num_ranks,
+    compile_ranks,
+    compiled_config,
+)
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.feasibility import check_feasible
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -71,7 +78,7 @@ def compile_strategy(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    by_stage = _requests(config, hf_config, layout, layers_per_stage)
+    by_stage = _requests(config, compiled_config(hf_config, config.parallel_config), layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
         raise UserError(f"--out {directory} exists: give a directory that does not")

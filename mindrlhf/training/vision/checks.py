@@ -36,7 +36,10 @@ def check_vision(config: GrpoConfig) -> None:
     check_device(config.model, config.run, config.lora)
     if image_tokens(config.model.path) is None:
         return
+    parallel = config.parallel_config
     refused = {
+        f"parallel_config.pipeline_stage={parallel.pipeline_stage}": (parallel.pipeline_stage > 1, "set it to 1"),
+        f"parallel_config.context_parallel={parallel.context_parallel}": (parallel.context_parallel > 1, "set it to 1"),
         "reward.model_path": (bool(config.reward.model_path), "a reward model reads text only: use verifiers"),
         f"training.packing={SHARED_PROMPTS}": (
             config.training.packing == SHARED_PROMPTS,

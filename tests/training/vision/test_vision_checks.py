@@ -13,7 +13,7 @@ from mindrlhf.images.geometry import PixelLimits, VisionGeometry
 from mindrlhf.training.vision.checks import check_images, check_vision
 
 SHARDED = ["run.device=ascend", "parallel_config.model_parallel=2"]
-SHARDED += ["parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]
+PIPELINE = [*SHARDED, "parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]
 HEADER = ImageHeader(1, 1, 1, 4, IMAGE, PixelLimits(), VisionGeometry())
 
 
@@ -40,6 +40,8 @@ def overrides(directory, *changes) -> list[str]:
     [
         (["run.device=ascend", "model.train_vision=all"], "run.device to cpu"),
         (["run.device=ascend", "parallel_config.model_parallel=2", "model.train_vision=projector"], "to none"),
+        (PIPELINE, "pipeline_stage=2 yet: set it to 1"),
+        (["run.device=ascend", "parallel_config.context_parallel=2"], "context_parallel=2 yet: set it to 1"),
         (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["tools.names=calculator"], "conversations are of text only"),
