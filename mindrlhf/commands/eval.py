@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -97,6 +97,10 @@ def _evaluate_checkpoints(job, arguments: argparse.Namespace) -> int:
         raise UserError("--baseline goes with --model: checkpoints are compared with the first of them")
     out_dir = _out_dir(job, arguments)
     evaluations = evaluate_checkpoints(job, Path(arguments.checkpoints), out_dir)
+    if arguments.json:
+        rows = [{"step": one.step, "num_prompts": one.num_prompts, **one.metrics()} for one in evaluations]
+        files = {"curve": str(out_dir / CURVE_NAME), "metrics": str(out_dir / METRICS_NAME)}
+        return print_json({"checkpoints": rows, **files})
     print(f"{arguments.checkpoints}: {evaluations[0].num_prompts} prompts, {job.num_samples} samples each")
     print("\n".join(table_lines(evaluations)))
     print(f"curve    {out_dir / CURVE_NAME}\nmetrics  {out_dir / METRICS_NAME}")

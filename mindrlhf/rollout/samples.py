@@ -17,6 +17,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.system import timeline
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Sampler:
             if self._rewards is not None:
                 self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
         if self._rewards is not None:
-            results = {result.index: result for result in self._rewards.results()}
+            with timeline.span("waiting for the verifiers"):
+                results = {result.index: result for result in self._rewards.results()}
         else:
             results = {place: RewardResult(place, parts={}, total=0.0) for place in completions}
         expected = len(records) * num_samples
