@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# What describes a token of a packed row: itself; and time, row and column of its position.
+NUM_IDS = 4
+
 
 def image_starts(tokens: np.ndarray, image_grids: Sequence[tuple[int, int]], image_token: int) -> list[int]:
     """Return where the tokens of each image start, in order.

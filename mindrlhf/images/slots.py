@@ -19,7 +19,7 @@ class Slots:
 
     Attributes:
         patches: `[I, R, channels]` float32, zeros where no patch is.
-        places: `[I, R, 2]` int32, row and column of each patch in its image.
+        places: `[I, R, 4]` int32, row and column of each patch in its image; then the image's rows and columns.
         is_patch: `[I, R]` float32, 1 where a patch is.
         outputs: for each image the rows of the tower's output `[I*R/merge^2]` that its tokens take, int64 `[tokens]`.
     """
@@ -48,7 +48,7 @@ def fill_slots(
     """Lay images out; ``slot_rows`` of each is at most ``rows_per_slot``, and slots that are left over stay empty."""
     per_token = geometry.merge**2
     patches = np.zeros((num_slots, rows_per_slot, geometry.patch_size), np.float32)
-    places = np.zeros((num_slots, rows_per_slot, 2), np.int32)
+    places = np.zeros((num_slots, rows_per_slot, 4), np.int32)
     is_patch = np.zeros((num_slots, rows_per_slot), np.float32)
     outputs = []
     for slot, pixels in enumerate(images):
@@ -56,7 +56,8 @@ def fill_slots(
         tokens = window_places(grid, window_side)
         rows = (tokens[:, None] * per_token + np.arange(per_token)).ravel()
         patches[slot, rows] = patch_rows(pixels, geometry)
-        places[slot, rows] = patch_places(grid, geometry.merge)
+        places[slot, rows, :2] = patch_places(grid, geometry.merge)
+        places[slot, rows, 2:] = np.multiply(grid, geometry.merge)
         is_patch[slot, rows] = 1
         outputs.append(slot * (rows_per_slot // per_token) + tokens)
     return Slots(patches, places, is_patch, tuple(outputs))

@@ -144,7 +144,9 @@ def build_model(
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    elif dims.vision:
+    elif dims.vision and train_vision != "none":
+        raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
+    elif dims.vision and dims.vision.deepstack_blocks:
         raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
     else:
         spec.check_ascend(dims)
@@ -162,9 +164,10 @@ def build_model(
     model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
     if device != "cpu":
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
-        _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head, shared_prompts)
+        turns_by_row = shared_prompts or dims.vision is not None
+        _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head, turns_by_row)
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
-    inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision)
+    inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
 
 
@@ -176,34 +179,43 @@ def _cells_for(device: str):
     return cells
 
 
-def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head: bool, shared_prompts: bool) -> None:
+def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head: bool, turns_by_row: bool) -> None:
     if dims.experts:
         cells.drop_balancing_loss(model)
     if parallel_config.get("model_parallel", 1) > 1:
         cells.split_embedding(model, config, keeps_whole=parallel_config.get("vocab_emb_dp", False) and not shares_head)
-    if shared_prompts:
+    if turns_by_row:
         cells.rotate_by_row(model)
 
 
-def _decoder_inputs(cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str) -> tuple:
+def _decoder_inputs(
+    cells, model, config, dims: ModelDims, num_image_rows: int, train_vision: str, device: str
+) -> tuple:
     """Return the decoder's inputs; with vision also the tower, and what knows the images of a step."""
     if not dims.vision:
         return (cells.DecoderInputs(model, config, config.seq_length, dims),)
-    from mindrlhf.models.vision.cpu_inputs import ImageDecoderInputs, SeeingDecoderInputs
-    from mindrlhf.models.vision.cpu_tower import VisionTower
     from mindrlhf.models.vision.images import ImagePatches, ImageRows
+    from mindrlhf.models.vision.tower import VisionTower
 
-    tower = VisionTower(config, dims)
+    if device == "cpu":
+        from mindrlhf.models.vision import cpu_inputs as vision_inputs
+        from mindrlhf.models.vision import cpu_tower_cells as tower_cells
+    else:
+        from mindrlhf.models.vision import ascend_inputs as vision_inputs
+        from mindrlhf.models.vision import ascend_tower_cells as tower_cells
+
+    tower = VisionTower(tower_cells, config, dims)
     tower.update_parameters_name("visual.")
     trained = {"none": (), "projector": ("visual.merger.",), "all": ("visual.",)}[train_vision]
     for parameter in tower.get_parameters():
         parameter.requires_grad = parameter.name.startswith(trained)
     cut = (dims.vision.geometry, dims.vision.window_side)
     if trained:
-        inputs = SeeingDecoderInputs(tower, model, config, config.seq_length, dims)
+        inputs = vision_inputs.SeeingDecoderInputs(tower, model, config, config.seq_length, dims)
         return inputs, tower, ImagePatches(num_image_rows, *cut)
-    inputs = ImageDecoderInputs(model, config, config.seq_length, dims, num_image_rows)
-    return inputs, tower, ImageRows(tower, inputs.image_rows, *cut)
+    inputs = vision_inputs.ImageDecoderInputs(model, config, config.seq_length, dims, num_image_rows)
+    runs = tower if device == "cpu" else tower_cells.ByItself(tower)
+    return inputs, tower, ImageRows(runs, inputs.image_rows, *cut)
 
 
 def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict, **options):

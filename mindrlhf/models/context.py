@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 
 from mindrlhf.errors import UserError
 from mindrlhf.models.left_out import left_out
@@ -49,6 +50,21 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
             "parallel": {},
         }
     )
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """Have MindSpore compile graphs for this rank alone, also where it shards those of training."""
+    import mindspore as ms
+
+    alone = {"parallel_mode": ms.ParallelMode.STAND_ALONE, "full_batch": False, "pipeline_stages": 1}
+    alone["enable_parallel_optimizer"] = False
+    before = {name: ms.get_auto_parallel_context(name) for name in alone}
+    ms.set_auto_parallel_context(**alone)
+    try:
+        yield
+    finally:
+        ms.set_auto_parallel_context(**before)
 
 
 def _only_errors(record: logging.LogRecord) -> bool:

@@ -191,7 +191,7 @@ class SelfAttention(nn.Cell):
         if self.has_norms:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
-        cos, sin, scaled_cos, scaled_sin, turn, _ = rotary_pos_emb
+        cos, sin, scaled_cos, scaled_sin, turn = rotary_pos_emb[:5]
         query = self.rotate(query, scaled_cos, scaled_sin, turn)
         key = self.rotate(key, cos, sin, turn)
         shared_shape = (batch, self.num_groups, length, self.head_dim)

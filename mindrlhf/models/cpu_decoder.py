@@ -13,6 +13,7 @@ from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention
 from mindrlhf.models.cpu_expert_cells import ExpertMlp
 from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
 from mindrlhf.models.rotary import rotary_tables, score_scale, turn_matrix
+from mindrlhf.models.vision.deepstack import DeepstackLayer
 from mindrlhf.specs import ModelDims
 
 HIDDEN_SCORE = -1e9
@@ -21,9 +22,10 @@ HIDDEN_SCORE = -1e9
 def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
     """The decoder of `dims.num_layers` layers built from CPU cells."""
     attention = LatentSelfAttention if dims.latent else SelfAttention
+    num_deep = len(dims.vision.deepstack_blocks) if dims.vision else 0
     layers = [
         ModuleSpec(
-            module=TransformerLayer,
+            module=DeepstackLayer if layer < num_deep else TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=RmsNorm,
                 self_attention=attention,

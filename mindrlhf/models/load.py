@@ -1,5 +1,7 @@
 """Models with their weights, from a Hugging Face directory: language models, and the scoring models made of them."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from mindrlhf.config.lora_section import LoraSection
@@ -45,18 +47,25 @@ def load_model(
 
 
 def load_scorer(
-    model: ModelSection, path: str, run: RunSection, row_length: int, lora: LoraSection | None = None
+    model: ModelSection,
+    path: str,
+    run: RunSection,
+    row_length: int,
+    lora: LoraSection | None = None,
+    *,
+    num_image_rows: int = 1,
 ) -> CausalLM:
     """Build the scoring model (reward model, critic) of a Hugging Face directory; load its weights, or initialise them.
 
     From a language model it takes all but the output projection, and the score's weight is 0: every text scores 0 at
-    first. For ``lora`` see :func:`load_model`.
+    first. For the others see :func:`load_model`; a vision tower is frozen.
 
     Raises:
         UserError: the directory, its config, its weights or its adapter do not fit.
     """
     hf_config = read_hf_config(path)
-    network = _build(scorer_config(hf_config), model, run, row_length)
+    frozen = replace(model, train_vision="none")
+    network = _build(scorer_config(hf_config), frozen, run, row_length, num_image_rows)
     if has_random_weights(model, path) or find_spec(hf_config).is_scorer:
         _fill(network, model, path, run)
     else:
@@ -65,7 +74,7 @@ def load_scorer(
     return network
 
 
-def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int, num_image_rows: int = 1) -> CausalLM:
+def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int, num_image_rows: int) -> CausalLM:
     return build_model(
         hf_config,
         seq_length=row_length,

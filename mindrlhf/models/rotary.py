@@ -20,6 +20,16 @@ def rotary_frequencies(dims: ModelDims) -> np.ndarray:
     return _extend(frequencies, dims.yarn, dims.rope_theta) if dims.yarn else frequencies
 
 
+def axis_frequencies(dims: ModelDims) -> np.ndarray:
+    """The same for positions of time, row and column, `[3, rotary_dim / 2]`: each pair is turned by one of them."""
+    sections = dims.vision.mrope_sections
+    axis_of_pair = np.repeat(np.arange(3), sections)
+    if dims.vision.is_interleaved:  # time, row, column, time, .. while there are pairs for row and column
+        pairs = np.arange(sum(sections))
+        axis_of_pair = sum(axis * ((pairs % 3 == axis) & (pairs < 3 * sections[axis])) for axis in (1, 2))
+    return np.eye(3, dtype=np.float32)[axis_of_pair].T * rotary_frequencies(dims)
+
+
 def score_scale(dims: ModelDims) -> float:
     """What products of queries and keys are multiplied by; YaRN sharpens them (arXiv:2309.00071, section 3.4)."""
     sharpness = 0.1 * dims.yarn.mscale * math.log(dims.yarn.factor) + 1.0 if dims.yarn and dims.yarn.factor > 1 else 1.0

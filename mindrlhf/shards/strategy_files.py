@@ -49,6 +49,10 @@ def identifying_dims(dims: "ModelDims") -> dict[str, Any]:
     del values["num_draft_layers"]
     if values["vision"] is None:  # models of text are described as they were before there were others
         del values["vision"]
+        return values
+    for field in dataclasses.fields(dims.vision):  # likewise those that see before there were other towers
+        if field.default is not dataclasses.MISSING and getattr(dims.vision, field.name) == field.default:
+            del values["vision"][field.name]
     return values
 
 

@@ -7,9 +7,9 @@ planning and the weight board can read it anywhere. A new architecture is one mo
 from mindrlhf.errors import UserError
 from mindrlhf.specs.deepseek import DEEPSEEK_V3
 from mindrlhf.specs.dims import ExpertDims, LatentDims, ModelDims, VisionDims, YarnDims
-from mindrlhf.specs.model import ModelSpec
+from mindrlhf.specs.model import ModelSpec, with_num_layers
 from mindrlhf.specs.qwen import QWEN2, QWEN3, QWEN3_MOE
-from mindrlhf.specs.qwen_vl import QWEN2_5_VL
+from mindrlhf.specs.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 from mindrlhf.specs.rules import ParameterRule
 from mindrlhf.specs.scoring import scorer_architecture, scorer_of
 
@@ -17,8 +17,10 @@ __all__ = [
     "DEEPSEEK_V3",
     "QWEN2",
     "QWEN2_5_VL",
+    "QWEN2_VL",
     "QWEN3",
     "QWEN3_MOE",
+    "QWEN3_VL",
     "SPECS",
     "ExpertDims",
     "LatentDims",
@@ -29,10 +31,11 @@ __all__ = [
     "YarnDims",
     "find_spec",
     "scorer_config",
+    "with_num_layers",
 ]
 
-_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
-SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, QWEN2_5_VL, *map(scorer_of, _LANGUAGE_MODELS))}
+_LANGUAGE_MODELS = (QWEN2, QWEN3, QWEN3_MOE, DEEPSEEK_V3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL)
+SPECS = {spec.hf_architecture: spec for spec in (*_LANGUAGE_MODELS, *map(scorer_of, _LANGUAGE_MODELS))}
 
 
 def find_spec(hf_config: dict) -> ModelSpec:

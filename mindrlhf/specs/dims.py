@@ -79,12 +79,12 @@ class YarnDims:
 
 @dataclass(frozen=True)
 class VisionDims:
-    """The vision tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1), and how images enter the decoder.
+    """The vision tower of Qwen2.5-VL (arXiv:2502.13923, section 2.1) or its kin, and how images enter the decoder.
 
     Attributes:
         depth: blocks of the tower.
         hidden_size: width of the tower.
-        intermediate_size: width of its gated MLP.
+        intermediate_size: width of its MLP.
         num_heads: attention heads; divides `hidden_size`.
         in_channels: colours of a pixel.
         patch_size: pixels along each side of a patch.
@@ -94,6 +94,13 @@ class VisionDims:
         full_attention_blocks: blocks that attend to the whole image.
         image_token: token that stands for a merged patch in prompts.
         mrope_sections: pairs of the decoder's rotary channels that turn with time, row and column.
+        activation: of the MLP: `silu` is gated and comes with RMSNorm; `quick_gelu` and `gelu_tanh` are of plain MLPs
+            behind LayerNorm.
+        num_positions: learned positions of a square grid, which is stretched over each image; 0 for none.
+        deepstack_blocks: blocks whose outputs are projected too and added behind the first decoder layers, one each
+            (DeepStack, arXiv:2406.04334).
+        is_interleaved: channels turn with time, row and column in turn, instead of section by section.
+        pixel_mean, pixel_std: what pixels are normalised by.
     """
 
     depth: int
@@ -108,11 +115,23 @@ class VisionDims:
     full_attention_blocks: tuple[int, ...]
     image_token: int
     mrope_sections: tuple[int, int, int]
+    activation: str = "silu"
+    num_positions: int = 0
+    deepstack_blocks: tuple[int, ...] = ()
+    is_interleaved: bool = False
+    pixel_mean: tuple[float, float, float] = VisionGeometry.mean
+    pixel_std: tuple[float, float, float] = VisionGeometry.std
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether its MLP is gated and its norms have no bias."""
+        return self.activation == "silu"
 
     @property
     def geometry(self) -> VisionGeometry:
         """How images are cut into patches."""
-        return VisionGeometry(self.patch_size, self.merge_size, self.temporal_patch_size)
+        normalised = self.pixel_mean, self.pixel_std
+        return VisionGeometry(self.patch_size, self.merge_size, self.temporal_patch_size, *normalised)
 
     @property
     def head_dim(self) -> int:

@@ -113,7 +113,7 @@ class ModelSpec:
             )
 
     def decoder_config(self, hf_config: dict) -> dict:
-        """config.json of the text model with this model's decoder: what is compiled where no vision tower is."""
+        """config.json of the text model with this model's decoder: what is compiled where images are not."""
         if not self.text_architecture:
             return hf_config
         return {**self.text_config(hf_config), "architectures": [self.text_architecture]}
@@ -151,6 +151,14 @@ class ModelSpec:
             **(_yarn_options(dims) if dims.latent else {}),
             **self.mcore_options,
         }
+
+
+def with_num_layers(hf_config: dict, num_layers: int) -> dict:
+    """config.json of the same model with another number of decoder layers."""
+    changed = {**hf_config, "num_hidden_layers": num_layers}
+    if isinstance(hf_config.get("text_config"), dict):
+        changed["text_config"] = {**hf_config["text_config"], "num_hidden_layers": num_layers}
+    return changed
 
 
 def _filled_in(rules: tuple[ParameterRule, ...], dims: ModelDims, num_layers: int) -> list[ParameterRule]:

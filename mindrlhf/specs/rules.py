@@ -67,6 +67,8 @@ class ParameterRule:
 
 # Names of a vision tower, in checkpoints and here.
 VISION_PREFIX = "visual."
+# What a sharded graph looks image rows up in: a parameter that is no weight.
+IMAGE_ROWS_NAME = "image_rows"
 LAYER = "model.layers.{layer}."
 BLOCK = "decoder.layers.{layer}."
 

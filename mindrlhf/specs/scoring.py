@@ -25,7 +25,7 @@ def scorer_of(spec: ModelSpec) -> ModelSpec:
 
 
 def scorer_architecture(architecture: str) -> str:
-    """Return Hugging Face's name of the scoring form of a `...ForCausalLM`."""
-    return architecture.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") + (
-        "ForSequenceClassification"
-    )
+    """Return Hugging Face's name of the scoring form of a language model; of one that sees, what it would be."""
+    for suffix in ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification"):
+        architecture = architecture.removesuffix(suffix)
+    return f"{architecture}ForSequenceClassification"

@@ -1,6 +1,7 @@
 """Everything about a run that can be checked, and counted, before a device is touched."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,8 @@ from mindrlhf.training.layout_checks import check_data_parallel, check_layout, c
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.routing.checks import check_replay
 from mindrlhf.training.vision.checks import (
-    check_device,
     check_images,
+    check_offline,
     check_text_only,
     check_vision,
     image_tokens,
@@ -126,7 +127,7 @@ def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes 
     Its number of steps depends on the packing and is 0 here.
     """
     mistakes = Mistakes() if mistakes is None else mistakes
-    mistakes.check(check_device, config.model, config.run, config.lora, needs=["model.path"])
+    mistakes.check(check_offline, config, "sft", needs=["model.path"])
     if config.run.device == "cpu":
         mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
     files = _Files.open(config.data, "sft", mistakes)
@@ -148,8 +149,10 @@ def check_preference_inputs(
 ) -> RunInputs:
     """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
-    command = "dpo" if isinstance(config, DpoConfig) else "reward-model"
-    mistakes.check(check_text_only, config.model, command, needs=["model.path"])
+    if isinstance(config, DpoConfig):
+        mistakes.check(check_offline, config, "dpo", needs=["model.path"])
+    else:
+        mistakes.check(check_text_only, config.model, needs=["model.path"])
     if config.run.device == "cpu":
         mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
     files = _Files.open(config.data, "preference", mistakes)
@@ -160,6 +163,8 @@ def check_preference_inputs(
                 mistakes.check(_check_gives_tokens, path, needs=[key])
     is_scorer = not isinstance(config, DpoConfig)
     mistakes.check(_check_lora, config.lora, config.model.path, is_scorer, needs=["model.path"])
+    for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
+        mistakes.check(check_images, path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
     if lengths:
         paths = tuple(filter(None, (config.model.path, config.model.reference_path)))
@@ -167,7 +172,8 @@ def check_preference_inputs(
         check_shape = partial(check_offline_layout, *shape, as_scorers=is_scorer)
         mistakes.check(check_shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()
-    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
+    seen = image_tokens(config.model.path)
+    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
 
 
 @dataclass(frozen=True)

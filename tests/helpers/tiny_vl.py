@@ -55,6 +55,7 @@ class TinyVl:
     max_positions: int = 4096
     is_tied: bool = True
     is_flat: bool = False
+    family: str = "qwen2_5_vl"  # or qwen2_vl, qwen3_vl; the last one nested, with two blocks of DeepStack
     std: float = 0.08
     seed: int = 0
 
@@ -85,8 +86,8 @@ def write_tiny_vl(directory: str | Path, model: TinyVl | None = None) -> Path:
             "patch_size": 14,
             "temporal_patch_size": 2,
             "merge_size": 2,
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_mean": [0.5] * 3 if model.family == "qwen3_vl" else [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.5] * 3 if model.family == "qwen3_vl" else [0.26862954, 0.26130258, 0.27577711],
         },
     )
     return directory
@@ -131,13 +132,26 @@ def config_of(model: TinyVl) -> dict:
         "vision_end_token_id": VISION_END,
         "tie_word_embeddings": model.is_tied,
     }
+    if model.family == "qwen3_vl":
+        shared |= {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+        text |= {"head_dim": model.hidden // model.heads, "attention_bias": False}
+        for name in ("fullatt_block_indexes", "tokens_per_second", "window_size"):
+            del vision[name]
+        vision |= {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+    if model.family == "qwen2_vl":
+        shared |= {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+        vision = {name: vision[name] for name in ("depth", "num_heads", "patch_size", "spatial_merge_size")}
+        vision |= {"hidden_size": model.hidden, "embed_dim": model.vision_hidden, "hidden_act": "quick_gelu"}
+        vision |= {"mlp_ratio": model.vision_intermediate // model.vision_hidden, "temporal_patch_size": 2}
     if model.is_flat:
         rope = {"rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": model.mrope_section}}
         vision |= {"in_chans": 3, "spatial_patch_size": 14}
         return shared | text | rope | {"torch_dtype": "float32", "vision_config": vision}
     rope = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": model.mrope_section}
-    text |= {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
-    vision |= {"model_type": "qwen2_5_vl", "in_channels": 3}
+    if model.family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    text |= {"model_type": f"{shared['model_type']}_text", "rope_parameters": rope}
+    vision |= {"model_type": shared["model_type"], "in_channels": 3}
     return shared | {"dtype": "float32", "text_config": text, "vision_config": vision}
 
 
@@ -169,18 +183,45 @@ def _shapes(model: TinyVl) -> dict[str, tuple[int, ...]]:
     if not model.is_tied:
         shapes["lm_head.weight"] = (model.vocab_size, hidden)
     width, inner = model.vision_hidden, model.vision_intermediate
+    norm = ("weight",) if model.family == "qwen2_5_vl" else ("weight", "bias")
     shapes["visual.patch_embed.proj.weight"] = (width, 3, 2, 14, 14)
     for block in range(model.vision_depth):
         prefix = f"visual.blocks.{block}."
-        shapes |= {f"{prefix}norm1.weight": (width,), f"{prefix}norm2.weight": (width,)}
+        shapes |= {f"{prefix}{name}.{part}": (width,) for name in ("norm1", "norm2") for part in norm}
         linears = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
-        linears |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+        if model.family == "qwen3_vl":
+            linears |= {"mlp.linear_fc1": (inner, width), "mlp.linear_fc2": (width, inner)}
+        elif model.family == "qwen2_vl":
+            linears |= {"mlp.fc1": (inner, width), "mlp.fc2": (width, inner)}
+        else:
+            linears |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
         for name, shape in linears.items():
             shapes |= {f"{prefix}{name}.weight": shape, f"{prefix}{name}.bias": shape[:1]}
-    shapes["visual.merger.ln_q.weight"] = (width,)
+    if model.family == "qwen3_vl":
+        return _deep_shapes(model, shapes)
+    shapes |= {f"visual.merger.ln_q.{part}": (width,) for part in norm}
     for name, shape in {"mlp.0": (4 * width, 4 * width), "mlp.2": (hidden, 4 * width)}.items():
         shapes |= {f"visual.merger.{name}.weight": shape, f"visual.merger.{name}.bias": shape[:1]}
     return shapes
+
+
+def _deep_shapes(model: TinyVl, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Qwen3-VL's: norms of heads in the place of biases, more in the tower, and other names."""
+    hidden, head, width = model.hidden, model.hidden // model.heads, model.vision_hidden
+    shapes = {name: shape for name, shape in shapes.items() if "self_attn" not in name or not name.endswith(".bias")}
+    for layer in range(model.layers):
+        shapes |= {f"model.layers.{layer}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
+    shapes |= {"visual.patch_embed.proj.bias": (width,), "visual.pos_embed.weight": (25, width)}
+    mergers = {"merger": width, "deepstack_merger_list.0": 4 * width, "deepstack_merger_list.1": 4 * width}
+    for name, size in mergers.items():
+        shapes |= {f"visual.{name}.norm.{part}": (size,) for part in ("weight", "bias")}
+        for linear, shape in {"linear_fc1": (4 * width, 4 * width), "linear_fc2": (hidden, 4 * width)}.items():
+            shapes |= {f"visual.{name}.{linear}.weight": shape, f"visual.{name}.{linear}.bias": shape[:1]}
+
+    def full_name(name: str) -> str:
+        return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else f"model.{name}"
+
+    return {name if name.startswith("lm_head") else full_name(name): shape for name, shape in shapes.items()}
 
 
 def _write_tokenizer(directory: Path) -> None:

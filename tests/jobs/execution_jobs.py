@@ -26,6 +26,7 @@ def compile_and_execute(
     computed_inputs: Mapping[str, str],
     *,
     shared_prompts: bool = False,
+    images: Sequence[Sequence[np.ndarray]] = (),
     after_token: bool = False,
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
@@ -39,6 +40,7 @@ def compile_and_execute(
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
+        images: of each call; see :func:`cpu_execution.run.execute`.
         after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
     """
     requests = {
@@ -67,6 +69,7 @@ def compile_and_execute(
             kl_coefficient=KL_COEFFICIENT,
             is_last=IS_LAST,
             timeout_s=900,
+            images=images,
         )
         results.update({result.job.name: result for result in done})
     return results

@@ -3,6 +3,7 @@
 import dataclasses
 
 from slow_tests import RUNS_SLOW_TESTS
+from tiny_vl import TinyVl, config_of
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import UPDATE, VALUE_UPDATE, CompileRequest
@@ -12,6 +13,8 @@ SEQ_LENGTH, HIDDEN, VOCABULARY = 64, 128, 1024
 
 def hf_config(architecture: str, num_layers: int, **changes) -> dict:
     """A model whose logits and weights are larger than its hidden states, so that gathering them shows."""
+    if architecture == SEES:
+        return config_of(TinyVl(hidden=HIDDEN, heads=8, kv_heads=8, layers=num_layers, is_tied=False))
     return {
         "architectures": [architecture],
         "hidden_size": HIDDEN,
@@ -27,6 +30,7 @@ def hf_config(architecture: str, num_layers: int, **changes) -> dict:
 
 
 QWEN2, QWEN3, CRITIC = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2ForSequenceClassification"
+SEES = "Qwen2_5_VLForConditionalGeneration"
 SP = {"use_seq_parallel": True}
 ZERO = {"enable_parallel_optimizer": True}
 WHOLE = {"vocab_emb_dp": True}
@@ -67,6 +71,9 @@ _ALL_LAYOUTS = {
     # Rows whose samples share prompts.
     "qwen2-dp2-mp2-pp2-zero-shared": (QWEN2, 2, 2, 2, 1, ZERO, {}),
     "qwen3-dp2-mp2-cp2-shared": (QWEN3, 2, 2, 1, 2, {}, {}),
+    # Models that see, whose image rows come in as a parameter.
+    "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
+    "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }
@@ -85,6 +92,7 @@ _OF_EVERY_DAY = (
     "qwen2-dp2-mp2-pp2-zero",
     "qwen2-dp2-mp2-pp2-zero-shared",
     "qwen3-dp2-mp2-cp2-zero-whole",
+    "sees-dp2-mp2",
     "critic-mp2",
     "critic-dp2-mp2-pp2-sp-whole-zero",
 )

@@ -6,6 +6,7 @@ so every request has a process; they are forked after the import, which takes se
 of one that failed.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from mindrlhf.dryrun.compile.request import (
     LOGPROBS,
     PAIR_UPDATE,
     SUPERVISED_UPDATE,
+    TOWER,
     VALUE_UPDATE,
     VALUES,
     CompiledParameter,
@@ -32,7 +34,8 @@ from mindrlhf.dryrun.compile.request import (
     CompileRequest,
 )
 from mindrlhf.errors import UserError
-from mindrlhf.specs import find_spec
+from mindrlhf.images.positions import NUM_IDS
+from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.system.processes import die_with_parent
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -107,14 +110,15 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
     step = build_cell(request, parallel)
     inputs = example_inputs(request, parallel)
-
     from mindrlhf.dryrun.compile.graph import compile_graph, plan_memory, read_shards, write_graph
+    from mindrlhf.models.context import by_itself
 
     planned_memory_bytes, collectives = 0, None
     if request.plan_memory:
         planned_memory_bytes = plan_memory(step, inputs)
     else:
-        graph = compile_graph(step, inputs)
+        with by_itself() if request.cell == TOWER else contextlib.nullcontext():
+            graph = compile_graph(step, inputs)
         if graph is not None:
             collectives = read_collectives(graph, world_size)
         if request.mindir_file:
@@ -123,8 +127,8 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     return CompileReport(
         rank=request.rank,
         stage=request.rank // stage_size,
-        num_layers=request.num_layers or request.hf_config["num_hidden_layers"],
-        parameters=tuple(_parameters(step, read_shards(strategy_file))),
+        num_layers=request.num_layers or find_spec(request.hf_config).dims(request.hf_config).num_layers,
+        parameters=() if request.cell == TOWER else tuple(_parameters(step, read_shards(strategy_file))),
         collectives=collectives,
         planned_memory_bytes=planned_memory_bytes,
         seconds=time.monotonic() - start,
@@ -161,9 +165,9 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
         build_value_update,
     )
 
-    hf_config = dict(request.hf_config)
+    hf_config = request.hf_config
     if request.num_layers:
-        hf_config["num_hidden_layers"] = request.num_layers
+        hf_config = with_num_layers(hf_config, request.num_layers)
     model = ModelSection(
         path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
     )
@@ -176,7 +180,10 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
         if request.cell == PAIR_UPDATE:
             return build_coefficient_update(critic, options, parallel)
         return build_value_update(critic, CriticSection().clip_range, options, parallel)
-    policy = build_policy(hf_config, model, parallel, temperature=1.0, **rows)
+    if request.cell == TOWER:
+        return build_policy(hf_config, model, parallel, temperature=1.0, **rows).model.visual
+    num_image_rows = _num_rows(request, parallel) // parallel.data_parallel * request.seq_length
+    policy = build_policy(hf_config, model, parallel, temperature=1.0, num_image_rows=num_image_rows, **rows)
     if request.cell == LOGPROBS:
         return build_logprobs(policy, parallel)
     if request.cell == SUPERVISED_UPDATE:
@@ -203,10 +210,17 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     from mindrlhf.algorithms.losses import COEFFICIENT_INPUTS, POLICY_INPUTS
     from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 
-    num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
-    rows = request.batch_size * parallel.data_parallel * num_micro_batches
+    dims = find_spec(request.hf_config).dims(request.hf_config)
+    if request.cell == TOWER:
+        number, size = request.slots
+        patches = np.zeros((number, size, dims.vision.patch_channels), np.float32)
+        places, is_patch = np.zeros((number, size, 4), np.int32), np.ones((number, size), np.float32)
+        return [ms.Tensor(one) for one in (patches, places, is_patch)]
+    rows = _num_rows(request, parallel)
     shape = (rows, request.seq_length)
     model_shape = (rows, 3, request.seq_length) if request.shared_prompts else shape
+    if dims.vision:
+        model_shape = (*shape, NUM_IDS)
     tokens = [ms.Tensor(np.ones(one, np.int32)) for one in (model_shape, shape, shape)]
     if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
@@ -214,6 +228,12 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     names = inputs.get(request.cell, POLICY_INPUTS)
     values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(names))]
     return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
+
+
+def _num_rows(request: CompileRequest, parallel: ParallelSection) -> int:
+    """Rows of a call, of all ranks."""
+    num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
+    return request.batch_size * parallel.data_parallel * num_micro_batches
 
 
 def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.specs import find_spec
 from mindrlhf.system.log_tail import last_lines
 
 # Kinds of collective operators, as MindSpore names them.
@@ -25,6 +27,8 @@ COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV
 # policy or, with a scoring architecture, of a reward model.
 UPDATE, LOGPROBS, VALUE_UPDATE, VALUES = "update", "logprobs", "value_update", "values"
 SUPERVISED_UPDATE, PAIR_UPDATE = "supervised_update", "pair_update"
+# The frozen vision tower, which ranks of the first stage run by themselves. It takes slots of images.
+TOWER = "tower"
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class CompileRequest:
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
         shared_prompts: rows whose samples share their prompt: input_ids are int32 [rows, 3, length], see CausalLM.
-        cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates.
+        slots: of ``TOWER``: images, and patches of each.
+        cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates,
+            those of ``TOWER`` are of :class:`mindrlhf.models.vision.tower.VisionTower`.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: absolute path for the rank's sharded graph (`.mindir`); empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
@@ -67,6 +73,7 @@ class CompileRequest:
     beta: float = 0.04
     epsilon: float = 1e-8
     shared_prompts: bool = False
+    slots: tuple[int, int] = (4, 1024)
     cell: str = UPDATE
     strategy_file: str = ""
     mindir_file: str = ""
@@ -164,6 +171,19 @@ def check_num_ranks(num_ranks: int) -> None:
         raise UserError(
             f"the run has {num_ranks} ranks, but MindSpore shards models over 2, 4 or a multiple of 8: use {choice}"
         )
+
+
+def compiled_config(hf_config: dict, parallel: ParallelSection) -> dict:
+    """Return the config.json of what is compiled of a model: of one that sees its decoder alone in some layouts.
+
+    Those are layouts in which image rows do not come into the graph yet. The decoder lies on the ranks alike.
+    """
+    spec = find_spec(hf_config)
+    vision = spec.dims(hf_config).vision
+    takes_rows = parallel.pipeline_stage == parallel.context_parallel == 1
+    if vision is None or (takes_rows and not vision.deepstack_blocks):
+        return hf_config
+    return spec.decoder_config(hf_config)
 
 
 def compile_ranks(

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import SHARED_PROMPTS
-from mindrlhf.dryrun.compile.request import CompileReport, CompileRequest, can_compile, check_num_ranks, compile_ranks
+from mindrlhf.dryrun.compile.request import (
+    CompileReport,
+    CompileRequest,
+    can_compile,
+    check_num_ranks,
+    compile_ranks,
+    compiled_config,
+)
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.feasibility import check_feasible
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -26,8 +33,8 @@ from mindrlhf.shards.strategy_files import (
     stage_path,
     write_strategy_directory,
 )
-from mindrlhf.specs import ModelDims, ModelSpec, find_spec
-from mindrlhf.specs.rules import VISION_PREFIX
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec, with_num_layers
+from mindrlhf.specs.rules import IMAGE_ROWS_NAME, VISION_PREFIX
 from mindrlhf.system.files import sync
 
 ROLLOUT_NAME = "rollout"
@@ -71,7 +78,7 @@ def compile_strategy(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    by_stage = _requests(config, spec.decoder_config(hf_config), layout, layers_per_stage)
+    by_stage = _requests(config, compiled_config(hf_config, config.parallel_config), layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
         raise UserError(f"--out {directory} exists: give a directory that does not")
@@ -162,7 +169,7 @@ def _describe_extent(request: CompileRequest, config: GrpoConfig, dims: ModelDim
 
 def shorten(hf_config: dict, num_layers: int) -> dict:
     """The config.json of the same model with fewer layers, which has a layer of each kind if ``num_layers`` allows."""
-    shortened = {**hf_config, "num_hidden_layers": num_layers}
+    shortened = with_num_layers(hf_config, num_layers)
     if shortened.get("first_k_dense_replace"):
         shortened["first_k_dense_replace"] = 1
     return shortened
@@ -198,13 +205,15 @@ def extend_strategies(directory: Path, spec: ModelSpec, dims: ModelDims, layout:
 
 
 def _add_tower(directory: Path, layouts: Sequence[ParameterLayout]) -> None:
-    """Add a vision tower, which is not compiled, to the stage files: whole on every rank of its stage."""
+    """Add a vision tower, which is not in the sharded graph, to the stage files: whole on every rank of its stage."""
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
     tower = [layout for layout in layouts if layout.name.startswith(VISION_PREFIX)]
     for stage in sorted({stage for layout in tower for stage in layout.stages}):
         message = ParallelStrategyMap()
         message.ParseFromString(stage_path(directory, stage).read_bytes())
+        for item in [item for item in message.parallel_layout_item if item.param_name == IMAGE_ROWS_NAME]:
+            message.parallel_layout_item.remove(item)
         add_layouts(message, tower, stage)
         _write(stage_path(directory, stage), message.SerializeToString())
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mindrlhf.config.sections import SHARED_PROMPTS
-from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
+from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks, compiled_config
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
 from mindrlhf.errors import UserError
@@ -74,7 +74,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
     config = plan.config
     parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
     return CompileRequest(
-        hf_config=plan.model.spec.decoder_config(plan.model.hf_config),
+        hf_config=compiled_config(plan.model.hf_config, config.parallel_config),
         parallel=parallel,
         rank=rank,
         seq_length=plan.batch.row_length,

@@ -53,12 +53,13 @@ def plan_vision(inputs: MemoryInputs, num_parameters: int) -> VisionPlan | None:
         return None
     num_tokens = inputs.batch.row_length - config.rollout.max_response_length
     width, per_token = vision.hidden_size, vision.merge_size**2
-    block = 4 * width**2 + 3 * width * vision.intermediate_size
+    block = 4 * width**2 + (2 + vision.is_gated) * width * vision.intermediate_size
     num_full = len(vision.full_attention_blocks)
     window = vision.window_side**2 * per_token
     reach = num_full * num_tokens * per_token + (vision.depth - num_full) * window
     per_patch = 2 * (vision.depth * block + vision.patch_channels * width) + 4 * width * reach
-    merger = 2 * vision.merged_size * (vision.merged_size + inputs.dims.hidden_size)
+    projection = 2 * vision.merged_size * (vision.merged_size + inputs.dims.hidden_size)
+    merger = projection * (1 + len(vision.deepstack_blocks))
     operations = per_token * per_patch + merger
     num_prompts = config.training.chunk_size * config.training.num_rollouts
     passes = num_prompts * min(config.algorithm.num_generations, inputs.layout.data_parallel)

@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 
 from mindrlhf.models.cpu_decoder import DecoderInputs
-from mindrlhf.models.rotary import rotary_frequencies
+from mindrlhf.models.rotary import axis_frequencies
 from mindrlhf.specs import ModelDims
 
 
@@ -26,10 +26,9 @@ class ImageDecoderInputs(DecoderInputs):
     def __init__(self, model, config, max_length: int, dims: ModelDims, num_image_rows: int = 1):
         super().__init__(model, config, max_length, dims)
         self.vocab_size = dims.vocab_size
-        self.frequencies = Tensor(rotary_frequencies(dims))
-        # Which of the three positions turns which pair of channels.
-        self.axis_of_pair = Tensor(np.eye(3, dtype=np.float32)[np.repeat(np.arange(3), dims.vision.mrope_sections)].T)
-        rows = np.zeros((num_image_rows, dims.hidden_size), np.float32)
+        self.frequencies = Tensor(axis_frequencies(dims))
+        self.num_deep = len(dims.vision.deepstack_blocks)
+        rows = np.zeros((num_image_rows, (1 + self.num_deep) * dims.hidden_size), np.float32)
         self.image_rows = Parameter(Tensor(rows), name="image_rows", requires_grad=False)
 
     def construct(self, input_ids, segment_ids):
@@ -43,7 +42,7 @@ class ImageDecoderInputs(DecoderInputs):
             input_ids: `[B, S, 4]` int32: a token, or the vocabulary's size plus the number of a row of ``image_rows``;
                 then time, row and column of its position.
             segment_ids: `[B, S]` int32, 0 is padding.
-            image_rows: `[N, H]`, output of the vision tower.
+            image_rows: `[N, H]`, output of the vision tower; `[N, (1 + D) * H]` where D layers are given rows too.
         """
         batch, length = segment_ids.shape
         tokens = input_ids[:, :, 0]
@@ -51,12 +50,18 @@ class ImageDecoderInputs(DecoderInputs):
         hidden_states = self.embed(tokens * (1 - is_image))
         rows = ops.gather(image_rows, ops.reshape((tokens - self.vocab_size) * is_image, (-1,)), 0)
         is_image = ops.cast(ops.reshape(is_image, (-1, 1)), hidden_states.dtype)
+        added = ()
+        if self.num_deep:
+            rows = rows * is_image
+            for number in range(self.num_deep):
+                added += (rows[:, (1 + number) * self.hidden_size : (2 + number) * self.hidden_size],)
+            rows = rows[:, : self.hidden_size]
         hidden_states = hidden_states * (1.0 - is_image) + rows * is_image
         positions = ops.cast(ops.reshape(input_ids[:, :, 1:], (-1, 3)), ms.float32)
-        angles = ops.matmul(positions, self.axis_of_pair) * self.frequencies
+        angles = ops.matmul(positions, self.frequencies)
         angles = ops.reshape(ops.concat((angles, angles), 1), (batch, 1, 1, length, -1))
         cos, sin = ops.cos(angles), ops.sin(angles)
-        tables = (cos, sin, cos * self.scale, sin * self.scale, self.turn, self.scale)
+        tables = (cos, sin, cos * self.scale, sin * self.scale, self.turn, self.scale) + added
         return hidden_states, self.mask(segment_ids), tables
 
 
@@ -64,7 +69,7 @@ class SeeingDecoderInputs(ImageDecoderInputs):
     """The same for a tower that is trained: it runs in the graph, on patches in the place of rows.
 
     Args:
-        tower: see :class:`mindrlhf.models.vision.cpu_tower.VisionTower`.
+        tower: see :class:`mindrlhf.models.vision.tower.VisionTower`.
         model, config, max_length, dims: see :class:`ImageDecoderInputs`.
     """
 

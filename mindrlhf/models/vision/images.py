@@ -17,7 +17,7 @@ class ImageRows:
     """Rows of a frozen tower's output by image, of one model.
 
     Args:
-        tower: cell over slots of patches; see :class:`mindrlhf.models.vision.cpu_tower.VisionTower`.
+        tower: cell over slots of patches; see :class:`mindrlhf.models.vision.tower.VisionTower`.
         image_rows: the parameter `[N, H]` that the decoder's inputs look rows up in.
         geometry: how images are cut.
         window_side: tokens along each side of an attention window.
@@ -52,12 +52,16 @@ class ImageRows:
         return ()
 
     def inputs(self, input_ids: ms.Tensor, digests: Sequence[str]) -> ms.Tensor:
-        """Return the decoder's first input; it is given the rows of these images, one image behind the other."""
+        """Return the decoder's first input; it is given the rows of these images."""
+        self.place(digests)
+        return input_ids
+
+    def place(self, digests: Sequence[str]) -> None:
+        """Give the decoder the rows of these images, one image behind the other."""
         rows = np.zeros(self._image_rows.shape, np.float32)
         filled = np.concatenate([self._rows[digest] for digest in digests]) if digests else rows[:0]
         rows[: len(filled)] = filled
         self._image_rows.set_data(ms.Tensor(rows))
-        return input_ids
 
     def _runs(self, images: dict[str, np.ndarray]) -> Iterator[tuple[list[str], list[np.ndarray], int, int]]:
         """Yield what one run of the tower takes: digests, pixels, patches of a slot, number of slots.

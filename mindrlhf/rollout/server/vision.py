@@ -8,6 +8,7 @@ take its place while they are imported.
 
 import dataclasses
 import functools
+import importlib
 import json
 import sys
 import types
@@ -31,7 +32,8 @@ from mindrlhf.images.positions import image_starts
 from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.specs import find_spec
 
-ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+# vLLM's module of each family, and how names of its classes begin.
+_FAMILIES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
 _TORCHVISION = (
     "torchvision",
     "torchvision.transforms",
@@ -119,30 +121,34 @@ def _most_images(max_model_len: int) -> int:
 
 @functools.cache
 def register() -> None:
-    """Have vLLM take the model's class as it is, with a processor that knows limits and needs no tokenizer.
+    """Have vLLM take the models' classes as they are, with processors that know limits and need no tokenizer.
 
     Every process of vLLM has to call this; those that it starts itself do so by a plugin, see ``write_plugin``.
     """
-    qwen = _import_model()
+    for module, prefix in zip(_import_models(), _FAMILIES.values()):
+        _register(prefix, *(getattr(module, f"{prefix}{part}") for part in _PARTS))
 
-    class Info(qwen.Qwen2_5_VLProcessingInfo):
+
+_PARTS = ("ForConditionalGeneration", "ProcessingInfo", "MultiModalProcessor", "DummyInputsBuilder")
+
+
+def _register(prefix: str, model: type, known: type, processor: type, builder: type) -> None:
+    class Info(known):
         def get_supported_mm_limits(self):
             return {"image": _most_images(self.ctx.model_config.max_model_len)}
 
         def get_mm_max_tokens_per_item(self, seq_len, mm_counts):
             return {"image": self.ctx.model_config.max_model_len}
 
-    class Processor(qwen.Qwen2_5_VLMultiModalProcessor):
+    class Processor(processor):
         requires_tokenizer = False
 
-    model = getattr(qwen, ARCHITECTURE)
-    builder = qwen.Qwen2_5_VLDummyInputsBuilder
     MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=builder)(model)
     # A class, not its name: names are looked into by a process of their own, which lacks all this.
-    ModelRegistry.register_model(ARCHITECTURE, model)
+    ModelRegistry.register_model(f"{prefix}{_PARTS[0]}", model)
 
 
-def _import_model() -> types.ModuleType:
+def _import_models() -> list[types.ModuleType]:
     # These ask whether torchvision is there: before it seems so.
     import transformers.image_processing_backends
     import transformers.video_processing_utils
@@ -158,6 +164,4 @@ def _import_model() -> types.ModuleType:
     finally:
         for name in names:
             del sys.modules[name]
-    from vllm.model_executor.models import qwen2_5_vl
-
-    return qwen2_5_vl
+    return [importlib.import_module(f"vllm.model_executor.models.{name}") for name in _FAMILIES]

@@ -6,7 +6,7 @@ and its derivatives; the second carries these back through the model.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,15 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.images.pixels import decode_png
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
-from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.batch import RowOptions, images_of_ranks, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
+from mindrlhf.training.offline.supervised import read_image_files
 from mindrlhf.training.preflight import RunInputs, check_preference_inputs
 from mindrlhf.training.records import Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
@@ -55,6 +57,12 @@ class PreferenceLearner(Learner):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
         self._reference = reference
 
+    def receive_images(self, images: tuple) -> None:
+        """Take the images, uint8 [height, width, 3] each, of this rank's next share."""
+        self.model.see(images)
+        if self._reference is not None:
+            self._reference.see(images)
+
     def measure(self, share: Share, name: str) -> TokenArrays:
         """Return the outputs for a share of the "policy" or the "reference"."""
         model = self.model if name == "policy" else self._reference
@@ -74,9 +82,13 @@ class PreferenceLearner(Learner):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs as sequences, chosen 0, rejected 0, chosen 1, ..., and what the objective keeps of the reference."""
+    """Pairs as sequences, chosen 0, rejected 0, chosen 1, ..., and what the objective keeps of the reference.
+
+    ``image_files`` are those of each sequence, PNG; empty where the model sees none.
+    """
 
     sequences: list[TokenSequence]
+    image_files: list[tuple[bytes, ...]]
     reference: np.ndarray | None = None  # float64 [responses]
 
     def __len__(self) -> int:
@@ -86,7 +98,15 @@ class Pairs:
         """Return some of the pairs."""
         responses = [2 * int(index) + side for index in indices for side in (0, 1)]
         reference = None if self.reference is None else self.reference[responses]
-        return Pairs([self.sequences[response] for response in responses], reference)
+        files = [self.image_files[response] for response in responses if self.image_files]
+        return Pairs([self.sequences[response] for response in responses], files, reference)
+
+    def with_images(self) -> list[TokenSequence]:
+        """Return the sequences with their images, unpacked; both of a pair share them."""
+        if not self.image_files:
+            return self.sequences
+        images = [tuple(decode_png(file) for file in files) for files in self.image_files[::2]]
+        return [replace(one, images=images[number // 2]) for number, one in enumerate(self.sequences)]
 
 
 def run_preference_rank(config: Config, *, resume: bool = False) -> None:
@@ -117,13 +137,16 @@ def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner
     if isinstance(config, RewardModelConfig):
         network = load_scorer(model, model.path, run, length, config.lora)
         return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
-    network = load_model(model, model.path, run, length, config.lora)
+    num_image_rows = config.preference.batch_size * length
+    network = load_model(model, model.path, run, length, config.lora, num_image_rows=num_image_rows)
     loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
     reference = None
     if reference_is_base(config):
         reference = BaseModel(loss.policy, rank)
     elif model.reference_path or config.dpo.reference == "live":
-        reference_network = load_model(model, model.reference_path or model.path, run, length)
+        frozen = replace(model, train_vision="none")
+        path = model.reference_path or model.path
+        reference_network = load_model(frozen, path, run, length, num_image_rows=num_image_rows)
         reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device), rank)
     return PreferenceLearner(network, loss, config, rank, reference)
 
@@ -138,17 +161,21 @@ class PreferenceTrainer:
         self._config = config
         self._team = team
         preference = config.preference
-        is_cut = is_split(config.parallel_config)
         self._rows = RowOptions(
-            inputs.row_lengths, preference.batch_size, team.world_size, preference.pack, in_step=is_cut
+            inputs.row_lengths,
+            preference.batch_size,
+            team.world_size,
+            preference.pack,
+            in_step=is_split(config.parallel_config),
+            image_tokens=inputs.image_tokens,
         )
         is_dpo = isinstance(config, DpoConfig)
         self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
         has_reference = is_dpo and (config.model.reference_path or reference_is_base(config))
         self._reference_name = "reference" if has_reference else "policy"
         self._reference_is_live = is_dpo and config.dpo.reference == "live"
-        self._pairs = self._with_reference(Pairs(read_pairs(inputs.prompts)))
-        self._held_out = self._with_reference(Pairs(read_pairs(inputs.held_out))) if inputs.held_out else None
+        self._pairs = self._with_reference(self._read(inputs.prompts))
+        self._held_out = self._with_reference(self._read(inputs.held_out)) if inputs.held_out else None
         held_out = self._held_out.sequences if self._held_out else []
         self._held_out_digest = digest_arrays(ids for one in held_out for ids in (one.prompt_ids, one.response_ids))
         if is_dpo and not self._reference_is_live:
@@ -193,8 +220,8 @@ class PreferenceTrainer:
         """Make one optimiser update and return its metrics, measured before it."""
         result = self._evaluate(pairs)
         sequences = [
-            TokenSequence(sequence.prompt_ids, sequence.response_ids, {"coefficients": values.astype(np.float32)})
-            for sequence, values in zip(pairs.sequences, result.coefficients, strict=True)
+            replace(sequence, values={"coefficients": values.astype(np.float32)})
+            for sequence, values in zip(pairs.with_images(), result.coefficients, strict=True)
         ]
         results = self._call("update", sequences, lr=lr)[1]
         return {
@@ -216,25 +243,31 @@ class PreferenceTrainer:
     def _evaluate(self, pairs: Pairs) -> PairResult:
         reference = pairs.reference
         if self._reference_is_live:
-            reference = self._objective.summarise(self._measure("reference", pairs.sequences))
-        return self._objective.evaluate(self._measure("policy", pairs.sequences), reference)
+            reference = self._objective.summarise(self._measure("reference", pairs))
+        return self._objective.evaluate(self._measure("policy", pairs), reference)
 
     def _with_reference(self, pairs: Pairs) -> Pairs:
         """Measure all pairs under the reference model, which the policy still is when there is no other."""
         if not self._objective.needs_reference or self._reference_is_live:
             return pairs
         parts = [
-            self._objective.summarise(self._measure(self._reference_name, pairs.take(block).sequences))
+            self._objective.summarise(self._measure(self._reference_name, pairs.take(block)))
             for block in _blocks(len(pairs))
         ]
-        return Pairs(pairs.sequences, np.concatenate(parts))
+        return replace(pairs, reference=np.concatenate(parts))
 
-    def _measure(self, name: str, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        batch, results = self._call("measure", sequences, name=name)
+    def _read(self, file: PromptFile) -> Pairs:
+        files = read_image_files(file) if self._rows.image_tokens else []
+        return Pairs(read_pairs(file), [both for both in files for _ in ("chosen", "rejected")])
+
+    def _measure(self, name: str, pairs: Pairs) -> list[np.ndarray]:
+        batch, results = self._call("measure", pairs.with_images(), name=name)
         return batch.collect([found.arrays for found in results])
 
     def _call(self, method: str, sequences: Sequence[TokenSequence], **arguments: Any):
         batch = make_batch(sequences, self._rows)
+        if batch.images:
+            self._team.call("receive_images", per_rank=images_of_ranks([batch], self._team.world_size))
         return batch, self._team.call(method, per_rank=batch.shares(self._team.world_size), **arguments)
 
 

@@ -16,6 +16,7 @@ from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
+from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 from mindrlhf.weights.hf import read_hf_config
@@ -38,6 +39,7 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     shares_prompts = config.training.packing == SHARED_PROMPTS
     options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
     options["shared_prompts"] = shares_prompts
+    options["num_image_rows"] = config.training.batch_size * row_lengths[-1]
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
     learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update))
@@ -46,9 +48,12 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
         path = config.model.reference_path or config.model.path
         reference_source = model_source(config.model, path, config.run.seed)
         reference = shard_of(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
+        if learner.model.network.images is not None and path == config.model.path:
+            reference.network.images.borrow(learner.model.network.images)
     source = model_source(config.model, config.model.path, config.run.seed)
-    shapes = [(config.training.batch_size, length) for length in row_lengths]
-    _compile(learner, reference, [padding_rows(shape, share_prompts=shares_prompts) for shape in shapes])
+    plain = (padding_rows((config.training.batch_size, n), share_prompts=shares_prompts) for n in row_lengths)
+    image_tokens = ImageTokens.of(policy.model.dims)
+    _compile(learner, reference, [with_images(rows, (), (), image_tokens) for rows in plain])
     # Now a parameter has the shape of its shard.
     learner.model.load(source)
     if reference is not None:

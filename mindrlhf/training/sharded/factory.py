@@ -43,6 +43,7 @@ def build_policy(
     row_length: int,
     temperature: float,
     shared_prompts: bool = False,
+    num_image_rows: int = 1,
 ) -> PolicyLogProbs:
     """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
 
@@ -52,13 +53,13 @@ def build_policy(
         parallel: the layout, with `data_parallel` filled in.
         row_length: longest row.
         temperature: of sampling.
-        shared_prompts: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
+        shared_prompts, num_image_rows: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
 
     Raises:
         UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        network = _build_network(hf_config, model, parallel, row_length, shared_prompts)
+        network = _build_network(hf_config, model, parallel, row_length, shared_prompts, num_image_rows)
         policy = PolicyLogProbs(network, temperature, "ascend")
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
@@ -76,7 +77,12 @@ def build_value_model(
 
 
 def _build_network(
-    hf_config: dict, model: ModelSection, parallel: ParallelSection, row_length: int, shared_prompts: bool
+    hf_config: dict,
+    model: ModelSection,
+    parallel: ParallelSection,
+    row_length: int,
+    shared_prompts: bool,
+    num_image_rows: int = 1,
 ) -> CausalLM:
     return build_model(
         hf_config,
@@ -87,6 +93,7 @@ def _build_network(
         parallel_config=dataclasses.asdict(parallel),
         recompute=model.recompute,
         shared_prompts=shared_prompts,
+        num_image_rows=num_image_rows,
     )
 
 

@@ -17,7 +17,7 @@ from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_rank
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
-from mindrlhf.training.worker.model import RankModel
+from mindrlhf.training.worker.model import RankModel, frozen_tensors
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.publishing import PublishedShard, plan_publication, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
@@ -69,6 +69,15 @@ class ShardedModel(RankModel):
         """Whether this rank has the outputs of the model."""
         return self.layout.stage_of(self.rank) == self.layout.pipeline_stage - 1
 
+    def see(self, images: Sequence[np.ndarray]) -> None:
+        """See :meth:`RankModel.see`; the first stage alone has the vision tower."""
+        if self._is_in_first_stage:
+            self.network.images.see(images)
+
+    @property
+    def _is_in_first_stage(self) -> bool:
+        return self.layout.stage_of(self.rank) == 0
+
     def compile(self, rows: PackedRows) -> None:
         """Compile the graph of the log-probabilities for the shape of ``rows``; its cell must be MindSpore's."""
         self.cell.compile(*self.row_inputs(rows, self._num_logprob_micro_batches))
@@ -86,7 +95,9 @@ class ShardedModel(RankModel):
         return _moved(values, 1) if self._after_token else values
 
     def row_inputs(self, rows: PackedRows, num_micro_batches: int) -> list[ms.Tensor]:
-        """Return the four arrays that every cell takes first."""
+        """Return the four arrays that every cell takes first; with vision, set the image rows that they refer to."""
+        if self.network.images is not None and self._is_in_first_stage and rows.images:
+            self.network.images.place(rows.images)
         arrays = (rows.model_inputs, rows.segment_ids, rows.labels, self.per_token(rows.mask))
         return self.inputs(arrays, num_micro_batches)
 
@@ -102,6 +113,8 @@ class ShardedModel(RankModel):
         Raises:
             UserError: the source is damaged.
         """
+        if self.network.images is not None and self._is_in_first_stage:
+            self.network.images.place(())
         for one in self.held:
             parameter = self._parameters[one.name]
             array = convert_dtype(source.read_shard(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
@@ -126,8 +139,9 @@ class ShardedModel(RankModel):
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """Write what this rank holds, and no other rank of its node writes."""
         publication = self._publication(None if ranks is None else tuple(ranks))
+        frozen = frozen_tensors(self.network)
         for name, array in self.shards():
-            if name in publication:
+            if name in publication and not (name in frozen and board.keep(frozen[name])):
                 write_shards(board, {name: publication[name]}, {name: array})
 
     def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:

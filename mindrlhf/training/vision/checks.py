@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.lora_section import LoraSection
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, RunSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile
@@ -36,12 +36,10 @@ def check_vision(config: GrpoConfig) -> None:
     check_device(config.model, config.run, config.lora)
     if image_tokens(config.model.path) is None:
         return
+    parallel = config.parallel_config
     refused = {
-        "parallel_config that shards the model": (is_split(config.parallel_config), "use data parallelism alone"),
-        f"algorithm.advantage={config.algorithm.advantage}": (
-            needs_critic(config),
-            "it takes a critic, which reads text only: use grpo, say",
-        ),
+        f"parallel_config.pipeline_stage={parallel.pipeline_stage}": (parallel.pipeline_stage > 1, "set it to 1"),
+        f"parallel_config.context_parallel={parallel.context_parallel}": (parallel.context_parallel > 1, "set it to 1"),
         "reward.model_path": (bool(config.reward.model_path), "a reward model reads text only: use verifiers"),
         f"training.packing={SHARED_PROMPTS}": (
             config.training.packing == SHARED_PROMPTS,
@@ -54,13 +52,32 @@ def check_vision(config: GrpoConfig) -> None:
             "cells of a vision tower are not dumped: set it to debug",
         ),
     }
+    if needs_critic(config) and image_tokens(config.critic.path) != image_tokens(config.model.path):
+        raise UserError(
+            f"'critic.path' is {config.critic.path}, which does not see images as the model in {config.model.path} "
+            "does: start the critic from that model"
+        )
     for what, (is_asked, fix) in refused.items():
         if is_asked:
             raise UserError(f"the model in {config.model.path} sees images and is not trained with {what} yet: {fix}")
 
 
+def check_offline(config: SftConfig | DpoConfig, command: str) -> None:
+    """Refuse what `mindrlhf sft` or `dpo` does not do with a model that sees images.
+
+    Raises:
+        UserError: naming the key and its fix.
+    """
+    check_device(config.model, config.run, config.lora)
+    if image_tokens(config.model.path) is not None and is_split(config.parallel_config):
+        raise UserError(
+            f"the model in {config.model.path} sees images, and mindrlhf {command} does not train such a model sharded "
+            "yet: use data parallelism alone"
+        )
+
+
 def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> None:
-    """Refuse to train a model that sees images where it has no cells or with adapters, and a tower that is not there.
+    """Refuse adapters for a model that sees images, a tower trained where it has no such cells, or that is not there.
 
     Raises:
         UserError: naming the key and its fix.
@@ -71,11 +88,23 @@ def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> Non
         )
     if lora.rank is not None and image_tokens(model.path) is not None:
         raise UserError(f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank")
-    if run.device != "cpu" and image_tokens(model.path) is not None:
+    if run.device != "cpu" and _is_deep(model.path):
         raise UserError(
-            f"the model in {model.path} sees images and is not trained with run.device={run.device} yet: its cells "
-            "exist for the CPU, so set run.device to cpu"
+            f"the model in {model.path} hands images to several layers and is not trained with "
+            f"run.device={run.device} yet: set run.device to cpu"
         )
+    if run.device != "cpu" and model.train_vision != "none":
+        raise UserError(
+            f"'model.train_vision' is {model.train_vision}, but with run.device={run.device} the vision tower "
+            "is frozen so far: set it to none, or run.device to cpu"
+        )
+
+
+def _is_deep(path: str) -> bool:
+    if image_tokens(path) is None:
+        return False
+    hf_config = read_hf_config(path)
+    return bool(find_spec(hf_config).dims(hf_config).vision.deepstack_blocks)
 
 
 def check_images(path: str, file: PromptFile) -> None:
@@ -98,14 +127,14 @@ def check_images(path: str, file: PromptFile) -> None:
         )
 
 
-def check_text_only(model: ModelSection, command: str) -> None:
-    """Refuse a model that sees images where only text is trained.
+def check_text_only(model: ModelSection) -> None:
+    """Refuse a model that sees images as a reward model.
 
     Raises:
         UserError: naming the command.
     """
     if model.train_vision != "none" or image_tokens(model.path) is not None:
         raise UserError(
-            f"the model in {model.path} sees images, which mindrlhf {command} does not train yet: "
-            "use mindrlhf train or sft"
+            f"the model in {model.path} sees images, which mindrlhf reward-model does not train yet: "
+            "use mindrlhf train, sft or dpo"
         )

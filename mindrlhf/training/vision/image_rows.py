@@ -8,11 +8,8 @@ import numpy as np
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import image_digest
-from mindrlhf.images.positions import multimodal_positions
+from mindrlhf.images.positions import NUM_IDS, multimodal_positions
 from mindrlhf.specs import ModelDims
-
-# Beside the token: time, row and column.
-NUM_IDS = 4
 
 
 @dataclass(frozen=True)

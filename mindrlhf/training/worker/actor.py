@@ -70,9 +70,9 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
 
     def receive_images(self, images: tuple) -> None:
         """Take the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
-        self.model.network.images.see(images)
+        self.model.see(images)
         if self.reference is not None:
-            self.reference.network.images.see(images)
+            self.reference.see(images)
 
     def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""

@@ -107,6 +107,11 @@ class ActorCritic(Actor):
         self._turns.take("actor")
         super().warm_up(shapes, graphs)
 
+    def receive_images(self, images: tuple) -> None:
+        """See :meth:`Actor.receive_images`; of both models."""
+        super().receive_images(images)
+        self.critic.model.see(images)
+
     def take_turn(self, model: str) -> None:
         """Give the device to "actor" or "critic"."""
         self._turns.take(model)
@@ -161,6 +166,9 @@ def build_critic(config: GrpoConfig, row_length: int, rank: Rank) -> Critic:
         UserError: the model in ``critic.path`` does not fit.
     """
     lora = replace(config.lora, path="")  # that adapter is the actor's
-    network = load_scorer(config.model, config.critic.path, config.run, row_length, lora)
+    num_image_rows = config.training.batch_size * row_length
+    network = load_scorer(
+        config.model, config.critic.path, config.run, row_length, lora, num_image_rows=num_image_rows
+    )
     loss = ValueLoss(TokenScores(network, after_token=False), config.critic.clip_range)
     return Critic(network, loss, critic_optimizer(config), rank, config.run.device)

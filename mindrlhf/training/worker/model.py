@@ -36,6 +36,10 @@ class RankModel(ABC):
         """Dtype name of the trained parameters."""
         return str(self.network.head_weight.dtype).lower()
 
+    def see(self, images: Sequence[np.ndarray]) -> None:
+        """Take the images of a step, uint8 [height, width, 3] each."""
+        self.network.images.see(images)
+
     @abstractmethod
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """Return what the model says of each token of this rank's rows, float32 [rows, length]."""
@@ -113,11 +117,9 @@ class WholeModel(RankModel):
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write a tower's that are frozen once."""
         ranks = range(self._rank.world_size) if ranks is None else ranks
-        # A tower's parameters have the names of their tensors.
-        trained = {parameter.name for parameter in self.network.trainable_params()}
+        frozen = frozen_tensors(self.network).values()
         for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks)):
-            is_frozen = name.startswith(VISION_PREFIX) and name not in trained
-            if not (is_frozen and board.keep(name)):
+            if not (name in frozen and board.keep(name)):
                 board.write(name, array)
 
     def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -138,6 +140,13 @@ class WholeModel(RankModel):
     def restore(self, directory: str | os.PathLike) -> None:
         """See :meth:`RankModel.restore`."""
         load_hf_weights(self.network, directory)
+
+
+def frozen_tensors(network: CausalLM) -> dict[str, str]:
+    """Return the Hugging Face names of the parameters of a vision tower that stay as they are, by their own."""
+    rules = {rule.mf_name: rule.hf_names[0] for rule in network.spec.rules(network.dims) if not rule.trained}
+    named = (parameter for parameter in network.get_parameters() if parameter.name.startswith(VISION_PREFIX))
+    return {parameter.name: rules[parameter.name] for parameter in named if not parameter.requires_grad}
 
 
 def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:

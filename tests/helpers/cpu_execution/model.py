@@ -12,21 +12,26 @@ from cpu_execution.lower import LoweredGraph, lower_graph
 from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
+from mindrlhf.models.causal_lm import build_model
+from mindrlhf.models.context import prepare_mindformers
+from mindrlhf.models.vision.images import ImageRows
 from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
+from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.actor import Actor
 
 # State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
 _ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
-_LEARNING_RATE, _IS_LAST = "learning_rate", "is_last"  # what the host sets
+_LEARNING_RATE, _IS_LAST, _IMAGE_ROWS = "learning_rate", "is_last", "image_rows"  # what the host sets
 
 
 @dataclass(frozen=True)
 class _Named:
     name: str
     dtype: ms.Type = ms.float32
+    requires_grad: bool = True
 
 
 class DescribedModel:
@@ -37,10 +42,11 @@ class DescribedModel:
         self.spec = find_spec(hf_config)
         self.dims = self.spec.dims(hf_config)
         self.head_weight = _Named("head")
+        self.images: ImageRows | None = None
 
     def get_parameters(self) -> list[_Named]:
         """Return all of the model, also what other ranks hold."""
-        return [_Named(rule.mf_name) for rule in self.spec.rules(self.dims)]
+        return [_Named(rule.mf_name, requires_grad=rule.trained) for rule in self.spec.rules(self.dims)]
 
 
 class LoweredCell:
@@ -59,10 +65,13 @@ class LoweredCell:
 
     def check_names(self, weights: Iterable[str]) -> None:
         """Raise LoweringError unless the graph has these weights and nothing else that would need a value."""
-        known = {*weights, _LEARNING_RATE, _IS_LAST}
-        if missing := sorted(set(weights) - self.parameters.keys()):
+        in_graph = {name for name in weights if not name.startswith(VISION_PREFIX)}
+        known = {*in_graph, _LEARNING_RATE, _IS_LAST, _IMAGE_ROWS}
+        if missing := sorted(in_graph - self.parameters.keys()):
             raise LoweringError(f"the graph lacks {missing[0]}")
-        unknown = [name for name in self.parameters if name not in known and not name.startswith(_ZERO_PREFIXES)]
+        # A tower, which the graph does not run, is among its parameters all the same.
+        prefixes = (*_ZERO_PREFIXES, VISION_PREFIX)
+        unknown = [name for name in self.parameters if name not in known and not name.startswith(prefixes)]
         if unknown:
             raise LoweringError(f"the graph has an unknown parameter {unknown[0]}")
 
@@ -114,18 +123,20 @@ class LoweredRank:
 
     def __init__(self, job: dict, hf_config: dict, rank: int, directory: Path, groups: dict[str, tuple[int, ...]]):
         self._job, self._rank, self._directory, self._groups = job, rank, directory, groups
-        network, self.parallel = DescribedModel(hf_config), ParallelSection(**job["parallel"])
+        network, reference_network = DescribedModel(hf_config), DescribedModel(hf_config)
+        self.parallel = ParallelSection(**job["parallel"])
         lowered, cell = self._load("graphs")
         self.replaced = lowered.replaced
         self.update = RecordedUpdate(cell)
-        parameters = cell.parameters
+        parameters = self._with_tower(network, cell)
         outputs = SharedOutputs(self._load("output_graphs")[1], {})
         model = ShardedModel(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
         names = [one.name for one in model.held]
-        outputs.weights = {name: parameters[name] for name in names if name in parameters}
+        outputs.weights = {name: parameters[name] for name in (*names, _IMAGE_ROWS) if name in cell.parameters}
         reference_cell = self._load("output_graphs")[1]
+        of_reference = self._with_tower(reference_network, reference_cell)
         reference = ShardedModel(
-            network, reference_cell, self.parallel, rank, reference_cell.parameters, after_token=job["after_token"]
+            reference_network, reference_cell, self.parallel, rank, of_reference, after_token=job["after_token"]
         )
         for each in (cell, outputs.cell, reference_cell):
             each.check_names(names)
@@ -140,6 +151,16 @@ class LoweredRank:
         for each in (model, reference):
             each.load(source)
         self.actor = Actor(ShardedLearner(model, graph), reference, saves_reference=False)
+
+    def _with_tower(self, network: DescribedModel, cell: LoweredCell) -> dict[str, ms.Parameter]:
+        """Return all parameters of a model, with those of a vision tower, which runs on the CPU's own cells."""
+        vision = network.dims.vision
+        if vision is None or _IMAGE_ROWS not in cell.parameters:
+            return cell.parameters
+        prepare_mindformers("cpu", self._directory / "mindformers")
+        tower = build_model(network.hf_config, seq_length=8).visual
+        network.images = ImageRows(tower, cell.parameters[_IMAGE_ROWS], vision.geometry, vision.window_side)
+        return {**cell.parameters, **{parameter.name: parameter for parameter in tower.get_parameters()}}
 
     def _load(self, kind: str) -> tuple[LoweredGraph, LoweredCell]:
         out_path = self._directory / f"lowered_{kind}_{self._rank}.mindir"

@@ -12,6 +12,7 @@ import math
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mindspore as ms
@@ -32,6 +33,8 @@ from cpu_execution.run import (
 )
 from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
+from mindrlhf.images.pixels import image_digest
+from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.loop.policy import Policy
@@ -40,6 +43,7 @@ from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.factory import layout_of
 from mindrlhf.training.team import Team, connect, serve
+from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.board import WeightBoard
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
@@ -105,7 +109,8 @@ class _Rank0:
         self._team = team = ReplicaTeam(ranks, layout_of(lowered.parallel))
         self._directory = directory
         self._learning_rate, self._kl_coefficient = spec["learning_rate"], spec["kl_coefficient"]
-        self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size)
+        tokens = ImageTokens.of(self._actor.model.network.dims)
+        self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size, tokens)
 
     def run(self) -> None:
         board = self._actor.create_board()
@@ -114,7 +119,8 @@ class _Rank0:
         micro_batch = self._batches[0].micro_batches[0]
         num_rows, length = micro_batch.mask.shape
         packing = SHARED_PROMPTS if micro_batch.context else FIRST_FIT
-        options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True)
+        seen = ImageTokens.of(self._actor.model.network.dims)
+        options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True, image_tokens=seen)
         policy.warm_up(options, [OLD, REFERENCE])
         self._publish(policy, board, "before")
         policy.distribute(self._batches)
@@ -177,14 +183,23 @@ class _Rank0:
 
 
 def _batches(
-    is_last: list[bool], arrays: dict[str, np.ndarray], token_inputs: list[str], num_replicas: int
+    is_last: list[bool],
+    arrays: dict[str, np.ndarray],
+    token_inputs: list[str],
+    num_replicas: int,
+    tokens: ImageTokens | None,
 ) -> list[Batch]:
     """Return a batch for each update, its calls' rows divided among the replicas; every row counts as a sample."""
-    batches, micro_batches = [], []
+    batches, micro_batches, images = [], [], {}
     for call, ends in enumerate(is_last):
         num_inputs = 4 + len(token_inputs)
         shares = zip(*(np.split(arrays[f"{call}.{index}"], num_replicas) for index in range(num_inputs)))
-        micro_batches += [_rows(share[:4], dict(zip(token_inputs, share[4:]))) for share in shares]
+        given = [_rows(share[:4], dict(zip(token_inputs, share[4:]))) for share in shares]
+        if tokens is not None:
+            pixels = [arrays[name] for name in sorted(arrays) if name.startswith(f"{call}.image.")]
+            images |= {image_digest(one): one for one in pixels}
+            given = [_with_own_images(rows, pixels, tokens) for rows in given]
+        micro_batches += given
         if ends:
             num_tokens = int(arrays[f"{call}.{num_inputs}"][0, 1])
             placed = tuple(
@@ -192,15 +207,29 @@ def _batches(
                 for index, rows in enumerate(micro_batches)
                 for row in range(len(rows.mask))
             )
-            batches.append(Batch(tuple(micro_batches), num_tokens, placed))
-            micro_batches = []
+            batches.append(Batch(tuple(micro_batches), num_tokens, placed, images))
+            micro_batches, images = [], {}
     return batches
+
+
+def _with_own_images(rows: PackedRows, pixels: Sequence[np.ndarray], tokens: ImageTokens) -> PackedRows:
+    """Return a replica's rows with the images that they show alone, counted from 0."""
+    ids, sizes = rows.input_ids.copy(), [int(np.prod(tokens.geometry.token_grid(*one.shape[:2]))) for one in pixels]
+    shown, start, own_start = [], tokens.vocab_size, tokens.vocab_size
+    for one, size in zip(pixels, sizes):
+        places = (rows.input_ids[:, :, 0] >= start) & (rows.input_ids[:, :, 0] < start + size)
+        if places.any():
+            ids[:, :, 0][places] += own_start - start
+            own_start += size
+            shown.append(image_digest(one))
+        start += size
+    return replace(rows, input_ids=ids, images=tuple(shown))
 
 
 def _rows(inputs: Sequence[np.ndarray], tokens: dict[str, np.ndarray]) -> PackedRows:
     """Return rows whose ``model_inputs`` come first."""
     first, *others = inputs
-    if first.ndim == 2:
+    if first.ndim == 2 or first.shape[-1] == NUM_IDS:
         return PackedRows(first, *others, tokens=tokens)
     input_ids, *context = first.transpose(1, 0, 2)
     return PackedRows(input_ids, *others, tokens=tokens, context=dict(zip((PREFIX_IDS, POSITIONS), context)))

@@ -123,6 +123,7 @@ def execute(
     kl_coefficient: float,
     is_last: Sequence[bool],
     timeout_s: float = 300.0,
+    images: Sequence[Sequence[np.ndarray]] = (),
     start: Callable[[Sequence[str], int, Path, Mapping[str, str]], int] | None = None,
 ) -> list[ExecutionResult]:
     """Train one step of each job, an update for each call that is a last one; the jobs take turns in one set of ranks.
@@ -136,6 +137,7 @@ def execute(
         learning_rate: of every update.
         kl_coefficient: of every update.
         is_last: for each call whether it ends an update.
+        images: for each call those that its rows show, in the order in which they count their rows.
         timeout_s: a rank that is not done by then ends itself, and with it the run.
         start: runs the ranks from their command, number, directory of logs and environment, and returns the exit code;
             None starts them on this machine.
@@ -150,6 +152,8 @@ def execute(
         (directory / job.name).mkdir(parents=True)
     export_hf(iter(tensors.items()), hf_config, directory / MODEL_NAME)
     inputs = {f"{call}.{index}": array for call, batch in enumerate(batches) for index, array in enumerate(batch)}
+    for call, shown in enumerate(images):
+        inputs |= {f"{call}.image.{number:04}": pixels for number, pixels in enumerate(shown)}
     save_file({name: np.ascontiguousarray(array) for name, array in inputs.items()}, directory / BATCHES_NAME)
     spec = {
         "hf_config": hf_config,

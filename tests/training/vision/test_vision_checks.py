@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from tiny_vl import IMAGE, write_tiny_vl
+from tiny_vl import IMAGE, TinyVl, write_tiny_vl
 
 from mindrlhf.cli import main
 from mindrlhf.config.load import load_grpo_config
@@ -12,6 +12,8 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import PixelLimits, VisionGeometry
 from mindrlhf.training.vision.checks import check_images, check_vision
 
+SHARDED = ["run.device=ascend", "parallel_config.model_parallel=2"]
+PIPELINE = [*SHARDED, "parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]
 HEADER = ImageHeader(1, 1, 1, 4, IMAGE, PixelLimits(), VisionGeometry())
 
 
@@ -36,9 +38,11 @@ def overrides(directory, *changes) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["run.device=ascend"], "run.device to cpu"),
-        (["run.device=ascend", "parallel_config.model_parallel=2"], "run.device to cpu"),
-        (["algorithm.name=ppo", "critic.path=critic"], "critic"),
+        (["run.device=ascend", "model.train_vision=all"], "run.device to cpu"),
+        (["run.device=ascend", "parallel_config.model_parallel=2", "model.train_vision=projector"], "to none"),
+        (PIPELINE, "pipeline_stage=2 yet: set it to 1"),
+        (["run.device=ascend", "parallel_config.context_parallel=2"], "context_parallel=2 yet: set it to 1"),
+        (["algorithm.name=ppo", "critic.path=critic"], "does not see images as the model"),
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["tools.names=calculator"], "conversations are of text only"),
         (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
@@ -57,6 +61,21 @@ def test_what_a_run_does_not_do_is_refused(directory, changes, message):
 def test_a_plain_run_is_allowed(directory):
     for part in ("none", "projector", "all"):
         check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.train_vision={part}")))
+    check_vision(
+        load_grpo_config(
+            directory / "config.yaml", overrides(directory, "algorithm.name=ppo", f"critic.path={directory / 'model'}")
+        )
+    )
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *SHARDED), world_size=None))
+
+
+def test_rows_for_several_layers_are_refused_on_ascend(directory, tmp_path):
+    model = write_tiny_vl(tmp_path / "model", TinyVl(family="qwen3_vl", vision_depth=3))
+    changes = [f"model.path={model}", *SHARDED]
+    config = load_grpo_config(directory / "config.yaml", overrides(directory, *changes), world_size=None)
+    with pytest.raises(UserError, match="hands images to several layers"):
+        check_vision(config)
+    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.path={model}")))
 
 
 def test_a_tower_that_is_not_there_is_not_trained(directory):
@@ -73,13 +92,15 @@ def test_config_check_refuses_too(directory, capsys):
         return capsys.readouterr().err
 
     assert "sees images" not in errors(*overrides(directory))
-    assert "sees images" in errors(*overrides(directory, "run.device=ascend"))
+    assert "is frozen so far" in errors(*overrides(directory, "run.device=ascend", "model.train_vision=all"))
     offline = [f"model.path={directory / 'model'}", "data.train_file=x", f"data.tokenizer_dir={directory / 'model'}"]
     assert "sees images" not in errors("--kind", "sft", *offline)
-    assert "sees images" in errors("--kind", "sft", *offline, "run.device=ascend")
+    assert "is frozen so far" in errors("--kind", "sft", *offline, "run.device=ascend", "model.train_vision=all")
+    for kind in ("sft", "dpo"):
+        assert "such a model sharded yet" in errors("--kind", kind, *offline, *SHARDED)
     assert "takes no adapters" in errors("--kind", "sft", *offline, "lora.rank=4")
-    for kind in ("dpo", "reward-model"):
-        assert f"mindrlhf {kind} does not train yet" in errors("--kind", kind, *offline)
+    assert "sees images" not in errors("--kind", "dpo", *offline)
+    assert "mindrlhf reward-model does not train yet" in errors("--kind", "reward-model", *offline)
 
 
 @pytest.mark.parametrize(

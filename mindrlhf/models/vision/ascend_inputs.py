@@ -1,0 +1,110 @@
+"""What goes into the Ascend decoder of a model that sees: tokens or rows of images, and positions on three axes.
+
+Data-parallel ranks have images of their own: each looks up the rows of its own only, and no collective is added.
+"""
+
+import mindspore as ms
+import numpy as np
+from mindformers.parallel_core.training_graph.device_matrix import layout
+from mindspore import Parameter, Tensor, ops
+from mindspore.common.initializer import initializer
+from mindspore.ops.operations import Morph
+
+from mindrlhf.models.ascend_cells import DecoderInputs
+from mindrlhf.models.rotary import axis_frequencies
+from mindrlhf.specs import ModelDims
+from mindrlhf.specs.rules import IMAGE_ROWS_NAME
+
+
+class ImageDecoderInputs(DecoderInputs):
+    """In place of :class:`mindrlhf.models.ascend_cells.DecoderInputs`; see the cell of the same name for the CPU.
+
+    Args:
+        model: MindFormers' GPTModel; its rotary cells must take angles by row
+            (:func:`mindrlhf.models.ascend_cells.rotate_by_row`).
+        config: its config.
+        max_length: longest row.
+        dims: sizes of a model with vision.
+        num_image_rows: merged patches of one call on a rank, at most.
+
+    Attributes:
+        image_rows: `[data-parallel ranks * N, H]` float32, `[N, H]` on each rank once a graph is compiled.
+    """
+
+    def __init__(self, model, config, max_length: int, dims: ModelDims, num_image_rows: int):
+        super().__init__(model, config, max_length, dims)
+        self.vocab_size = dims.vocab_size
+        frequencies = axis_frequencies(dims)
+        self.frequencies = tuple(Tensor(one) for one in np.concatenate([frequencies, frequencies], axis=1))
+        shape = (config.data_parallel_size * num_image_rows, dims.hidden_size)
+        rows = initializer("zeros", shape, ms.float32)
+        self.image_rows = Parameter(rows, name=IMAGE_ROWS_NAME, requires_grad=False, parallel_optimizer=False)
+        length_axis = "cp_tp" if config.sequence_parallel else "cp"
+        ids = ("dp", "cp", "None")
+        self.text = _on_each_rank(self._text, _tokens_shape, [ids], ("dp", "cp"))
+        hidden, by_length = (length_axis, "dp", "None"), ("dp", length_axis, "None")
+        self.see = _on_each_rank(self._see, _first, [hidden, by_length, ("dp", "None")], hidden)
+        # Every pipeline stage computes the angles, and MindSpore places no Morph in several.
+        dp, cp = config.data_parallel_size, config.context_parallel_size
+        by_position = layout("cp", "dp", "None")
+        self.axis = ops.StridedSlice().shard(((dp, cp, 1),))
+        self.as_float = ops.Cast().shard(((dp, cp, 1),))
+        self.transpose_positions = ops.Transpose().shard((layout("dp", "cp", "None"),))
+        self.multiply = ops.Mul().shard((by_position, layout("None")))
+        self.add = ops.Add().shard((by_position, by_position))
+        self.add_axis_of_heads = ops.ExpandDims().shard((by_position,))
+
+    def construct(self, input_ids, segment_ids):
+        """Return hidden states `[S, B, H]`, the mask, and rotary angles `[S, B, 1, D]` with their scale.
+
+        Args:
+            input_ids: `[B, S, 4]` int32; see
+                :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.with_images`. Image rows are counted on
+                each data-parallel rank, through its rows of the call.
+            segment_ids: `[B, S]` int32, 0 is padding.
+        """
+        hidden_states, mask, _ = super().construct(self.text(input_ids), segment_ids)
+        hidden_states = self.see(hidden_states, input_ids, self.image_rows)
+        return hidden_states, mask, (self._angles(input_ids), 1.0)
+
+    def _angles(self, input_ids):
+        """Angles `[S, B, 1, D]`, float32: no product of matrices, whose inputs devices may round."""
+        angles = self._of_axis(input_ids, 0)
+        angles = self.add(self.add(angles, self._of_axis(input_ids, 1)), self._of_axis(input_ids, 2))
+        return self.add_axis_of_heads(angles, 2)
+
+    def _of_axis(self, input_ids, axis):
+        batch, length, _ = input_ids.shape
+        positions = self.axis(input_ids, (0, 0, 1 + axis), (batch, length, 2 + axis), (1, 1, 1))
+        positions = self.transpose_positions(self.as_float(positions, ms.float32), (1, 0, 2))
+        return self.multiply(positions, self.frequencies[axis])
+
+    # What follows runs on each rank, on the shard that it has.
+
+    def _text(self, input_ids):
+        """Tokens `[B, S]`, 0 in the place of image rows."""
+        tokens = input_ids[:, :, 0]
+        return tokens * ops.cast(tokens < self.vocab_size, tokens.dtype)
+
+    def _see(self, hidden_states, input_ids, image_rows):
+        """Put image rows `[N, H]` into hidden states `[S, B, H]`."""
+        tokens = ops.transpose(input_ids[:, :, 0], (1, 0))
+        is_image = ops.cast(tokens >= self.vocab_size, tokens.dtype)
+        rows = ops.cast(ops.gather(image_rows, (tokens - self.vocab_size) * is_image, 0), hidden_states.dtype)
+        is_image = ops.cast(ops.expand_dims(is_image, 2), hidden_states.dtype)
+        return hidden_states * (1.0 - is_image) + rows * is_image
+
+
+def _on_each_rank(function, infer_shape, inputs, output) -> Morph:
+    """Return the operator that runs ``function`` on the shards of each rank; ``inputs`` and ``output`` name axes."""
+    operator = Morph(function, infer_shape, _first).add_prim_attr("self_define_shard", True)
+    in_strategy = tuple(layout(*axes) for axes in inputs)
+    return operator.shard(in_strategy=in_strategy, out_strategy=(layout(*output),))
+
+
+def _first(first, *others):
+    return first
+
+
+def _tokens_shape(ids_shape):
+    return ids_shape[:2]
