@@ -62,6 +62,7 @@ YOUNGER_KEYS = {
     "rollout.replay_order": "",
     "rollout.span_tokens": 0,
     "training.packing": "first_fit",
+    "training.replay_routing": False,
 }
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})

@@ -1,6 +1,7 @@
 """`mindrlhf train`, `sft`, `dpo` and `reward-model`: a run on one or more ranks of one or more machines."""
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -63,17 +64,16 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
 def _run(arguments: argparse.Namespace) -> int:
     import os
     import signal
-    import sys
 
     # Before the imports below, which take a while on a slow disk.
     print(f"mindrlhf: checking {arguments.config}", flush=True)
-
-    from mindrlhf.launch.launch import launch
-    from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
-    from mindrlhf.launch.nodes.place import find_place
-    from mindrlhf.launch.stages import signs_of_life
-    from mindrlhf.training.checking import check_run
-    from mindrlhf.training.checkpoints.run import newest_checkpoint
+    says = _signs_of_checking(arguments.config)
+    with says():
+        from mindrlhf.launch.launch import launch
+        from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
+        from mindrlhf.launch.nodes.place import find_place
+        from mindrlhf.training.checking import check_run
+        from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # All checks run here once before any rank starts, so that a mistake costs a second.
     ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
-    with signs_of_life(f"checking {arguments.config}", sys.stdout):
+    with says():
         checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
@@ -120,6 +120,15 @@ def _run(arguments: argparse.Namespace) -> int:
     if place is None:
         return run.on_one_machine()
     return run.on_first_node(place, _facts_of(arguments, config, place))
+
+
+def _signs_of_checking(config: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return contexts around loading and checking, each of which is silent for half as long as both may be."""
+    import sys
+
+    from mindrlhf.launch.stages import SILENCE_LIMIT_S, signs_of_life
+
+    return partial(signs_of_life, f"checking {config}", sys.stdout, SILENCE_LIMIT_S / 2)
 
 
 def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | None") -> str:

@@ -325,6 +325,7 @@ class TrainingSection:
         "shared_prompts does so, and samples of one prompt in a row have it once; see docs/performance.md",
         choices=PACKINGS,
     )
+    replay_routing: bool = key(False, "route tokens to experts as the generator did; see docs/algorithms.md")
     num_minibatches: int = key(1, "optimiser updates that one pass over a step's samples is split into", minimum=1)
     num_iterations: int = key(1, "passes over a step's samples", minimum=1)
 

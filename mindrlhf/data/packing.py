@@ -104,7 +104,8 @@ class PackedRows:
     tokens: dict[str, np.ndarray]  # name -> float32 [rows, length]: a value per such token, at its position, else 0
     # name -> int32 [rows, length]: what else the model reads of each token. Nothing in plain rows. With shared prompts
     # "prefix_ids", the segment that the token's own one continues (its own where that continues none), and
-    # "positions", the token's place in prompt and response, from 0.
+    # "positions", the token's place in prompt and response, from 0. With routing replay also "experts", of another
+    # dtype and shape; see mindrlhf.training.routing.rows.
     context: dict[str, np.ndarray] = field(default_factory=dict)
     images: tuple[str, ...] = ()  # digests of the images that the rows look at, in the order of their rows
 
@@ -116,7 +117,7 @@ class PackedRows:
     @property
     def model_inputs(self) -> np.ndarray:
         """What a model takes first: ``input_ids``, or with shared prompts int32 [rows, 3, length], see CausalLM."""
-        if not self.context:
+        if POSITIONS not in self.context:
             return self.input_ids
         return np.stack([self.input_ids, self.context[PREFIX_IDS], self.context[POSITIONS]], axis=1)
 
@@ -130,6 +131,7 @@ class TokenSequence:
     values: dict[str, np.ndarray]  # name -> float32 [generated tokens]
     is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each: those of the prompt
+    experts: np.ndarray | None = None  # uint8 or uint16 [tokens - 1, layers with experts, active]: to be replayed
 
     @property
     def num_tokens(self) -> int:

@@ -63,6 +63,7 @@ class CausalLM(nn.Cell):
         self.dims = dims
         self.hf_config = hf_config
         self.splits = splits
+        self.layers_with_experts = tuple(dims.has_experts(layer) for layer in range(dims.num_layers))
         self.visual = visual
         self.images = images
         if spec.is_scorer:
@@ -79,15 +80,32 @@ class CausalLM(nn.Cell):
 
         Args:
             input_ids: tokens `[B, S]`, int32; or `[B, 3, S]`: tokens, for each the segment that its own continues
-                (its own where that continues none), and its position.
+                (its own where that continues none), and its position. On the CPU also a tuple of that and the experts
+                that the tokens are sent to, int32 `[layers with experts, B*S, K]`; see
+                :class:`mindrlhf.models.cpu_expert_cells.Router`.
                 With vision `[B, S, 4]`, see
                 :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.with_images`.
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number, and of the
                 segment that their own continues, only.
         """
-        hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
-        hidden_states, _, _ = self.model.decoder(hidden_states, mask, rotary)
+        if isinstance(input_ids, tuple):
+            hidden_states, mask, rotary = self.inputs(input_ids[0], segment_ids)
+            hidden_states = self._replay(hidden_states, mask, rotary, input_ids[1])
+        else:
+            hidden_states, mask, rotary = self.inputs(input_ids, segment_ids)
+            hidden_states, _, _ = self.model.decoder(hidden_states, mask, rotary)
         return self.outputs(hidden_states, segment_ids)
+
+    def _replay(self, hidden_states, mask, rotary, experts):
+        """What the decoder does, each layer with its own of ``experts``."""
+        place = 0
+        for layer, has_experts in zip(self.model.decoder.layers, self.layers_with_experts):
+            extra = 0.0
+            if has_experts:
+                extra = (experts[place],)
+                place += 1
+            hidden_states, _, _, _ = layer(hidden_states, mask, rotary_pos_emb=rotary, extra_loss=extra)
+        return self.model.decoder.final_layernorm(hidden_states)
 
 
 def build_model(
@@ -128,6 +146,8 @@ def build_model(
         parallel_config = {}
     elif dims.vision:
         raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
+    else:
+        spec.check_ascend(dims)
     config = _transformer_config(
         spec,
         dims,

@@ -43,11 +43,19 @@ class Router(nn.Cell):
         self.one = ms.Tensor(1.0, ms.float32)
         self.zero = ms.Tensor(0.0, ms.float32)
 
-    def construct(self, rows):
-        """rows `[N, H]` -> weights `[N, E]`, float32."""
+    def construct(self, rows, replayed=None):
+        """rows `[N, H]` -> weights `[N, E]`, float32.
+
+        Experts ``replayed``, int32 `[N, K]`, are taken in the place of the best; numbers that are no expert's leave
+        the choice to the router. Their weights are the router's own: gradients reach it as ever.
+        """
         logits = self.matmul_transpose_b(rows, self.weight)
         scores = ops.sigmoid(logits) if self.is_sigmoid else self.softmax(logits)
-        weights = scores * ops.stop_gradient(self._choose(scores))
+        chosen = self._choose(scores)
+        if replayed is not None:
+            given = self._mark(replayed, self.num_experts)
+            chosen = given + (1.0 - ops.ReduceMax(keep_dims=True)(given, -1)) * chosen
+        weights = scores * ops.stop_gradient(chosen)
         if self.is_normalized:
             weights = weights / (ops.ReduceSum(keep_dims=True)(weights, -1) + 1e-20)
         return weights * self.scale
@@ -65,6 +73,9 @@ class Router(nn.Cell):
 
     def _mark_top(self, values, count: int, size: int):
         _, indices = self.top_k(values, count)
+        return self._mark(indices, size)
+
+    def _mark(self, indices, size: int):
         return ops.ReduceSum()(ops.OneHot()(indices, size, self.one, self.zero), 1)
 
 
@@ -100,7 +111,11 @@ class Experts(nn.Cell):
 
 
 class ExpertMlp(nn.Cell):
-    """Routed experts and, where the model has one, the shared expert; the interface of MindFormers' MoELayer."""
+    """Routed experts and, where the model has one, the shared expert; the interface of MindFormers' MoELayer.
+
+    The experts to be replayed come as a tuple in the place of ``extra_loss``, the only thing beside the hidden states
+    that MindFormers' layers hand on.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -111,7 +126,8 @@ class ExpertMlp(nn.Cell):
             self.shared_experts = GatedMlp(config, config.moe_shared_expert_intermediate_size)
 
     def construct(self, hidden_states, extra_loss=0.0):
-        output = self.experts(hidden_states, self.router(hidden_states))
+        replayed = extra_loss[0] if isinstance(extra_loss, tuple) else None
+        output = self.experts(hidden_states, self.router(hidden_states, replayed))
         if self.has_shared_expert:
             shared, _, _ = self.shared_experts(hidden_states)
             output = output + shared

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.rollout.sent_experts import pack_experts, unpack_experts
 from mindrlhf.rollout.sent_images import pack_images, unpack_images
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 
@@ -57,12 +58,13 @@ def pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray]
         "finish_reasons": np.array([_FINISH_REASONS.index(one.finish_reason) for one in completions], np.uint8),
         "token_ids": np.concatenate([one.token_ids for one in completions]),
         "logprobs": np.concatenate([one.logprobs for one in completions]),
-    }
+    } | pack_experts([one.experts for one in completions])
 
 
 def unpack_completions(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Iterator[Completion]:
     """Yield the completions of a message."""
     ends = np.cumsum(arrays["lengths"])
+    experts = unpack_experts(arrays, len(ends))
     for i, end in enumerate(ends):
         start = end - arrays["lengths"][i]
         yield Completion(
@@ -72,4 +74,5 @@ def unpack_completions(header: Mapping[str, Any], arrays: Mapping[str, np.ndarra
             logprobs=arrays["logprobs"][start:end],
             finish_reason=_FINISH_REASONS[arrays["finish_reasons"][i]],
             weights_version=header["weights_version"],
+            experts=experts[i],
         )

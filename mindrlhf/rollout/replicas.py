@@ -131,6 +131,7 @@ def start_replicas(
     device: str,
     log_dir: Path,
     load_weights: bool,
+    record_routing: bool = False,
     profile_dir: Path | None = None,
 ) -> Replicas:
     """Start the servers in the background.
@@ -139,6 +140,7 @@ def start_replicas(
         model_dir: Hugging Face directory; without ``load_weights`` only its config.json is read, and weights must be
             put on a board first.
         max_model_len: longest prompt and response together, in tokens.
+        record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
     """
     generators: list[VllmGenerator] = []
@@ -163,6 +165,7 @@ def start_replicas(
                 env=rollout.env,
                 start_timeout_s=rollout.start_timeout_s,
                 stall_timeout_s=rollout.stall_timeout_s,
+                record_routing=record_routing,
             )
             generators.append(VllmGenerator.start(options))
     except BaseException:

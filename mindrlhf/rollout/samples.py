@@ -43,6 +43,7 @@ class Sample:
     weights_version: int = 0  # of the weights that generated it, or began to
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
+    experts: np.ndarray | None = None  # see Completion
 
     @property
     def num_generated(self) -> int:
@@ -225,6 +226,7 @@ def _sample(
         num_neutralised_answers=completion.num_neutralised_answers,
         weights_version=completion.weights_version,
         spans=completion.spans,
+        experts=completion.experts,
     )
 
 

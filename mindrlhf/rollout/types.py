@@ -59,6 +59,9 @@ class Completion:
     num_tool_failures: int = 0  # malformed calls among them
     num_neutralised_answers: int = 0  # of tools, that held control tokens
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
+    # uint8 or uint16 [prompt + response - 1, layers with experts, active experts]: where the generator sent each token
+    # but the last, which it never read; None where it does not say.
+    experts: np.ndarray | None = None
 
 
 class Cancelled(Exception):

@@ -36,6 +36,7 @@ class VllmOptions:
     ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
     the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
     ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
+    ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process.
     ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
     profiler writes; "" leaves it out.
     """
@@ -57,6 +58,7 @@ class VllmOptions:
     profile_dir: str = ""
     start_timeout_s: float = 300.0
     stall_timeout_s: float = 10.0
+    record_routing: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
 

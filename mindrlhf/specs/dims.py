@@ -66,7 +66,8 @@ class YarnDims:
         original_length: context length before the extension.
         beta_fast: rotations over the original length above which a frequency is kept.
         beta_slow: rotations below which it is divided by `factor`.
-        mscale: attention scores are multiplied by (0.1 * mscale * ln(factor) + 1)^2.
+        mscale: attention scores are multiplied by (0.1 * mscale * ln(factor) + 1)^2. config.json says 1 of a model
+            whose whole heads are rotated by giving none.
     """
 
     factor: float
@@ -223,8 +224,13 @@ def rope_theta(hf_config: dict) -> float:
     return float(_rope_options(hf_config).get("rope_theta", hf_config.get("rope_theta", 10000.0)))
 
 
-def yarn_dims(hf_config: dict, *, supported: bool) -> YarnDims | None:
+def yarn_dims(hf_config: dict, *, supported: bool, gives_mscale: bool = True) -> YarnDims | None:
     """The context extension that config.json asks for.
+
+    Args:
+        supported: whether the model may be extended.
+        gives_mscale: whether its scores are scaled by what the config calls mscale_all_dim; else its tables of cosines
+            and sines are, by transformers' default, which comes to the same where whole heads are rotated.
 
     Raises:
         UserError: another kind than YaRN, YaRN when it is not ``supported``, or variants of it that MindFormers lacks.
@@ -237,7 +243,11 @@ def yarn_dims(hf_config: dict, *, supported: bool) -> YarnDims | None:
         choices = "'default' and 'yarn' are" if supported else "only the default rotary embedding is"
         raise UserError(f"config.json asks for rope_type={kind!r}: {choices} supported")
     mscale = float(options.get("mscale") or 1.0)
-    if float(options.get("mscale_all_dim") or 0.0) != mscale:
+    if not gives_mscale:
+        given = [key for key in ("mscale", "mscale_all_dim") if options.get(key) is not None]
+        if given:
+            raise UserError(f"config.json has {given[0]} for YaRN, which is not supported for this model: remove it")
+    elif float(options.get("mscale_all_dim") or 0.0) != mscale:
         raise UserError(
             f"config.json has mscale={options.get('mscale')!r} and mscale_all_dim={options.get('mscale_all_dim')!r}: "
             "only equal ones are supported"

@@ -23,6 +23,7 @@ class ModelSpec:
         unsupported: config.json keys whose truth makes a variant that is not supported, with the reason.
         read_dims: reads the attributes of `ModelDims` that only this architecture has, or has elsewhere.
         supports_yarn: rotary embeddings may be extended.
+        yarn_gives_mscale: see :func:`mindrlhf.specs.dims.yarn_dims`.
         is_scorer: the output is a score for each token instead of a distribution over the next one.
         text_config: the part of config.json that describes the decoder, as config.json of a text model has it.
         text_architecture: what a text model with the same decoder is called; empty where this is one.
@@ -36,6 +37,7 @@ class ModelSpec:
     unsupported: dict[str, str]
     read_dims: Callable[[dict], dict] = lambda hf_config: {}
     supports_yarn: bool = False
+    yarn_gives_mscale: bool = True
     is_scorer: bool = False
     text_config: Callable[[dict], dict] = lambda hf_config: hf_config
     text_architecture: str = ""
@@ -88,7 +90,7 @@ class ModelSpec:
             "vocab_size": positive_int(hf_config, "vocab_size"),
             "rms_norm_eps": float(hf_config.get("rms_norm_eps", 1e-6)),
             "rope_theta": rope_theta(hf_config),
-            "yarn": yarn_dims(hf_config, supported=self.supports_yarn),
+            "yarn": yarn_dims(hf_config, supported=self.supports_yarn, gives_mscale=self.yarn_gives_mscale),
             "initializer_range": float(hf_config.get("initializer_range", 0.02)),
             "tied": self.is_scorer or bool(hf_config.get("tie_word_embeddings", False)),
             **self.read_dims(hf_config),
@@ -96,6 +98,19 @@ class ModelSpec:
         if "head_dim" not in sizes:
             sizes["head_dim"] = _head_dim(hf_config, num_heads)
         return ModelDims(**sizes)
+
+    def check_ascend(self, dims: ModelDims) -> None:
+        """Refuse what MindFormers' cells for Ascend compute otherwise than Hugging Face's models.
+
+        Raises:
+            UserError: naming the fix.
+        """
+        if dims.yarn and not self.yarn_gives_mscale:
+            # They multiply angles by what cosines and sines are to be multiplied by: ApplyRotaryPosEmb, 1.9.0.
+            raise UserError(
+                f"config.json asks for YaRN, which MindFormers' cells of {self.hf_architecture} for Ascend get wrong: "
+                "remove rope_scaling, or set run.device to cpu"
+            )
 
     def decoder_config(self, hf_config: dict) -> dict:
         """config.json of the text model with this model's decoder: what is compiled where no vision tower is."""
@@ -132,7 +147,8 @@ class ModelSpec:
             "attention_dropout": 0.0,
             **_expert_options(dims),
             **_latent_options(dims),
-            **_yarn_options(dims),
+            # Other cells than those for latent attention have no such options: see `check_ascend`.
+            **(_yarn_options(dims) if dims.latent else {}),
             **self.mcore_options,
         }
 

@@ -103,6 +103,8 @@ QWEN2 = ModelSpec(
         OUTPUT,
     ),
     unsupported={**_SLIDING_WINDOW, **_QUANTIZED},
+    supports_yarn=True,
+    yarn_gives_mscale=False,
 )
 
 _QWEN3_ATTENTION = (EMBEDDING, INPUT_NORM, _QKV_WEIGHT, *_QK_NORMS, _ATTENTION_OUTPUT, MLP_NORM)
@@ -113,6 +115,8 @@ QWEN3 = ModelSpec(
     mcore_options={"add_qkv_bias": False, "qk_layernorm": True},
     parameter_rules=(*_QWEN3_ATTENTION, *MLP, FINAL_NORM, OUTPUT),
     unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
+    supports_yarn=True,
+    yarn_gives_mscale=False,
 )
 
 QWEN3_MOE = ModelSpec(
@@ -122,4 +126,6 @@ QWEN3_MOE = ModelSpec(
     parameter_rules=(*_QWEN3_ATTENTION, *MLP, ROUTER, *EXPERTS, FINAL_NORM, OUTPUT),
     unsupported={**_SLIDING_WINDOW, **_ATTENTION_BIAS, **_QUANTIZED},
     read_dims=_qwen3_experts,
+    supports_yarn=True,
+    yarn_gives_mscale=False,
 )

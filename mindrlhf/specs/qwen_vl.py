@@ -154,6 +154,7 @@ VISION_RULES = (
 
 QWEN2_5_VL = replace(
     QWEN2,
+    supports_yarn=False,
     name="qwen2_5_vl",
     hf_architecture="Qwen2_5_VLForConditionalGeneration",
     text_config=_text_config,

@@ -10,6 +10,7 @@ from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
 from mindrlhf.training.records import Share, TokenArrays
+from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
 from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class RowOptions:
     cost: RowCost = RowCost()  # by which the rows of other packings are balanced over the ranks
     in_step: bool = False  # ranks compute one graph together: their n-th micro-batches must have the same shape
     image_tokens: ImageTokens | None = None  # of a model with vision
+    experts: ReplayedExperts | None = None  # where the generator's routing is replayed
 
     @property
     def shares_prompts(self) -> bool:
@@ -42,10 +44,15 @@ class RowOptions:
     def shapes(self) -> list[PackedRows]:
         """Return rows of weight 0 in each shape that micro-batches may have: what there is to compile."""
         return [
-            with_images(padding_rows((size, length), share_prompts=self.shares_prompts), (), (), self.image_tokens)
+            self.dressed(padding_rows((size, length), share_prompts=self.shares_prompts), (), ())
             for length in self.row_lengths
             for size in self.sizes
         ]
+
+    def dressed(self, packed: PackedRows, sequences: Sequence[TokenSequence], rows: Sequence[Row]) -> PackedRows:
+        """Return what `fill_rows` made of ``rows`` with what the model reads beside tokens."""
+        packed = with_images(packed, sequences, rows, self.image_tokens)
+        return with_experts(packed, sequences, rows, self.experts, share_prompts=self.shares_prompts)
 
 
 @dataclass(frozen=True)
@@ -206,11 +213,11 @@ class _Builder:
                 self._placed[item] = (len(self.micro_batches), row_index, first, stop)
         if rows:
             filled = fill_rows(self._sequences, rows, size, share_prompts=shared)
-            self.micro_batches.append(with_images(filled, self._sequences, rows, self.options.image_tokens))
+            self.micro_batches.append(self.options.dressed(filled, self._sequences, rows))
         else:
             names = tuple(self._sequences[0].values)
             padding = padding_rows((size, length), names, share_prompts=shared)
-            self.micro_batches.append(with_images(padding, (), (), self.options.image_tokens))
+            self.micro_batches.append(self.options.dressed(padding, (), ()))
         if rank is not None:
             self._ranks.append(rank)
 

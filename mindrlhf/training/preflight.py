@@ -26,6 +26,7 @@ from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
+from mindrlhf.training.routing.checks import check_replay
 from mindrlhf.training.vision.checks import (
     check_device,
     check_images,
@@ -79,6 +80,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     mistakes = Mistakes() if mistakes is None else mistakes
     check = mistakes.check
     check(check_vision, config, needs=["model.path"])
+    check(check_replay, config, needs=["model.path"])
     if config.run.device == "cpu":
         check(check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
@@ -102,6 +104,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if files.present:
         row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
     if config.run.device != "cpu":
+        check(_check_ascend, config.model.path, needs=["model.path"])
         check(check_servers, config, world_size, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":
@@ -274,6 +277,12 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) ->
         )
     if not (model.random_init and path == model.path):
         open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
+
+
+def _check_ascend(path: str) -> None:
+    hf_config = read_hf_config(path)
+    spec = find_spec(hf_config)
+    spec.check_ascend(spec.dims(hf_config))
 
 
 def _check_gives_tokens(path: str) -> None:

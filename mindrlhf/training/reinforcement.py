@@ -42,6 +42,7 @@ from mindrlhf.training.nodes import attach_boards, connect_generators, find_node
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
+from mindrlhf.training.routing.checks import replayed_experts
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
@@ -119,6 +120,7 @@ class ReinforcementTraining(life_cycle.Training):
             cost=row_cost(find_spec(hf_config).dims(hf_config)),
             in_step=is_split(config.parallel_config),
             image_tokens=inputs.image_tokens,
+            experts=replayed_experts(config),
         )
         self._reward_model = None
         if config.reward.model_path:
@@ -197,6 +199,7 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
         device=config.run.device,
         log_dir=log_dir,
         load_weights=False,
+        record_routing=config.training.replay_routing,
         profile_dir=profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
     )
     stack.callback(generator.close)

@@ -74,7 +74,7 @@ WITHOUT_JSON = {"train", "sft", "dpo", "reward-model", "report", "view", "tools"
 WITHOUT_JSON |= {
     f"weights {name}" for name in ("import", "export", "random", "merge-adapter", "shard", "reshard", "merge")
 }
-WITHOUT_JSON |= {"config new", "config import", "config docs"}
+WITHOUT_JSON |= {"config new", "config import", "config docs", "data get", "models get", "weights convert"}
 
 
 def test_every_result_can_be_had_as_json():
@@ -154,7 +154,7 @@ def test_train_speaks_before_it_loads_anything_that_takes_time():
     installed = {name for name in foreign if not name.startswith(("_", "sitecustomize", "usercustomize", "google"))}
     assert installed == set()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("mindrlhf.")}
-    assert "commands" in rooms and rooms <= {"cli", "commands", "doctor", "errors", "launch", "system", "config"}
+    assert "commands" in rooms and rooms <= {"cli", "commands", "doctor", "errors", "launch", "system", "config", "hub"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from machine_jobs import TIMEOUT_S
 from machines import Machines
 from slow_tests import SLOW
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), SLOW]
 
 PAIRS = {"preference": {"pairs_per_step": 8, "batch_size": 4, "row_lengths": [32], "epochs": 1}}
 SECTIONS = {
@@ -29,7 +29,7 @@ def inputs_dir(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("command", ["sft", *(pytest.param(one, marks=SLOW) for one in SECTIONS if one != "sft")])
+@pytest.mark.parametrize("command", SECTIONS)
 def test_two_machines_train_as_one_with_two_ranks(inputs_dir, tmp_path, command):
     train_file = inputs_dir / f"{'sft' if command == 'sft' else 'preference'}.mindrecord"
     config = {

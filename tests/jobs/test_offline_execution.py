@@ -20,11 +20,12 @@ from execution_cases import (
     mf_weights,
 )
 from execution_jobs import compile_and_execute
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 
 from mindrlhf.dryrun.compile.request import LOGPROBS, PAIR_UPDATE, SUPERVISED_UPDATE, VALUES
 
 pytestmark = [
+    SLOW,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
 ]
@@ -32,7 +33,7 @@ pytestmark = [
 TOLERANCE = 1e-5
 TENSOR_PARALLEL = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True}
 PIPELINE = {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2}
-# Kind of training -> model, graphs, token arrays of the update, and its layout of every day.
+# Kind of training -> model, graphs, token arrays of the update, and a layout.
 KINDS = {
     "sft": (MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), PIPELINE),
     "dpo": (MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), TENSOR_PARALLEL),
@@ -54,10 +55,8 @@ def batches(kind: str) -> list[list[np.ndarray]]:
 def executed(request, tmp_path_factory):
     """The kind of training, its results by layout, and the plain process' losses, outputs and weights."""
     kind = request.param
-    model, cells, token_inputs, daily = KINDS[kind]
-    layouts = {"daily": daily}
-    if RUNS_SLOW_TESTS:
-        layouts["other"] = TENSOR_PARALLEL if daily is PIPELINE else PIPELINE
+    model, cells, token_inputs, first = KINDS[kind]
+    layouts = {"one": first, "other": TENSOR_PARALLEL if first is PIPELINE else PIPELINE}
     root = tmp_path_factory.mktemp(kind)
     given = batches(kind)
     options = {"after_token": kind == "reward_model"}
@@ -100,9 +99,7 @@ def train_plainly(kind: str, model: dict, given: list, log_dir):
 def test_losses_are_those_of_one_process(executed):
     kind, results, (losses, _, _) = executed
     # Nothing that sft is given can make a loss infinite.
-    assert [np.isnan(loss) for loss in losses] == [
-        call == NOT_FINITE and kind != "sft" for call in range(len(IS_LAST))
-    ]
+    assert [np.isnan(loss) for loss in losses] == [call == NOT_FINITE and kind != "sft" for call in range(len(IS_LAST))]
     for result in results.values():
         np.testing.assert_allclose(result.losses, losses, rtol=0, atol=TOLERANCE)
 

@@ -26,6 +26,7 @@ from execution_cases import (
     mf_weights,
 )
 from execution_jobs import compile_and_execute, execute_over_machines
+from slow_tests import SLOW
 
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
@@ -234,6 +235,7 @@ def test_publishing_moves_each_byte_once_and_shares_the_work(executions, name):
     assert max(written_bytes) <= 1.25 * size_bytes / len(written_bytes)
 
 
+@SLOW
 @pytest.mark.parametrize(
     "name", [name for name in ("pp2", "dp2_optimizer_parallel", "tp2_sequence_parallel", "tp2_pp2") if name in NAMES]
 )

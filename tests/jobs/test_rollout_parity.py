@@ -1,5 +1,8 @@
 """vLLM against the training cells on the same weights: the same log-probabilities, the same greedy tokens."""
 
+import contextlib
+import json
+
 import numpy as np
 import pytest
 
@@ -29,6 +32,12 @@ MODEL = {
 }
 MODELS = {
     "dense": MODEL,
+    "yarn": {
+        **MODEL,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    },
     # vLLM packs experts for its kernels: an update must pack them anew.
     "experts": {
         **MODEL,
@@ -42,6 +51,31 @@ MODELS = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    # The sizes of latent and rotated part are the only ones that vLLM's CPU kernel takes.
+    "latent": {
+        **MODEL,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
     },
 }
 TOLERANCE = 1e-4
@@ -68,24 +102,28 @@ def network(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(network, rollout_python, tmp_path_factory):
-    """A server that has its weights from the training model, through the board."""
-    import json
+    with started(network, tmp_path_factory.mktemp("server"), python=rollout_python) as replicas:
+        yield replicas
 
+
+@contextlib.contextmanager
+def started(network, directory, **rollout):
+    """A server that has its weights from the training model, through the board, and records experts."""
     from mindrlhf.config.sections import RolloutSection
     from mindrlhf.rollout.replicas import start_replicas
     from mindrlhf.weights.board import TensorInfo, WeightBoard
     from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
 
-    directory = tmp_path_factory.mktemp("server")
     (directory / "config.json").write_text(json.dumps(network.hf_config))
     replicas = start_replicas(
-        RolloutSection(python=rollout_python),
+        RolloutSection(**rollout),
         model_dir=str(directory),
         max_model_len=ROW_LENGTH,
         seed=0,
         device="cpu",
         log_dir=directory,
         load_weights=False,
+        record_routing=network.dims.experts is not None,
     )
     try:
         with WeightBoard.create(TensorInfo(*info) for info in hf_tensor_infos(network)) as board:
@@ -103,23 +141,48 @@ def server(network, rollout_python, tmp_path_factory):
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_agree_with_the_training_cell(server, network, temperature, pack):
-    import mindspore as ms
-
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
-
     completions = list(server.generate(REQUESTS, SamplingParams(max_tokens=24, temperature=temperature)))
     assert len(completions) == 16
-    prompts = {request.request_id: np.array(request.prompt_ids, np.int32) for request in REQUESTS}
-    sequences = [TokenSequence(prompts[c.request_id], c.token_ids, {}) for c in completions]
-    batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 16, 1, pack))
-    policy = PolicyLogProbs(network, temperature, "cpu")
-    (rows,) = batch.micro_batches
-    policy.bind()
-    outputs = policy(*(ms.Tensor(array) for array in (rows.input_ids, rows.segment_ids, rows.labels, rows.mask)))
-    trained = np.concatenate(batch.collect([[outputs[0].asnumpy()]]))
     sampled = np.concatenate([completion.logprobs for completion in completions])
     assert sampled.std() > 0.5, "a flat distribution would agree with anything"
+    trained = trained_logprobs(network, completions, temperature, pack=pack, replays=False)
     np.testing.assert_allclose(trained, sampled, rtol=0, atol=TOLERANCE)
+    if network.dims.experts is None:
+        assert all(completion.experts is None for completion in completions)
+        return
+    # Also tokens of a prompt that another sample had put into the cache have the experts that they went to.
+    replayed = trained_logprobs(network, completions, temperature, pack=pack, replays=True)
+    np.testing.assert_allclose(replayed, sampled, rtol=0, atol=TOLERANCE)
+
+
+def trained_logprobs(network, completions, temperature, *, pack, replays) -> np.ndarray:
+    """What the training cell says of the samples, with its own choice of experts or with the server's."""
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.training.routing.rows import ReplayedExperts
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.model import WholeModel
+
+    prompts = {request.request_id: np.array(request.prompt_ids, np.int32) for request in REQUESTS}
+    sequences = [TokenSequence(prompts[c.request_id], c.token_ids, {}, experts=c.experts) for c in completions]
+    experts = ReplayedExperts.of(network.dims) if replays else None
+    batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 16, 1, pack, experts=experts))
+    model = WholeModel(PolicyLogProbs(network, temperature, "cpu"), Rank(0, 1))
+    return np.concatenate(batch.collect([[model.logprobs(rows) for rows in batch.micro_batches]]))
+
+
+def test_replayed_experts_narrow_the_gap_to_a_generator_in_bfloat16(network, rollout_python, tmp_path_factory):
+    """Where rounding makes a router choose another expert, a token's log-prob differs by far more than rounding."""
+    if network.dims.experts is None or network.dims.latent:
+        pytest.skip("a model of softmax routers shows it")
+    with started(network, tmp_path_factory.mktemp("coarse"), python=rollout_python, dtype="bfloat16") as replicas:
+        completions = list(replicas.generate(REQUESTS, SamplingParams(max_tokens=24)))
+    sampled = np.concatenate([completion.logprobs for completion in completions]).astype(np.float64)
+    gaps = {}
+    for replays in (False, True):
+        gap = trained_logprobs(network, completions, 1.0, pack=False, replays=replays) - sampled
+        gaps[replays] = {"k3": float(np.mean(np.exp(gap) - 1 - gap)), "max": float(np.abs(gap).max())}
+    print(gaps)
+    assert gaps[True]["k3"] < gaps[False]["k3"] and gaps[True]["max"] < gaps[False]["max"]
 
 
 def test_greedy_tokens_agree_with_the_forward_loop(server, network):

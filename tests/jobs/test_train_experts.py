@@ -57,6 +57,38 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
     return directories
 
 
+@pytest.fixture(scope="module")
+def replayed_run(inputs_dir, tmp_path_factory) -> Path:
+    """The output directory of a run that replays the generator's routing."""
+    directory = tmp_path_factory.mktemp("replayed") / "run"
+    finished = sanity_inputs.train(
+        inputs_dir,
+        directory,
+        timeout_s=300,
+        model__path=inputs_dir / "experts",
+        run__max_steps=NUM_STEPS,
+        training__replay_routing="true",
+        training__packing="shared_prompts",
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return directory
+
+
+def test_a_run_replays_the_routing(replayed_run):
+    lines = sanity_inputs.read_lines(replayed_run / "metrics.jsonl")
+    assert len(lines) == NUM_STEPS
+    for line in lines:
+        assert line["rollout_diff/max_abs"] < 1e-4
+        assert line["grad_norm"] > 0
+
+
+def test_a_run_that_replays_the_routing_is_the_run_without(replayed_run, runs):
+    """Generator and trainer compute alike here, so that their routers choose alike: replay must change nothing."""
+    for replayed, plain in zip(*(sanity_inputs.read_lines(run / "metrics.jsonl") for run in (replayed_run, runs[1]))):
+        assert replayed["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        assert replayed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
 def test_one_rank_and_two_train_alike(runs):
     alone, together = (sanity_inputs.read_lines(runs[size] / "metrics.jsonl") for size in (1, 2))
     assert len(alone) == len(together) == NUM_STEPS

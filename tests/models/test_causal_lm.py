@@ -66,6 +66,18 @@ CASES = {
         **SIZES,
         "num_hidden_layers": 3,
     },
+    "qwen3-yarn": {
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        **SIZES,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "deepseek-v3-yarn": {
         "model_type": "deepseek_v3",
         **LATENT,

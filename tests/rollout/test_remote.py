@@ -1,5 +1,6 @@
 """Rollout servers of other nodes: requests there, completions back, aborts, failures, ends."""
 
+import dataclasses
 import socket
 import threading
 import time
@@ -111,6 +112,22 @@ def test_messages_come_back_as_they_were():
     completions = [completion_of(limited(request), index, 4) for request in requests for index in range(2)]
     found = list(unpack_completions({"weights_version": 4}, pack_completions(completions)))
     assert_same(found, completions)
+    assert all(one.experts is None for one in found)
+
+
+def test_experts_come_back_in_their_own_dtype():
+    for dtype in (np.uint8, np.uint16):
+        completions = [
+            dataclasses.replace(
+                completion_of(limited(request), 0, 4),
+                experts=np.arange(6 * length, dtype=dtype).reshape(length, 3, 2) + request.request_id,
+            )
+            for length, request in zip((3, 1, 5), requests_of(3))
+        ]
+        found = list(unpack_completions({"weights_version": 4}, pack_completions(completions)))
+        for one, other in zip(found, completions, strict=True):
+            assert one.experts.dtype == dtype
+            np.testing.assert_array_equal(one.experts, other.experts)
 
 
 def assert_same(found, expected) -> None:

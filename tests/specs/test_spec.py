@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.errors import UserError
+from mindrlhf.models.rotary import score_scale
 from mindrlhf.specs import QWEN2, QWEN3, ModelDims, find_spec
 from mindrlhf.specs.fuse import fuse, split
 
@@ -60,6 +61,9 @@ def test_rope_theta_is_read_from_both_places():
     assert QWEN2.dims(newer).rope_theta == 5e5
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -72,13 +76,26 @@ def test_rope_theta_is_read_from_both_places():
         ({"hidden_size": 897}, "head_dim"),
         ({"hidden_act": "gelu"}, "silu"),
         ({"use_sliding_window": True}, "sliding"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "'default' and 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale for YaRN"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor"),
     ],
 )
 def test_configs_that_cannot_be_served_are_refused(changes, message):
     config = {**CONFIG, **changes}
     with pytest.raises(UserError, match=message):
         find_spec(config).dims(config)
+
+
+def test_yarn_of_rotated_tables_is_read_and_refused_on_ascend():
+    dims = QWEN2.dims({**CONFIG, "rope_scaling": YARN})
+    assert (dims.yarn.factor, dims.yarn.original_length) == (4.0, 32)
+    # transformers: cosines and sines times 0.1 ln(factor) + 1 each, so that products have its square.
+    assert score_scale(dims) == pytest.approx((0.1 * np.log(4.0) + 1) ** 2 / np.sqrt(dims.head_dim))
+    with pytest.raises(UserError, match="Ascend get wrong"):
+        QWEN2.check_ascend(dims)
+    QWEN2.check_ascend(QWEN2.dims(CONFIG))
 
 
 def test_qwen3_with_attention_bias_is_refused():

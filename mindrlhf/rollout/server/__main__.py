@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
@@ -147,6 +148,7 @@ class Server:
             "token_ids": np.concatenate([sample.token_ids for sample in samples]),
             "logprobs": np.concatenate([sample.logprobs for sample in samples]),
         }
+        completions |= pack_experts([sample.experts for sample in samples])
         send_message(self._connection, {"kind": "completions", "weights_version": self._weights_version}, completions)
 
     def _is_aborted(self) -> bool:

@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreRequest
 from mindrlhf.rollout.sampling import stream_key
 from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.rollout.server import cpu
+from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.vision import VisionModel
 
 # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32.
@@ -33,6 +34,7 @@ class FinishedSample:
     token_ids: np.ndarray  # int32 [response]
     logprobs: np.ndarray  # float32 [response]
     finish_reason: str  # "stop" or "length"
+    experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, layers with experts, active]
 
 
 class VllmEngine:
@@ -51,6 +53,9 @@ class VllmEngine:
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
+        self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
+        self._prompt_lengths: list[int] = []  # of the batch
+        self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
         self._profile_dir = Path(config["profile_dir"])
         self._profiled_step = 0
         self._pending: dict[str, tuple[int, int]] = {}
@@ -85,6 +90,10 @@ class VllmEngine:
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
         return arguments if self._vision is None else arguments | self._vision.engine_arguments(config["max_model_len"])
 
+    def _model_runner(self):
+        """vLLM's, where it runs in this process."""
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
     @property
     def num_pending(self) -> int:
         """Samples submitted and not yet returned by ``step``."""
@@ -105,6 +114,7 @@ class VllmEngine:
             ValueError: the image tokens of a prompt are not those of its ``images[i]``, or the model sees nothing.
         """
         self._image_items.clear()
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
         requests = zip(prompts, nums_samples, seeds, max_tokens, images, strict=True)
         for request_index, (prompt, num_samples, seed, limit, own_images) in enumerate(requests):
             own_sampling = {**sampling, "max_tokens": limit}
@@ -132,6 +142,7 @@ class VllmEngine:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         self._pending.clear()
+        self._internal_names.clear()
 
     def update_weights(self, version: int, board_path: str) -> None:
         """Load ``version`` from the board and forget all cached prefixes."""
@@ -185,7 +196,7 @@ class VllmEngine:
             **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **_TOKENS_ONLY
         )
         if not features:
-            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            self._internal_names[name] = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
             return
         inputs = mm_input(
             prompt,
@@ -193,18 +204,24 @@ class VllmEngine:
             {"image": [feature.identifier for feature in features]},
             {"image": [feature.mm_position for feature in features]},
         )
-        self._engine.add_request(name, inputs, params)
+        self._internal_names[name] = self._engine.add_request(name, inputs, params)
 
     def _finish(self, name: str, token_ids: Any, logprobs: Any, finish_reason: str) -> FinishedSample:
         if finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sample with finish reason '{finish_reason}'")
         request_index, sample_index = self._pending.pop(name)
+        internal_name, experts = self._internal_names.pop(name, name), None
+        if self._recorder is not None:
+            # The last token was sampled, and never read.
+            num_tokens = self._prompt_lengths[request_index] + len(token_ids) - 1
+            experts = self._recorder.experts_of(internal_name, num_tokens)
         return FinishedSample(
             request_index,
             sample_index,
             np.asarray(token_ids, np.int32),
             np.asarray(logprobs, np.float32),
             finish_reason,
+            experts,
         )
 
 
@@ -220,7 +237,7 @@ class CpuEngine(VllmEngine):
         cpu.install_kernels()
         super().__init__(config)
         self._core = self._engine.engine_core.engine_core
-        model_runner = self._engine.model_executor.driver_worker.worker.model_runner
+        model_runner = self._model_runner()
         self._sampler = model_runner.sampler = cpu.StreamSampler(model_runner)
         self._weights_load_in_place = cpu.weights_are_plain(model_runner.get_model())
         cpu.call_attention_directly(model_runner.get_model())

@@ -163,7 +163,7 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
     samples = []
     for index, item in enumerate(leftover):
         # Checkpoints of earlier releases do not say these.
-        values: dict[str, Any] = {"weights_version": 0, "spans": (), **item.record, **item.arrays}
+        values: dict[str, Any] = {"weights_version": 0, "spans": (), "experts": None, **item.record, **item.arrays}
         numbers = sorted(int(name.removeprefix(_IMAGE)) for name in values if re.fullmatch(rf"{_IMAGE}\d+", name))
         images = tuple(values.pop(f"{_IMAGE}{number}") for number in numbers)
         if values.keys() != fields:

@@ -76,7 +76,9 @@ class Objective:
             if self._bypass:
                 values["old_logprobs"] = sample.rollout_logprobs
             sequences.append(
-                TokenSequence(sample.prompt_ids, sample.response_ids, values, sample.is_generated, sample.images)
+                TokenSequence(
+                    sample.prompt_ids, sample.response_ids, values, sample.is_generated, sample.images, sample.experts
+                )
             )
         return sequences
 

@@ -23,6 +23,7 @@ from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.system.files import sync
+from mindrlhf.training.routing.rows import EXPERTS
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.tensors import array_infos
 
@@ -154,10 +155,12 @@ def _first_misfit(batch: SkippedBatch, micro_batches: Sequence[PackedRows], logp
     for rows, computed in zip(micro_batches, logprobs, strict=True):
         # With vision a position takes several numbers.
         arrays = [rows.input_ids[:, :, 0] if rows.input_ids.ndim == 3 else rows.input_ids]
-        arrays += [rows.segment_ids, rows.labels, rows.mask, *rows.tokens.values(), *rows.context.values()]
+        arrays += [rows.segment_ids, rows.labels, rows.mask, *rows.tokens.values()]
+        # Several numbers of experts for each position.
+        arrays += [array[:, :, 0, 0] if name == EXPERTS else array for name, array in rows.context.items()]
         if computed.ndim != 2 or any(array.shape != computed.shape for array in arrays):
             return "a row"
-        if rows.context.keys() not in (set(), {PREFIX_IDS, POSITIONS}):
+        if rows.context.keys() - {EXPERTS} not in (set(), {PREFIX_IDS, POSITIONS}):
             return "what its rows say of prompts"
         if "advantages" not in rows.tokens:
             return "an advantage"

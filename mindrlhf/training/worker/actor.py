@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.rollout.remote import ReplicatedGenerator, answer
@@ -15,6 +17,7 @@ from mindrlhf.training.records import (
     Share,
     TokenArrays,
 )
+from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.training.worker.node_board import NodeBoard
@@ -54,7 +57,7 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
                 if _is_known_ahead(self._model_of(name)):
                     heartbeat.enter(f"compiling for {size}: {name}")
                     self.learner.count_compile(name, rows)
-                    self._model_of(name).logprobs(rows)
+                    self._logprobs(name, rows)
             if _is_known_ahead(self.model):
                 heartbeat.enter(f"compiling for {size}: update")
                 self.learner.warm_up(rows)
@@ -79,7 +82,7 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
             self._cell_dump.forward(stage, model.policy, micro_batches)
         for rows in micro_batches:
             self.learner.count_compile(name, rows)
-            rows.tokens[name] = model.logprobs(rows)
+            rows.tokens[name] = self._logprobs(name, rows)
         computed = TokenArrays(tuple(rows.tokens[name] for rows in micro_batches))
         if name == "old_logprobs":
             self._old_logprobs[batch] = computed
@@ -160,6 +163,10 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""
         self.reference.copy_from(self.model)
+
+    def _logprobs(self, name: str, rows: PackedRows) -> np.ndarray:
+        # The reference model has other weights: what the policy's generator chose says nothing of its experts.
+        return self._model_of(name).logprobs(rows if name == "old_logprobs" else without_experts(rows))
 
     def _model_of(self, name: str) -> RankModel:
         return self.model if name == "old_logprobs" else self.reference

@@ -15,6 +15,7 @@ from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.specs.rules import VISION_PREFIX
+from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
@@ -140,8 +141,11 @@ class WholeModel(RankModel):
 
 
 def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:
-    """Return `row_tensors` as a model takes them: one with vision is given the images of the rows."""
+    """Return `row_tensors` as a model takes them: with the images of the rows, or the experts to be replayed."""
     input_ids, *others = row_tensors(rows)
+    experts = experts_by_layer(rows)
+    if experts is not None:
+        return ((input_ids, ms.Tensor(experts)), *others)
     if network.images is not None:
         input_ids = network.images.inputs(input_ids, rows.images)
     return (input_ids, *others)

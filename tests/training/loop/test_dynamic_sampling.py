@@ -198,3 +198,14 @@ def test_leftover_samples_keep_their_images(tmp_path):
         assert len(before.images) == len(after.images)
         for image, same in zip(before.images, after.images):
             np.testing.assert_array_equal(image, same, strict=True)
+
+
+def test_leftover_samples_keep_their_experts(tmp_path):
+    choices = [np.arange(12, dtype=dtype).reshape(3, 2, 2) for dtype in (np.uint8, np.uint16)]
+    samples = [dataclasses.replace(sample(0, 0.0, "p", "stop"), experts=experts) for experts in (*choices, None)]
+    leftover = to_leftover(samples)
+    save_leftover(tmp_path, leftover)
+    *back, without = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))
+    assert without.experts is None
+    for experts, same in zip(choices, back, strict=True):
+        np.testing.assert_array_equal(experts, same.experts, strict=True)

@@ -1,0 +1,1 @@
+"""Routing replay: experts train on the tokens that the generator sent to them."""
