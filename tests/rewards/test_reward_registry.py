@@ -15,9 +15,12 @@ BUILT_IN = [
     "loose_format",
     "math_17k_acc",
     "overlong_penalty",
+    "pairwise_judge",
     "qwen_accuracy_reward",
+    "ranking_judge",
     "reasoning_steps",
     "repetition_penalty",
+    "rubric_judge",
     "strict_format",
 ]
 
