@@ -41,6 +41,7 @@ NOT_RUN = {
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",
     "mindrlhf rewards audit": "needs a run; in tests/evaluation/test_reward_audit.py",
     "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",
+    "mindrlhf tools --names mcp:python": "starts `python`, wherever that is; in tests/tools/test_mcp.py",
     "mindrlhf weights merge-adapter": "needs an adapter; in tests/weights/adapters",
     "mindrlhf config check ours.yaml": "paths of a taken-over config are the user's to fill in",
     **dict.fromkeys(

@@ -1,4 +1,5 @@
-"""Tools by name: ``calculator``, ``python``, and a user's own function by ``path/to/file.py:function``.
+"""Tools by name: ``calculator``, ``python``, a user's own function by ``path/to/file.py:function``, and all tools of an
+MCP server by ``mcp:COMMAND ARGUMENTS``.
 
 A tool is a function that takes its arguments by keyword and returns text, or anything JSON can hold. The model is told
 its name, the first paragraph of its docstring, and its parameters with the types of their annotations.
@@ -16,6 +17,7 @@ from mindrlhf.sandbox.run import SandboxLimits, run_python
 from mindrlhf.sandbox.server import shared_server
 from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.tools.arithmetic import calculate
+from mindrlhf.tools.mcp import PREFIX, Server, ServerTool, check_command
 
 Tool = Callable[..., Any]
 
@@ -52,41 +54,54 @@ def check(specifications: Sequence[str]) -> None:
     """Check what can be known without running a user's file.
 
     Raises:
-        UserError: an unknown tool, no such file, or two tools of one name.
+        UserError: an unknown tool, no such file or program, or two tools of one name.
     """
+    functions = [specification for specification in specifications if not specification.startswith(PREFIX)]
     for specification in specifications:
+        if specification.startswith(PREFIX):
+            check_command(specification)
+    for specification in functions:
         path, colon, name = specification.rpartition(":")
         if not colon and specification not in BUILT_IN:
             raise UserError(
                 f"unknown tool '{specification}': there are {', '.join(BUILT_IN)}; "
-                "a function of your own is given as path/to/file.py:function"
+                "a function of your own is given as path/to/file.py:function, a server as mcp:COMMAND"
             )
         if colon and not name.isidentifier():
             raise UserError(f"tool '{specification}': write path/to/file.py:function")
         if colon and not Path(path).is_file():
             raise UserError(f"tool '{specification}': there is no file {path}")
-    names = [tool_name(specification) for specification in specifications]
+    _refuse_repeated([tool_name(specification) for specification in functions])
+
+
+def resolve(specifications: Sequence[str]) -> dict[str, Tool]:
+    """Return the tools by name. A user's file or server is run: only tool workers and `mindrlhf tools` do that.
+
+    Raises:
+        UserError: as ``check``; a file that does not load, or has no such function; a server that does not start.
+    """
+    check(specifications)
+    found: list[tuple[str, Tool]] = []
+    for specification in specifications:
+        if specification.startswith(PREFIX):
+            found += [(tool.name, tool) for tool in Server(specification).tools()]
+            continue
+        path, colon, name = specification.rpartition(":")
+        found.append((name, _load(Path(path), name) if colon else BUILT_IN[name]))
+    _refuse_repeated([name for name, _ in found])
+    return dict(found)
+
+
+def _refuse_repeated(names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"two tools are named '{name}': the model could not tell them apart; rename one")
 
 
-def resolve(specifications: Sequence[str]) -> dict[str, Tool]:
-    """Return the tools by name. A user's file is run: only tool workers and `mindrlhf tools` do that.
-
-    Raises:
-        UserError: as ``check``; a file that does not load, or has no such function.
-    """
-    check(specifications)
-    tools = {}
-    for specification in specifications:
-        path, colon, name = specification.rpartition(":")
-        tools[name] = _load(Path(path), name) if colon else BUILT_IN[name]
-    return tools
-
-
 def describe(name: str, tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of a tool, in the form that chat templates take."""
+    if isinstance(tool, ServerTool):
+        return tool.describe()
     properties, required = {}, []
     for parameter in inspect.signature(tool).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
