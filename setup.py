@@ -37,6 +37,8 @@ EXTRAS = {
     "ascend": ["vllm-ascend==0.23.0"],
     # Precision debugging; to be resolved together with MindSpore, which keeps NumPy below 2.
     "debug": DEBUGGING,
+    # Environments to act in (docs/tools.md).
+    "environments": ["gymnasium>=1.0,<2"],
     "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6"],
 }
 

@@ -42,6 +42,8 @@ NOT_RUN = {
     "mindrlhf rewards audit": "needs a run; in tests/evaluation/test_reward_audit.py",
     "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",
     "mindrlhf tools --names mcp:python": "starts `python`, wherever that is; in tests/tools/test_mcp.py",
+    "python examples/environments/lake_prompts.py": "needs gymnasium; in tests/tools/test_gymnasium_text.py",
+    "mindrlhf data build --input runs/lake": "needs the prompts of the line before",
     "mindrlhf weights merge-adapter": "needs an adapter; in tests/weights/adapters",
     "mindrlhf config check ours.yaml": "paths of a taken-over config are the user's to fill in",
     **dict.fromkeys(

@@ -55,6 +55,7 @@ YOUNGER_KEYS = {
     "rollout.in_flight": 1.5,
     "rollout.max_spans": 4,
     "rollout.span_tokens": 0,
+    "tools.environment": "",
     "training.packing": "first_fit",
 }
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.

@@ -40,7 +40,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_evaluation, config, given)
     check(_check_rollout_dtype, config)
     check(_check_guard, config.guard)
-    check(_check_tools, config.tools, config.rollout, given)
+    check(_check_tools, config.tools, config.rollout, config.reward, given)
     check(_check_msprobe, config, given)
     if world_size is not None:
         check(resolve_data_parallel, config.parallel_config, world_size, needs=_SPLITTING)
@@ -235,6 +235,7 @@ def _check_spans(config: GrpoConfig) -> None:
         "rollout.ahead": config.rollout.ahead > 0,
         "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
         "tools.names": bool(config.tools.names),
+        "tools.environment": bool(config.tools.environment),
         "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
     }
     for name, is_set in others.items():
@@ -336,11 +337,18 @@ def _check_guard(guard: watching_sections.GuardSection) -> None:
     mistakes.raise_if_any()
 
 
-def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, given: frozenset[str]) -> None:
-    unused = sorted(name for name in given if name.startswith("tools.") and name != "tools.names")
-    if unused and not tools.names:
+def _check_tools(
+    tools: sections.ToolSection, rollout: sections.RolloutSection, reward: sections.RewardSection, given: frozenset[str]
+) -> None:
+    own = ("tools.names", "tools.environment")
+    unused = sorted(name for name in given if name.startswith("tools.") and name not in own)
+    if tools.names and tools.environment:
+        raise UserError("'tools.environment' and tools.names are both set: leave one of them out")
+    if "environment_reward" in reward.verifier_function and not tools.environment:
+        raise UserError("the verifier environment_reward needs 'tools.environment': set it, or leave the verifier out")
+    if unused and not tools.names and not tools.environment:
         raise UserError(f"'{unused[0]}' is set, but tools.names is empty: name the tools, or remove the key")
-    if tools.names and tools.max_response_tokens >= rollout.max_response_length:
+    if (tools.names or tools.environment) and tools.max_response_tokens >= rollout.max_response_length:
         raise UserError(
             f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = "
             f"{rollout.max_response_length} holds all turns and answers of a response: lower the one or raise the other"

@@ -2,8 +2,9 @@
 
 A verifier is ``def f(completion: str, answer: str, **context) -> float``. Of the context (``prompt``,
 ``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it takes
-``**context``; ``completions``, the texts of all samples of the prompt, only if it names them. Its other keyword-only
-parameters are options, which the run's config may set.
+``**context``; ``completions``, the texts of all samples of the prompt, and ``episode_return``, the sum of an
+environment's rewards, only if it names them. Its other keyword-only parameters are options, which the run's config may
+set.
 
 Built-in verifiers are the functions marked with ``@register`` in the modules of ``mindrlhf.rewards.verifiers``.
 """
@@ -22,7 +23,9 @@ from typing import Any
 from mindrlhf.errors import UserError
 
 COMPLETIONS = "completions"
-CONTEXT_KEYWORDS = ("prompt", "finish_reason", "num_tokens", COMPLETIONS)
+# What only those get that name it: it is large, or not there in most runs.
+_BY_NAME = frozenset({COMPLETIONS, "episode_return"})
+CONTEXT_KEYWORDS = ("prompt", "finish_reason", "num_tokens", COMPLETIONS, "episode_return")
 
 _registered: dict[str, Callable[..., float]] = {}
 
@@ -155,11 +158,11 @@ def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
 
 
 def context_of(function: Callable[..., float]) -> tuple[str, ...]:
-    """Return what of the context a verifier reads; for one that takes ``**context``, all but ``completions``."""
+    """Return what of the context a verifier reads; for one that takes ``**context``, all but what must be named."""
     parameters = inspect.signature(function).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named |= {*CONTEXT_KEYWORDS} - {COMPLETIONS}
+        named |= {*CONTEXT_KEYWORDS} - _BY_NAME
     return tuple(keyword for keyword in CONTEXT_KEYWORDS if keyword in named)
 
 

@@ -8,6 +8,7 @@ import hmac
 import json
 import math
 import queue
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from mindrlhf.rollout.types import CompletionSource, GenerationRequest, Sampling
 
 ROLES = ("system", "user", "assistant")
 MAX_BODY_BYTES = 8 << 20
+MAX_LENGTH_DIGITS = 10
 MAX_WAITING = 1024
 DEFAULT_REPLY_TOKENS = 1024
 MAX_SEED = (1 << 63) - 1
@@ -179,6 +181,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256  # as many reward workers may ask at once
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone; of anything else, what it was."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 def _handler(server: ChatServer, name: str, api_key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
@@ -199,12 +206,14 @@ def _handler(server: ChatServer, name: str, api_key: str) -> type[BaseHTTPReques
             if api_key and not hmac.compare_digest(self._given_key(), f"Bearer {api_key}".encode()):
                 return 401, _error("the key is missing or wrong")
             length = self.headers.get("Content-Length", "")
-            if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            if not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY_BYTES:
                 return 413, _error(f"the body must have a Content-Length of at most {MAX_BODY_BYTES} bytes")
             try:
                 text, finish_reason, num_prompt, num_reply = server.ask(json.loads(self.rfile.read(int(length))))
             except (ValueError, RecursionError) as error:  # of a body that is no JSON, too
                 return 400, _error(str(error))
+            except TimeoutError:
+                return 408, _error(f"the body did not come within {READ_TIMEOUT_S:g} s")
             except queue.Full:
                 return 429, _error(f"{MAX_WAITING} questions wait")
             except RunFailure as error:

@@ -102,6 +102,7 @@ class Sampler:
                 num_samples,
                 _seed(seed_path, first_group + index),
                 images=record.images,
+                answer=record.answer,
             )
             for index, record in enumerate(records)
         ]
@@ -197,6 +198,7 @@ class Sampler:
             finish_reason=completion.finish_reason,
             num_tokens=len(completion.token_ids),
             verifiers=split_choice(records[completion.request_id].verifier),
+            episode_return=completion.episode_return,
         )
 
 

@@ -37,6 +37,7 @@ class GenerationRequest:
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
+    answer: str = ""  # of the record; no generator reads it, an environment begins its episodes by it
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""
@@ -58,6 +59,7 @@ class Completion:
     num_tool_calls: int = 0
     num_tool_failures: int = 0  # malformed calls among them
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
+    episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
 
 
 class Cancelled(Exception):

@@ -5,9 +5,7 @@ A tool is a function that takes its arguments by keyword and returns text, or an
 its name, the first paragraph of its docstring, and its parameters with the types of their annotations.
 """
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,9 @@ from mindrlhf.sandbox.run import SandboxLimits, run_python
 from mindrlhf.sandbox.server import shared_server
 from mindrlhf.sandbox.time_limit import remaining_s
 from mindrlhf.tools.arithmetic import calculate
+from mindrlhf.tools.environments import PREFIX as ENVIRONMENT_PREFIX
+from mindrlhf.tools.environments import check_environment, episode_tools
+from mindrlhf.tools.loading import load_named
 from mindrlhf.tools.mcp import PREFIX, Server, ServerTool, check_command
 
 Tool = Callable[..., Any]
@@ -56,10 +57,12 @@ def check(specifications: Sequence[str]) -> None:
     Raises:
         UserError: an unknown tool, no such file or program, or two tools of one name.
     """
-    functions = [specification for specification in specifications if not specification.startswith(PREFIX)]
+    functions = [one for one in specifications if not one.startswith((PREFIX, ENVIRONMENT_PREFIX))]
     for specification in specifications:
         if specification.startswith(PREFIX):
             check_command(specification)
+        if specification.startswith(ENVIRONMENT_PREFIX):
+            check_environment(specification.removeprefix(ENVIRONMENT_PREFIX))
     for specification in functions:
         path, colon, name = specification.rpartition(":")
         if not colon and specification not in BUILT_IN:
@@ -86,8 +89,11 @@ def resolve(specifications: Sequence[str]) -> dict[str, Tool]:
         if specification.startswith(PREFIX):
             found += [(tool.name, tool) for tool in Server(specification).tools()]
             continue
+        if specification.startswith(ENVIRONMENT_PREFIX):
+            found += episode_tools(specification.removeprefix(ENVIRONMENT_PREFIX)).items()
+            continue
         path, colon, name = specification.rpartition(":")
-        found.append((name, _load(Path(path), name) if colon else BUILT_IN[name]))
+        found.append((name, load_named(Path(path), name) if colon else BUILT_IN[name]))
     _refuse_repeated([name for name, _ in found])
     return dict(found)
 
@@ -115,21 +121,3 @@ def describe(name: str, tool: Tool) -> dict[str, Any]:
     description = (inspect.getdoc(tool) or "").partition("\n\n")[0].replace("\n", " ")
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def _load(path: Path, name: str) -> Tool:
-    specification = importlib.util.spec_from_file_location("mindrlhf_user_tools", path)
-    if specification is None:
-        raise UserError(f"tool file {path} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(specification)
-    # Last, so that a helper beside the user's file is found but shadows nothing.
-    sys.path.append(str(path.resolve().parent))
-    try:
-        specification.loader.exec_module(module)
-    except BaseException as error:
-        raise UserError(f"tool file {path} does not load: {type(error).__name__}: {error}") from error
-    tool = getattr(module, name, None)
-    if not callable(tool):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        raise UserError(f"tool file {path} has no function '{name}'; it has {', '.join(defined) or 'none'}")
-    return tool

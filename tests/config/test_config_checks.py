@@ -163,6 +163,24 @@ RULES = {
         ["algorithm.dynamic_sampling=false"],
         1,
     ),
+    "spans and an environment": (
+        ["rollout.span_tokens=128", "tools.environment=gymnasium"],
+        ["does not work with tools.environment"],
+        ["tools.environment="],
+        1,
+    ),
+    "tools and an environment": (
+        ["tools.names=calculator", "tools.environment=gymnasium"],
+        ["'tools.environment' and tools.names are both set"],
+        ["tools.environment="],
+        1,
+    ),
+    "the reward of no environment": (
+        ["reward.verifier_function=environment_reward"],
+        ["environment_reward needs 'tools.environment'"],
+        ["tools.environment=gymnasium"],
+        1,
+    ),
     "spans and tools": (
         ["rollout.span_tokens=128", "tools.names=calculator"],
         ["does not work with tools.names"],

@@ -36,9 +36,7 @@ def test_a_model_directory_is_a_judge(tmp_path, rollout_python):
         url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
         os.environ["JUDGE_KEY"] = "sesame"
         body = {"messages": [{"role": "user", "content": "3 + 4 = ?"}], "max_tokens": 200, "temperature": 0}
-        replies = {
-            ask(url, body, api_key_variable="JUDGE_KEY", request_timeout_s=120, num_retries=2) for _ in range(3)
-        }
+        replies = {ask(url, body, api_key_variable="JUDGE_KEY", request_timeout_s=120, num_retries=2) for _ in range(3)}
         assert len(replies) == 1 and next(iter(replies)), "greedy, so the same each time"
         # This model works out sums and knows nothing of rubrics: its answers are refused, not taken for rewards.
         names = ("rubric_judge.url", "rubric_judge.model", "rubric_judge.api_key_variable")

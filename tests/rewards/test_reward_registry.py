@@ -8,6 +8,7 @@ BUILT_IN = [
     "accuracy_reward",
     "base_acc",
     "code_execution",
+    "environment_reward",
     "format_reward",
     "knights_and_knaves",
     "length_reward",

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from mindrlhf.rewards.judges.chat_client import ChatError, ask
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.rollout import chat_server
 from mindrlhf.rollout.chat_server import ChatServer
 from mindrlhf.rollout.types import Completion
 
@@ -191,3 +193,21 @@ def test_a_verifier_asks_it(serve):
         counts = pool.take_counts()
     assert [result.total for result in results] == [0.5, 0.0]
     assert counts["requests"] == 2 and counts["prompt_tokens"] > 0 and counts["reply_tokens"] > 0
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, str(9 << 20), "-1", "ten"])
+def test_bodies_of_no_sensible_length_are_refused(serve, length):
+    server, _ = serve(lambda prompt: "ok")
+    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert b" 413 " in connection.recv(100)
+
+
+def test_a_body_that_does_not_come_is_given_up(serve, monkeypatch):
+    monkeypatch.setattr(chat_server, "READ_TIMEOUT_S", 0.5)
+    server, _ = serve(lambda prompt: "ok")
+    port = int(server.url.rpartition(":")[2].removesuffix("/v1"))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
+        assert b" 408 " in connection.recv(100)
