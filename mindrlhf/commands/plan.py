@@ -3,6 +3,7 @@
 import argparse
 
 from mindrlhf.commands.vocabulary import add_overrides, add_workers
+from mindrlhf.errors import UserError
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -19,12 +20,22 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers (-: to standard output)")
     parser.add_argument("--compile", action="store_true", help="ask MindSpore's memory planner too (minutes)")
     parser.add_argument("--search", action="store_true", help="propose parallel_configs that fit")
+    parser.add_argument(
+        "--async", dest="schedules", action="store_true", help="compare sampling in step, ahead and in spans"
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="LENGTHS",
+        help="for --async: a run's output directory, or lognormal:MEDIAN,SIGMA in tokens (default: a long tail)",
+    )
     parser.set_defaults(run=_run, says="planning")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.plan.report import PlanOptions, report_plan
 
+    if arguments.lengths is not None and not arguments.schedules:
+        raise UserError("--lengths is read by --async alone: give both")
     options = PlanOptions(
         world_size=arguments.workers,
         device_memory=arguments.device_memory,
@@ -33,6 +44,8 @@ def _run(arguments: argparse.Namespace) -> int:
         picture_path=arguments.picture,
         compiles=arguments.compile,
         searches=arguments.search,
+        schedules=arguments.schedules,
+        lengths=arguments.lengths,
     )
     text, fits = report_plan(arguments.config, arguments.overrides, options)
     print(text)

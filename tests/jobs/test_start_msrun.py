@@ -36,7 +36,8 @@ init()
 heartbeat.enter(heartbeat.JOINED)
 print("rank", get_rank(), "has met the others", flush=True)
 """
-# Rank 1, or every rank, stays on the way; no MindSpore, to be quick.
+# Rank 1, or every rank, stays on the way; no MindSpore, to be quick. A rank that has met the others stays for longer
+# than a busy machine keeps the launcher from looking: one that came and went unseen would not count.
 LATE_WORKER = """
 import os, pathlib, time
 from mindrlhf.system import heartbeat
@@ -52,6 +53,7 @@ if not (here / "logs" / "attempt_1").exists():
     time.sleep(600)
 heartbeat.enter(heartbeat.JOINED)
 print("rank", os.environ["RANK_ID"], "has met the others", flush=True)
+time.sleep(10)
 """
 # Holds the interpreter's lock, as MindSpore does while it joins or compiles: no Python code handles a signal.
 DEAF_WORKER = """

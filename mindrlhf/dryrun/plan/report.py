@@ -11,8 +11,9 @@ from mindrlhf.dryrun.plan.compiled import compile_plan
 from mindrlhf.dryrun.plan.json_values import plan_json
 from mindrlhf.dryrun.plan.picture import render_picture
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
+from mindrlhf.dryrun.plan.schedule.report import compare_schedules, schedule_json, schedule_notes, schedule_rows
 from mindrlhf.dryrun.plan.search import search
-from mindrlhf.dryrun.plan.text import planned_lines, render_text, search_lines, section
+from mindrlhf.dryrun.plan.text import columns, planned_lines, render_text, search_lines, section, wrap
 from mindrlhf.dryrun.plan.verdict import give_verdict
 from mindrlhf.errors import UserError
 from mindrlhf.system.files import sync
@@ -32,6 +33,8 @@ class PlanOptions:
     picture_path: str | None = None
     compiles: bool = False
     searches: bool = False
+    schedules: bool = False
+    lengths: str | None = None
 
 
 def report_plan(config_path: str | Path, overrides: Iterable[str], options: PlanOptions) -> tuple[str, bool]:
@@ -55,10 +58,17 @@ def report_plan(config_path: str | Path, overrides: Iterable[str], options: Plan
     planned = compile_plan(plan) if options.compiles else []
     if planned:
         parts.append(section("MindSpore's memory planner", planned_lines(planned)))
+    schedules = compare_schedules(plan, options.lengths) if options.schedules else None
+    if schedules is not None:
+        notes = [line for note in schedule_notes(schedules) for line in wrap(note)]
+        parts.append(section("Schedules", [*columns(schedule_rows(schedules), "<>>>><"), "", *notes]))
     # What goes to standard output stands there alone.
     printed = "\n\n".join(parts)
     if options.json_path:
-        text = json.dumps(plan_json(plan, verdict, result, planned), indent=1)
+        values = plan_json(plan, verdict, result, planned)
+        if schedules is not None:
+            values["schedules"] = schedule_json(schedules)
+        text = json.dumps(values, indent=1)
         if options.json_path == STANDARD_OUTPUT:
             printed = text
         else:

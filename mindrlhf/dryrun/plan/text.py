@@ -20,7 +20,7 @@ def render_text(plan: Plan, verdict: Verdict) -> str:
     """Return the whole plan."""
     parts = [
         _heading(plan),
-        section("Batch", _columns(batch_lines(plan.config, plan.batch, plan.layout.data_parallel), "<><")),
+        section("Batch", columns(batch_lines(plan.config, plan.batch, plan.layout.data_parallel), "<><")),
         section("Groups", _group_lines(plan)),
         section("Pipeline stages", _stage_lines(plan)),
         section("Memory of a rank", _memory_lines(plan)),
@@ -43,7 +43,7 @@ def _vision_lines(vision: VisionPlan) -> list[str]:
         ("~ time per step, at most", f"{vision.seconds:.1f} s", "a rate for ranking, not a prediction"),
         ("~ memory while it runs", format_size(vision.run_bytes), "for one image of that many tokens"),
     ]
-    return _columns(rows, "<><")
+    return columns(rows, "<><")
 
 
 def section(title: str, lines: Iterable[str]) -> str:
@@ -73,13 +73,13 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
         return [*lines, "None fits: use more devices, shorter rows, or a smaller share for the generator."]
     header = ("", "dp", "mp", "pp", "cp", "ep", "opt", "recompute", "micro", "peak", "free", "s/update")
     rows = [header, *(_candidate_row(index, one) for index, one in enumerate(result.best, 1))]
-    lines += _columns(rows, ">" * len(header))
+    lines += columns(rows, ">" * len(header))
     lines += ["", "Seconds of an update by cause (a model for ranking, not a prediction):"]
     causes = ("compute", "imbalance", "bubble", "tensor", "expert", "data")
     rows = [("", *causes)]
     for index, one in enumerate(result.best, 1):
         rows.append((str(index), *(f"{getattr(one.cost, cause):.1f}" for cause in causes)))
-    lines += _columns(rows, ">" * 7)
+    lines += columns(rows, ">" * 7)
     lines += wrap(
         f"Rates: {NODE_BYTES_PER_S / 1e9:.0f} GB/s per device inside a node of {plan.machine.node_size}, "
         f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between nodes; layouts with less than 10 % free memory rank lower. "
@@ -99,7 +99,7 @@ def planned_lines(planned: Sequence[PlannedStage]) -> list[str]:
             (str(one.stage), *sizes, str(one.num_layers), f"{one.seconds:.0f} s", format_size(one.peak_rss_bytes))
         )
     note = "The planner does not know workspaces of CANN's kernels and buffers of HCCL: a lower bound."
-    return [*_columns(rows, ">" * 6), *wrap(note)]
+    return [*columns(rows, ">" * 6), *wrap(note)]
 
 
 def wrap(text: str, indent: str = "") -> list[str]:
@@ -181,7 +181,7 @@ def _stage_lines(plan: Plan) -> list[str]:
                 *(format_size(value) for value in _exact_sizes(state)),
             )
         )
-    return _columns(rows, "><<>>>>")
+    return columns(rows, "><<>>>>")
 
 
 def _exact_sizes(state: StageState) -> tuple[int, int, int]:
@@ -198,9 +198,9 @@ def _memory_lines(plan: Plan) -> list[str]:
         sizes = [next((item.size_bytes for item in phase.items if item.name == name), 0) for phase in shown]
         rows.append((("  " if name in exact else "~ ") + name, *(format_size(size) if size else "-" for size in sizes)))
     rows.append(("total", *(format_size(phase.total) for phase in shown)))
-    lines = [*_columns(rows, "<" + ">" * len(shown)), "", *_columns(_calculations(shown, names), "<<")]
+    lines = [*columns(rows, "<" + ">" * len(shown)), "", *columns(_calculations(shown, names), "<<")]
     if plan.layout.pipeline_stage > 1:
-        lines += ["", *_columns(_stage_totals(plan.memory), "<" + ">" * len(shown))]
+        lines += ["", *columns(_stage_totals(plan.memory), "<" + ">" * len(shown))]
     return lines
 
 
@@ -238,7 +238,7 @@ def _parameter_lines(plan: Plan) -> list[str]:
                 format_size(row.state_bytes),
             )
         )
-    return _columns(rows, "<>>><>")
+    return columns(rows, "<>>><>")
 
 
 def _short_name(name: str) -> str:
@@ -270,13 +270,13 @@ def _transfer_lines(plan: Plan) -> list[str]:
         ratio = f"{step.moved / step.bound:.2f}" if step.bound else "-"
         rows.append((step.name, format_size(step.moved), format_size(step.bound), ratio))
     return [
-        *_columns(rows, "<>>>"),
+        *columns(rows, "<>>>"),
         f"host memory of the weight board: {format_size(transfer.board_bytes)} on each of {transfer.num_nodes} "
         f"node{'s' if transfer.num_nodes > 1 else ''}",
     ]
 
 
-def _columns(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
     """Return rows as lines of columns; the last left-aligned one wraps under itself."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
