@@ -166,13 +166,13 @@ RULES = {
     "spans and an environment": (
         ["rollout.span_tokens=128", "tools.environment=gymnasium"],
         ["does not work with tools.environment"],
-        ["tools.environment="],
+        ["tools.environment=''"],
         1,
     ),
     "tools and an environment": (
         ["tools.names=calculator", "tools.environment=gymnasium"],
         ["'tools.environment' and tools.names are both set"],
-        ["tools.environment="],
+        ["tools.environment=''"],
         1,
     ),
     "the reward of no environment": (
