@@ -39,7 +39,14 @@ EXTRAS = {
     "debug": DEBUGGING,
     # Environments to act in (docs/tools.md).
     "environments": ["gymnasium>=1.0,<2"],
-    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6"],
+    # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
+    "wandb": ["wandb>=0.17"],
+    "swanlab": ["swanlab>=0.10"],
+    "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
+    # `mindrlhf models get` and `data get`.
+    "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],
+    # wandb: one tracker is tested every day.
+    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6", "wandb>=0.17"],
 }
 
 setup(

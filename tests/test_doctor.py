@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf import cli, doctor
-from mindrlhf.doctor import Check, Diagnosis
+from mindrlhf import cli
+from mindrlhf.doctor import diagnosis as doctor
+from mindrlhf.doctor.check import Check
+from mindrlhf.doctor.diagnosis import Diagnosis
 
 TRAINING = {
     "python": [3, 11, 7],

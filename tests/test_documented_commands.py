@@ -35,6 +35,8 @@ NOT_RUN = {
     "mindrlhf doctor": "asks both environments; in tests/test_doctor.py",
     "mindrlhf train": "trains; configs of examples are checked below",
     "mindrlhf eval": "starts vLLM",
+    "mindrlhf models get": "fetches; in tests/hub",
+    "mindrlhf data get": "fetches; in tests/hub",
     "mindrlhf diff": "needs two runs; in tests/jobs/test_run_diff.py",
     "mindrlhf replay": "needs a run",
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",

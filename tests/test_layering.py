@@ -19,7 +19,7 @@ README = ROOT / "README.md"
 # The rooms by floor, from the ground up. An import goes to a lower floor or along its own, never up.
 FLOORS = (
     ("errors", "algorithms", "system"),
-    ("config", "specs", "observe", "images"),
+    ("config", "hub", "specs", "observe", "images"),
     ("data", "layout", "launch", "sandbox"),
     ("models", "rewards", "tools", "weights"),
     ("checkpoint", "shards", "rollout"),

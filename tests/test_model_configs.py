@@ -200,3 +200,39 @@ def test_only_the_users_keys_are_missing(path):
     if "training" in read_yaml(path):
         with pytest.raises(UserError, match=r"reward\.verifier_function"):
             load_grpo_config(path, without_reward, world_size=_model_and_world_size(path)[1])
+
+
+# What depends on the size of the model, on its layout, or on how long its answers are; the rest is one recipe.
+SIZE_KEYS = {
+    "rollout.num_replicas", "rollout.tensor_parallel", "rollout.gpu_memory_utilization", "rollout.max_num_seqs",
+    "rollout.max_response_length", "training.batch_size", "training.row_lengths", "training.chunk_size",
+    "model.recompute", "run.output_dir",
+    "algorithm.beta",  # 0 where a reference model does not fit beside the largest
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["grpo_text", "grpo_vision", "predict"])
+def test_files_of_a_kind_differ_in_what_depends_on_the_size_alone(kind):
+    paths = [path for path in RUN_FILES if path.name.startswith(kind.partition("_")[0])]
+    if kind != "predict":
+        paths = [path for path in paths if ("_vl_" in path.name) == (kind == "grpo_vision")]
+    assert len(paths) > 2
+    values: dict[str, set[str]] = {}
+    for path in paths:
+        for section, keys in dataclasses.asdict(_load(path)).items():
+            for name, value in keys.items():
+                values.setdefault(f"{section}.{name}", set()).add(str(value))
+    differing = {key for key, found in values.items() if len(found) > 1 and not key.startswith("parallel_config.")}
+    assert differing <= SIZE_KEYS
+
+
+def test_the_readme_has_a_case_for_every_training_file():
+    files = [path for path in RUN_FILES if path.name.startswith("grpo")]
+    files += (ROOT.parent / "examples" / "grpo").glob("*.yaml")
+    rows = [line.split("|") for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    for path in files:
+        case = next(row for row in rows if f"{path.parent.name}/{path.name}`" in row[-2])
+        length = read_yaml(path)["rollout"]["max_response_length"]
+        assert f"{length:,}" in case[2], f"{path.name} has answers of {length}"
+        num_npus = re.search(r"_(\d+)npu", path.name)[1]
+        assert case[1].strip().startswith(f"{num_npus} NPUs")

@@ -15,6 +15,10 @@ POLICY_STATISTICS = ("loss", "clipped_low", "clipped_high", "kl", "entropy", "co
 # The token arrays that a policy loss takes after the four of every cell, in order; those it does not need are unread.
 POLICY_INPUTS = ("advantages", "weights", "old_logprobs", "reference_logprobs", "rollout_logprobs")
 
+# The sums that the other losses here report, and the token arrays that they take.
+TOKEN_STATISTICS = ("loss", "entropy")
+COEFFICIENT_INPUTS = ("coefficients",)
+
 MAX_LOG_RATIO = 20.0
 
 

@@ -45,6 +45,14 @@ class AheadState:
 
 
 @dataclass(frozen=True)
+class AsynchronousState:
+    """Of groups that are generated without end: see :mod:`mindrlhf.training.loop.sampling.asynchronous`."""
+
+    num_rounds: int  # that are done
+    version: int  # of the weights that the servers have
+
+
+@dataclass(frozen=True)
 class PairAccuracy:
     """The accuracy on held-out pairs at one step."""
 
@@ -64,6 +72,7 @@ class AlgorithmState:
     first_evaluation: PairAccuracy | None = None
     last_evaluation: PairAccuracy | None = None
     ahead: AheadState | None = None
+    asynchronous: AsynchronousState | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a copy as JSON values."""

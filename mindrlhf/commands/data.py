@@ -1,4 +1,4 @@
-"""``mindrlhf data``: build prompt files from raw data, and show what is in them."""
+"""``mindrlhf data``: build prompt files and show what is in them; and with ``mindrlhf models``: fetch from hubs."""
 
 import argparse
 import json
@@ -6,31 +6,59 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_aliases, allow_json
+from mindrlhf.commands.vocabulary import add_aliases, allow_json, model_directory
 from mindrlhf.errors import UserError
+from mindrlhf.hub.cache import DATASETS, MODELS
 
 NUM_SHOWN_IDS = 32
 
 
 def register(subparsers) -> None:
-    """Add ``data build`` and ``data show``."""
+    """Add ``data build``, ``data show`` and ``data get``, and ``models get``."""
     parser = subparsers.add_parser("data", help="build prompt files and look into them")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _register_build(actions)
     show = actions.add_parser("show", help="print the header and the first records of a prompt file")
     show.add_argument("file", metavar="FILE")
     show.add_argument("--num", type=int, default=3, metavar="N", help="records to print (default: 3)")
-    show.add_argument("--tokenizer", metavar="DIR", help="decode with this tokenizer, which must be the file's own")
+    show.add_argument(
+        "--tokenizer",
+        type=model_directory,
+        metavar="DIR",
+        help="decode with this tokenizer, which must be the file's own",
+    )
     allow_json(show)
     show.add_argument("--images", metavar="DIR", help="write the images of these records there, as PNG")
     show.set_defaults(run=run_show)
+    _register_get(actions, DATASETS, "fetch a data set from Hugging Face or ModelScope", "openai/gsm8k")
+    models = subparsers.add_parser("models", help="fetch models from Hugging Face or ModelScope")
+    summary = "fetch a model; its name then stands wherever a model directory does"
+    actions = models.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _register_get(actions, MODELS, summary, "Qwen/Qwen2.5-7B-Instruct")
+
+
+def _register_get(actions, kind: str, summary: str, example: str) -> None:
+    get = actions.add_parser("get", help=summary)
+    get.add_argument("name", metavar="OWNER/NAME", help=f"name on the hub, such as {example}")
+    get.add_argument(
+        "--from",
+        dest="hub",
+        choices=("huggingface", "modelscope"),
+        default="huggingface",
+        help="which hub (default: huggingface)",
+    )
+    get.add_argument("--revision", default="", metavar="NAME", help="branch, tag or commit (default: the hub's)")
+    get.add_argument("--output", default="", metavar="DIR", help="put it there (default: into the hub's cache)")
+    get.set_defaults(run=run_get, kind=kind, says="fetching")
 
 
 def _register_build(actions) -> None:
     build = actions.add_parser("build", help="turn JSONL, JSON or Parquet files into a MindRecord prompt file")
     build.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
     build.add_argument("--output", required=True, metavar="FILE", help="the MindRecord file to write")
-    build.add_argument("--tokenizer", required=True, metavar="DIR", help="Hugging Face directory, or .model file")
+    build.add_argument(
+        "--tokenizer", type=model_directory, required=True, metavar="DIR", help="Hugging Face directory, or .model file"
+    )
     build.add_argument(
         "--handler",
         default="gsm8k",
@@ -207,3 +235,14 @@ def _print_ids(label: str, ids, tokenizer, is_prompt: bool = False) -> None:
     else:
         rest = " ..." if len(ids) > NUM_SHOWN_IDS else ""
         print(" ".join(map(str, ids[:NUM_SHOWN_IDS])) + rest)
+
+
+def run_get(arguments: argparse.Namespace) -> int:
+    """Fetch a model or a data set and print its directory."""
+    from mindrlhf.hub.fetch import fetch, size_bytes
+
+    options = {"revision": arguments.revision, "output": arguments.output}
+    directory = fetch(arguments.name, arguments.kind, arguments.hub, **options)
+    print(f"{arguments.name}: {size_bytes(directory) / 1e9:.2f} GB", file=sys.stderr)
+    print(directory)
+    return 0

@@ -11,7 +11,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mindrlhf.doctor import diagnose
+    from mindrlhf.doctor.diagnosis import diagnose
 
     diagnosis = diagnose()
     print(diagnosis.to_json() if arguments.json else diagnosis.to_text())

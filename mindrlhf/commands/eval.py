@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -13,9 +13,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("config", help="YAML file of a `mindrlhf train` run: verifiers, tokenizer and generator")
     add_overrides(parser)
     models = parser.add_mutually_exclusive_group(required=True)
-    models.add_argument("--model", help="Hugging Face directory")
+    models.add_argument("--model", type=model_directory, help="Hugging Face directory")
     models.add_argument("--checkpoints", metavar="DIR", help="all checkpoints of a run: a table, and curve.svg")
-    parser.add_argument("--baseline", help="another Hugging Face directory: is --model better on the same prompts?")
+    parser.add_argument(
+        "--baseline",
+        type=model_directory,
+        help="another Hugging Face directory: is --model better on the same prompts?",
+    )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
     prompts.add_argument("--set", metavar="NAME", default="", help="a set of evaluation.sets, with its own verifier")

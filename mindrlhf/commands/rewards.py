@@ -42,6 +42,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         action.add_argument(
             "--option", action="append", default=[], metavar="VERIFIER.OPTION=VALUE", help="may be given several times"
         )
+        action.add_argument(
+            "--allow-weak", action="store_true", help="run programs also where the sandbox has too few locks (doctor)"
+        )
         action.add_argument("--timeout-s", type=float, default=10.0, help="limit per sample and verifier (default: 10)")
 
 
@@ -96,7 +99,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from mindrlhf.errors import UserError
     from mindrlhf.rewards.lint import example_samples, lint
     from mindrlhf.rewards.sample_files import SkippedLines, read_samples
+    from mindrlhf.sandbox.server import check_for
 
+    check_for([arguments.verifier], arguments.allow_weak, "--allow-weak")
     samples = example_samples()
     if arguments.samples:
         lines = SkippedLines(read_samples(Path(arguments.samples)), is_allowed=False)
@@ -117,11 +122,13 @@ def _score(arguments: argparse.Namespace) -> int:
     from mindrlhf.rewards.registry import built_in, context_of, parse_verifiers
     from mindrlhf.rewards.sample_files import ScoreWriter, SkippedLines, read_samples, score_lines
     from mindrlhf.rewards.selection import Selection
+    from mindrlhf.sandbox.server import check_for
 
     weights = arguments.weight or ",".join("1" for _ in arguments.verifier.split(","))
     verifiers, weights = parse_verifiers(arguments.verifier, weights)
     selection = Selection(tuple(verifiers), tuple(weights), options=_options(arguments.option))
     selection.check()
+    check_for(verifiers, arguments.allow_weak, "--allow-weak")
     needed = {name for verifier in verifiers if ":" not in verifier for name in context_of(built_in(verifier))}
     needed.discard("finish_reason")  # "stop" is what it is nearly always
     lines = SkippedLines(read_samples(Path(arguments.input), needed), is_allowed=arguments.skip_bad)

@@ -53,6 +53,10 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
         metavar="N",
         help="start a failed run again up to N times, from its newest checkpoint (default: 0)",
     )
+    if name == "train":
+        parser.add_argument(
+            "--replay-order", metavar="RUN", help="repeat the asynchronous run of this output directory exactly"
+        )
     parser.set_defaults(run=_run)
 
 
@@ -71,6 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
+    if command == "train" and arguments.replay_order:
+        overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()

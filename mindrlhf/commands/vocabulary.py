@@ -34,6 +34,13 @@ def allow_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
+def model_directory(text: str) -> str:
+    """The type of an argument that names a model or tokenizer directory, or a model of a hub that is in its cache."""
+    from mindrlhf.hub.cache import local_directory
+
+    return local_directory(text)
+
+
 def write_text(path: str, text: str, *, overwrite: bool = True) -> None:
     """Write a result to a file, whole or not at all, or to standard output when ``path`` is ``-``.
 

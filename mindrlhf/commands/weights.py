@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_aliases, allow_json
+from mindrlhf.commands.vocabulary import add_aliases, allow_json, model_directory
 
 
 def register(subparsers) -> None:
@@ -12,40 +12,48 @@ def register(subparsers) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     to_mindformers = actions.add_parser("import", help="Hugging Face directory to MindFormers names and layouts")
-    to_mindformers.add_argument("source", metavar="HF_DIR")
+    to_mindformers.add_argument("source", type=model_directory, metavar="HF_DIR")
     to_mindformers.set_defaults(run=_import, says="converting")
 
     to_hugging_face = actions.add_parser("export", help="MindFormers directory back to Hugging Face")
     to_hugging_face.add_argument("source", metavar="MF_DIR")
     to_hugging_face.set_defaults(run=_export, says="converting")
 
+    convert = actions.add_parser("convert", help="Hugging Face directory to another dtype; dequantises fp8")
+    convert.add_argument("source", type=model_directory, metavar="HF_DIR")
+    convert.set_defaults(run=_convert, says="converting")
+
     random = actions.add_parser("random", help="randomly initialised Hugging Face directory")
     random.add_argument("--config", required=True, metavar="CONFIG_JSON", help="a config.json, or a directory with one")
     random.add_argument("--seed", type=int, default=0)
-    tokenizer = random.add_argument("--tokenizer", metavar="DIR", help="copy the tokenizer files from here")
+    tokenizer = random.add_argument(
+        "--tokenizer", type=model_directory, metavar="DIR", help="copy the tokenizer files from here"
+    )
     add_aliases(random, tokenizer, "--tokenizer-dir")
     random.set_defaults(run=_random, says="making weights")
 
     adapter = actions.add_parser("merge-adapter", help="add an adapter in PEFT's format to its model")
-    adapter.add_argument("source", metavar="HF_DIR", help="the model that it was trained on; stays as it is")
+    adapter.add_argument(
+        "source", type=model_directory, metavar="HF_DIR", help="the model that it was trained on; stays as it is"
+    )
     adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
     adapter.set_defaults(run=_merge_adapter)
 
-    for action in (to_mindformers, to_hugging_face, random, adapter):
+    for action in (to_mindformers, to_hugging_face, convert, random, adapter):
         _add_output(action, "DIR", "output directory; must not exist yet")
         action.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the files")
 
     _register_sharding(actions)
 
     inspect = actions.add_parser("inspect", help="sizes, dtypes and layout of a model directory, checked")
-    inspect.add_argument("source", metavar="DIR")
+    inspect.add_argument("source", type=model_directory, metavar="DIR")
     allow_json(inspect)
     inspect.set_defaults(run=_inspect, says="reading")
 
 
 def _register_sharding(actions) -> None:
     shard = actions.add_parser("shard", help="shard a Hugging Face directory into one directory per rank")
-    shard.add_argument("source", metavar="HF_DIR")
+    shard.add_argument("source", type=model_directory, metavar="HF_DIR")
     shard.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="convert the parameters")
     shard.add_argument("--optimizer", default="", metavar="FILE", help="optimizer.safetensors of a run, sharded too")
     shard.set_defaults(run=_shard, says="sharding")
@@ -172,6 +180,14 @@ def _merge_adapter(arguments: argparse.Namespace) -> int:
     from mindrlhf.weights.adapters.merge import merge_adapter
 
     merge_adapter(arguments.source, arguments.adapter, arguments.output, arguments.dtype)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from mindrlhf.weights.fp8 import convert_directory
+
+    convert_directory(arguments.source, arguments.output, arguments.dtype)
     print(f"wrote {arguments.output}")
     return 0
 

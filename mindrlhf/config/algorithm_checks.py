@@ -187,8 +187,8 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
         unread["algorithm.max_oversampling"] = "algorithm.dynamic_sampling true, not false"
     if algorithm.overlong_buffer == 0:
         unread["algorithm.overlong_penalty"] = "an algorithm.overlong_buffer above 0, not 0"
-    if not config.rollout.span_tokens:
-        why = "rollout.span_tokens above 0, not 0"
+    if not config.rollout.span_tokens or config.rollout.asynchronous:
+        why = "rollout.span_tokens above 0 and without rollout.asynchronous"
         unread |= {"rollout.max_spans": why, "rollout.in_flight": why}
     if correction_weight(config) == "none":
         unread["correction.max_weight"] = "correction.weight token or sequence, not none"

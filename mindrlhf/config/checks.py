@@ -33,6 +33,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_packing, config)
     check(_check_row_lengths, config)
     check(_check_ahead, config)
+    check(_check_asynchronous, config)
     check(_check_spans, config)
     check(_check_reference, config)
     check(_check_schedule, config.optimizer, given)
@@ -40,6 +41,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_evaluation, config, given)
     check(_check_rollout_dtype, config)
     check(_check_guard, config.guard)
+    check(_check_trackers, config.observe, given)
     check(_check_tools, config.tools, config.rollout, config.reward, given)
     check(_check_msprobe, config, given)
     if world_size is not None:
@@ -79,6 +81,7 @@ def _check_common(config: SftConfig | DpoConfig | RewardModelConfig, given: froz
     mistakes.check(check_lora, config.lora, given, config.run.device)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(_check_keeps_no_best, config.checkpoint)
+    mistakes.check(_check_trackers, config.observe, given)
     return mistakes
 
 
@@ -222,6 +225,22 @@ def _check_ahead(config: GrpoConfig) -> None:
         )
 
 
+def _check_asynchronous(config: GrpoConfig) -> None:
+    rollout = config.rollout
+    if not rollout.asynchronous:
+        if rollout.replay_order:
+            raise UserError(
+                f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
+                "rollout.asynchronous to true, or remove it"
+            )
+        return
+    for name, usual in (("ahead", 2), ("span_tokens", max(1, rollout.max_response_length // 8))):
+        if not getattr(rollout, name):
+            raise UserError(
+                f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"
+            )
+
+
 def _check_spans(config: GrpoConfig) -> None:
     span = config.rollout.span_tokens
     if not span:
@@ -232,7 +251,7 @@ def _check_spans(config: GrpoConfig) -> None:
             f"{config.rollout.max_response_length}: set it lower, or to 0"
         )
     others = {
-        "rollout.ahead": config.rollout.ahead > 0,
+        "rollout.ahead (without rollout.asynchronous)": config.rollout.ahead > 0 and not config.rollout.asynchronous,
         "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
         "tools.names": bool(config.tools.names),
         "tools.environment": bool(config.tools.environment),
@@ -272,9 +291,7 @@ def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> Non
     if "reward.model_weight" in given and not reward.model_path and reward.model_weight != 1:
         mistakes.add("'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight")
     if weights and weights != count:
-        mistakes.add(
-            f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
-        )
+        mistakes.add(f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each")
     mistakes.raise_if_any()
 
 
@@ -353,6 +370,17 @@ def _check_tools(
             f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = "
             f"{rollout.max_response_length} holds all turns and answers of a response: lower the one or raise the other"
         )
+
+
+def _check_trackers(observe: watching_sections.ObserveSection, given: frozenset[str]) -> None:
+    trackers = [sink for sink in watching_sections.SINKS if sink != "tensorboard"]
+    if not set(trackers) & set(observe.sinks):
+        for name in ("observe.project", "observe.run_name"):
+            if name in given:
+                raise UserError(
+                    f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to "
+                    "observe.sinks, or remove it"
+                )
 
 
 def _check_msprobe(config: GrpoConfig, given: frozenset[str]) -> None:

@@ -16,6 +16,7 @@ def key(
     choices: Sequence[Any] = (),
     exclusive_minimum: bool = False,
     is_path: bool = False,
+    is_model: bool = False,
 ) -> Any:
     """Declare one key of a section.
 
@@ -25,6 +26,7 @@ def key(
         minimum, maximum: closed bounds of a number (``exclusive_minimum`` opens the lower one).
         choices: the allowed values, when they are few.
         is_path: the text names a file or a directory.
+        is_model: it may also be the name of a model on a hub, which becomes its directory in the hub's cache.
     """
     metadata = {
         "doc": doc,
@@ -32,7 +34,8 @@ def key(
         "maximum": maximum,
         "choices": tuple(choices),
         "exclusive_minimum": exclusive_minimum,
-        "is_path": is_path,
+        "is_path": is_path or is_model,
+        "is_model": is_model,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from mindrlhf.errors import Mistakes, UserError
+from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
 
 Config = TypeVar("Config")
@@ -289,6 +290,8 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         _check_text(name, value)
         if metadata["is_path"]:
             check_path(f"'{name}'", value)
+        if metadata["is_model"]:
+            value = local_directory(value)
     _check_range(name, value, metadata)
     return value
 

@@ -39,11 +39,11 @@ class RunSection:
 class ModelSection:
     """The model to train."""
 
-    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_path=True)
+    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_model=True)
     reference_path: str = key(
         "",
         "Hugging Face directory of the reference model; empty means `model.path`",
-        is_path=True,
+        is_model=True,
     )
     random_init: bool = key(
         False, "ignore weights in `model.path`, initialise them from `run.seed`; needs only config.json"
@@ -64,7 +64,9 @@ class DataSection:
     """The prompts, and the tokenizer they were built with."""
 
     train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`", is_path=True)
-    tokenizer_dir: str = key(REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file", is_path=True)
+    tokenizer_dir: str = key(
+        REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file", is_model=True
+    )
     eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation", is_path=True)
     shuffle: bool = key(True, "shuffle the prompts anew in each epoch")
 
@@ -91,6 +93,10 @@ class RolloutSection:
         "weights; 0 finishes all in their step; see docs/async.md",
         minimum=0,
     )
+    asynchronous: bool = key(
+        False, "sample without end and train on what is complete, weights at most `ahead` steps old; see docs/async.md"
+    )
+    replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
     max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
     in_flight: float = key(
         1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
@@ -168,7 +174,7 @@ class RewardSection:
     model_path: str = key(
         "",
         "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
-        is_path=True,
+        is_model=True,
     )
     model_weight: float = key(1.0, "weight of the reward model's score in the sum")
     num_workers: int = key(1, "verifier processes", minimum=1, maximum=256)
@@ -289,7 +295,7 @@ class CriticSection:
         "",
         "Hugging Face directory that the critic starts from: a reward model, or a language model such as `model.path`, "
         "whose values begin at 0",
-        is_path=True,
+        is_model=True,
     )
     start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
     end_lr: float | None = key(

@@ -6,6 +6,7 @@ from mindrlhf.config.keys import key
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
+SINKS = ("tensorboard", "wandb", "swanlab", "mlflow")
 KEY_DATA_LEVEL, CELL_LEVEL = "debug", "L0"  # as msprobe calls them
 
 
@@ -40,13 +41,21 @@ class ObserveSection:
     """What is reported."""
 
     performance_stats: bool = key(True, "report the timing of every stage and the throughput")
-    tensorboard: bool = key(True, "write TensorBoard event files")
+    tensorboard: bool = key(True, "write TensorBoard event files; false takes tensorboard out of `sinks`")
     samples_per_step: int = key(2, "samples written to samples.jsonl at each step", minimum=0)
     sample_tokens: bool = key(
         False,
         "write the tokens of these samples too, each with its advantage and the log-probabilities of generator and "
         "trainer, which `mindrlhf view` shades",
     )
+    sinks: tuple[str, ...] = key(
+        ("tensorboard",),
+        "where metrics, config, samples and report go, beside the files of `run.output_dir`; all but tensorboard are "
+        "optional extras; see docs/metrics.md",
+        choices=SINKS,
+    )
+    project: str = key("mindrlhf", "what trackers among `sinks` file the run under")
+    run_name: str = key("", "what they call the run; empty means the last folder of `run.output_dir`")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Control tokens that are written out in the texts of a data set, where they could end a turn and forge another.
 
 Tokenizers turn ``<|im_end|>`` into its id wherever it stands, so a question may close the user's turn and speak as the
-assistant. Only the template may write such tokens: in data they get a space behind their first character.
+assistant. Only the template may write such tokens: in data, and in what tools answer, they get a space behind their
+first character.
 """
 
 import re
@@ -23,13 +24,18 @@ def holds_control_token(example: Example, pattern: re.Pattern[str]) -> bool:
     return any(text is not None and pattern.search(text) is not None for text in texts)
 
 
+def written_apart(text: str, pattern: re.Pattern[str]) -> str:
+    """``text`` without control tokens: each has a space behind its first character."""
+    while pattern.search(text) is not None:
+        text = pattern.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", text)
+    return text
+
+
 def neutralised(example: Example, pattern: re.Pattern[str]) -> Example:
     """``example`` with every control token in its messages and responses written apart: ``< |im_end|>``."""
 
     def apart(text: str | None) -> str | None:
-        while text is not None and pattern.search(text) is not None:
-            text = pattern.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", text)
-        return text
+        return None if text is None else written_apart(text, pattern)
 
     messages = tuple(replace(message, content=apart(message.content)) for message in example.messages)
     return replace(example, messages=messages, response=apart(example.response), rejected=apart(example.rejected))

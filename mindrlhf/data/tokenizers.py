@@ -12,6 +12,7 @@ import tokenizers
 
 from mindrlhf.data.tokenizer_config import AddedTokenSpec, TokenizerConfig, read_tokenizer_config
 from mindrlhf.errors import UserError
+from mindrlhf.hub.cache import advice
 
 # Tokens with which chat models end a turn; a chat model stops on it, whatever its eos token is.
 CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
@@ -223,7 +224,8 @@ def load_tokenizer(path: str | Path, merges_path: str | Path | None = None) -> T
     if path.is_file() and path.suffix == ".model":
         return SentencePieceTokenizer(path, read_tokenizer_config(path.parent))
     if not path.is_dir():
-        raise UserError(f"no tokenizer at {path}: expected a directory or a SentencePiece .model file")
+        expected = f"expected a directory or a SentencePiece .model file{advice(str(path))}"
+        raise UserError(f"no tokenizer at {path}: {expected}")
     if (path / "tokenizer.json").is_file():
         return _load_tokenizer_json(path / "tokenizer.json")
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():

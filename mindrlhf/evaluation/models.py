@@ -21,6 +21,7 @@ from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.sandbox.server import check_for
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,15 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     """Sample every model on the same prompts with the same random streams, one model after the other.
 
     Writes ``samples_<number>.jsonl`` for each model into ``out_dir``.
+
+    Raises:
+        UserError: the system gives the sandbox too little for programs of the models.
     """
     held_out, tokenizer, max_model_len = job.held_out()
     reward, tools = job.config.reward, job.config.tools
     out_dir.mkdir(parents=True, exist_ok=True)
     evaluations = []
+    check_for((*reward.verifier_function, *tools.names), job.config.sandbox.allow_weak)
     with RewardPool.from_config(reward, out_dir / "reward_failures.jsonl") as pool:
         for number, model_dir in enumerate(model_dirs, start=1):
             generator = start_replicas(

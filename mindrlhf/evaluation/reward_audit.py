@@ -7,14 +7,14 @@ a right answer needs.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from mindrlhf.config.parse import build, read_yaml
-from mindrlhf.config.sections import RewardSection
+from mindrlhf.config.sections import RewardSection, SandboxSection
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_of
 from mindrlhf.observe.records import read_jsonl
@@ -22,6 +22,7 @@ from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rewards.types import RewardInput, RewardResult
+from mindrlhf.sandbox.server import check_for
 
 MIN_SAMPLES = 20
 NUM_PERMUTATIONS = 2000
@@ -233,7 +234,7 @@ def audit_run(run_dir: Path, *, max_rescored: int = 200) -> Audit:
     A run whose rewards come from a reward model alone is audited without scoring anything again.
 
     Raises:
-        UserError: the directory has no config or no samples, or they are damaged.
+        UserError: the directory has no config or no samples, or they are damaged; the sandbox is too weak for programs.
     """
     if max_rescored < 1:
         raise UserError(f"{max_rescored} samples to score again: give at least 1")
@@ -249,12 +250,13 @@ def audit_run(run_dir: Path, *, max_rescored: int = 200) -> Audit:
         raise UserError(f"{path} holds no samples: a run saves some at each step (observe.samples_per_step)")
     if not reward.verifier_function:
         return audit(samples, accuracy)
+    check_for(reward.verifier_function, build(SandboxSection, content.get("sandbox") or {}, "sandbox.").allow_weak)
     with RewardPool.from_config(reward) as pool:
         return audit(samples, part_name(accuracy), pool, max_rescored=max_rescored)
 
 
 def _sample(path: Path, record: Mapping[str, Any]) -> SampleRecord:
-    names = [field.name for field in fields(SampleRecord)]
+    names = [field.name for field in fields(SampleRecord) if field.default is MISSING]
     missing = [name for name in names if name not in record]
     if missing:
         raise UserError(f"{path} holds a sample without '{missing[0]}': it is not of a run")

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.peers import Peers
 from mindrlhf.system import processes
+from mindrlhf.system.files import remove_unheld
 
 SCHEDULER = "the scheduler"
 # A rank that ended before its environment could be read.
@@ -86,6 +88,8 @@ class RunProcesses:
                 raise RunFailure(f"processes {sorted(remaining)} of this run could not be killed; end them by hand")
             processes.signal_all(remaining, signal.SIGKILL)
             time.sleep(_KILL_INTERVAL_S)
+        # Of a rollout server that was too slow to tidy up.
+        remove_unheld(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
 
     def _ask(
         self, number: int, list_running: Callable[[], list[int]], grace_s: float, wait: Callable[[], bool]

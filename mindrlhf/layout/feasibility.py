@@ -48,11 +48,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
     check_micro_batches(layout, batch)
-    if dims.tied and layout.pipeline_stage > 1:
-        raise UserError(
-            f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "
-            "embedding (tie_word_embeddings), which MindSpore's pipeline cannot share between stages here: set it to 1"
-        )
+    check_model(dims, layout)
     if layout.context_parallel > 1:
         check_tokens_only(config, layout.context_parallel)
     interleaves = config.parallel_config.micro_batch_interleave_num
@@ -64,6 +60,49 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
             f"{interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
+
+
+def check_model(dims: ModelDims, layout: Layout) -> None:
+    """Check that a model can be sharded.
+
+    Raises:
+        UserError: heads, layers, vocabulary or experts do not divide, or a pipeline would share the embedding.
+    """
+    check_divisible(dims, layout)
+    if dims.tied and layout.pipeline_stage > 1:
+        raise UserError(
+            f"'parallel_config.pipeline_stage' is {layout.pipeline_stage}, but the model's output layer is its "
+            "embedding (tie_word_embeddings), which MindSpore's pipeline cannot share between stages here: set it to 1"
+        )
+
+
+def check_rows(
+    parallel: ParallelSection, layout: Layout, row_lengths: tuple[int, ...], batch_size: int, section: str
+) -> None:
+    """Check that the rows of training on fixed data divide over what shares them.
+
+    Args:
+        batch_size: rows per micro-batch and replica.
+        section: of the config, that has `batch_size` and `row_lengths`.
+
+    Raises:
+        UserError: they do not.
+    """
+    num_parts = parallel.micro_batch_num * parallel.micro_batch_interleave_num
+    if batch_size % num_parts:
+        raise UserError(
+            f"'{section}.batch_size' is {batch_size}, which does not divide into {num_parts} parts "
+            "(micro_batch_num * micro_batch_interleave_num of parallel_config): set it to "
+            f"{-(-batch_size // num_parts) * num_parts}"
+        )
+    num_ranks = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
+    for length in row_lengths:
+        if length % num_ranks:
+            raise UserError(
+                f"'{section}.row_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
+                "sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
+                f"{-(-length // num_ranks) * num_ranks}"
+            )
 
 
 def check_rollout(rollout: RolloutSection, dims: ModelDims, world_size: int) -> None:

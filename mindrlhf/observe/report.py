@@ -21,13 +21,14 @@ from mindrlhf.observe.records import replace_file
 from mindrlhf.observe.run_data import RunData, read_run
 from mindrlhf.observe.samples import IMAGES_NAME
 
+REPORT_NAME = "report.html"
 MAX_AUDIT_ROWS = 10
 MAX_TEXT = 4000  # characters of a prompt or completion that are shown
 MAX_PICTURE_BYTES = 4 << 20
 
 
 def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
-    """Write the report of a run and return its path (``run_dir/report.html`` when ``out_file`` is None).
+    """Write the report of a run and return its path (``REPORT_NAME`` in ``run_dir`` when ``out_file`` is None).
 
     The page holds its style, script and data; its content security policy forbids it to load anything or to run
     any script but its own, whatever the samples contain.
@@ -37,7 +38,7 @@ def write_report(run_dir: Path, out_file: Path | None = None) -> Path:
         RunFailure: the report cannot be written.
     """
     run = read_run(run_dir)
-    path = Path(run_dir) / "report.html" if out_file is None else Path(out_file)
+    path = Path(run_dir) / REPORT_NAME if out_file is None else Path(out_file)
     replace_file(path, render_report(run))
     return path
 

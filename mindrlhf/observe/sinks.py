@@ -1,4 +1,4 @@
-"""Where the metrics of each step go: the console, ``metrics.jsonl`` and TensorBoard."""
+"""Where the metrics of each step go: the console, ``metrics.jsonl``, TensorBoard, and trackers of others."""
 
 import sys
 import time
@@ -12,6 +12,7 @@ import numpy as np
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.console import ConsoleSink
 from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.observe.trackers.background import Trackers
 
 NUM_BINS = 30
 
@@ -139,21 +140,26 @@ def _histogram(values: np.ndarray) -> dict[str, Any]:
 
 
 class SinkGroup:
-    """Several sinks behind one."""
+    """Several sinks behind one, and the trackers, which are closed apart: they get the report in the end."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], trackers: Trackers | None = None) -> None:
         self._sinks = tuple(sinks)
+        self._trackers = trackers
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write to each sink in turn."""
         for sink in self._sinks:
             sink.write(step, metrics)
+        if self._trackers is not None:
+            self._trackers.write(step, metrics)
 
     def write_details(self, step: int, details: StepDetails) -> None:
         """Write the details of a step to the sinks that take any."""
         for sink in self._sinks:
             if isinstance(sink, TensorBoardSink):
                 sink.write_details(step, details)
+        if self._trackers is not None:
+            self._trackers.write_samples(step, details.samples)
 
     def write_text(self, tag: str, text: str) -> None:
         """Write a text of the whole run to the sinks that take any."""
@@ -181,6 +187,7 @@ def open_sinks(
     tensorboard: bool = True,
     stream: TextIO | None = None,
     accuracy: str = "held-out accuracy",
+    trackers: Trackers | None = None,
 ) -> SinkGroup:
     """Open ``metrics.jsonl``, the console and, unless told not to, ``tensorboard/`` of a run.
 
@@ -191,10 +198,11 @@ def open_sinks(
         num_steps: steps of the whole run, for the console.
         stream: console stream, standard output when None.
         accuracy: what the run calls the metric `eval/accuracy`, for the console.
+        trackers: those of others, which the caller closes.
     """
     run_dir = Path(run_dir)
     console = ConsoleSink(sys.stdout if stream is None else stream, num_steps=num_steps, accuracy=accuracy)
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step=first_step)]
     if tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", first_step=first_step))
-    return SinkGroup([*sinks, console])
+    return SinkGroup([*sinks, console], trackers)

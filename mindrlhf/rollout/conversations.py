@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mindrlhf.data.control_tokens import control_token_pattern, written_apart
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
 from mindrlhf.tools.calls import TURN_END, TURN_START, ToolAnswer, ToolCall, answer_turn, observation_turn, parse_calls
@@ -49,6 +50,7 @@ class _Conversation:
     num_turns: int = 0
     num_calls: int = 0
     num_failures: int = 0
+    num_neutralised: int = 0  # answers that held control tokens
     weights_version: int = 0
     episode: int = 0  # number of it among all episodes
     episode_return: float | None = None
@@ -88,6 +90,7 @@ class _Conversation:
             num_tool_calls=self.num_calls,
             num_tool_failures=self.num_failures,
             episode_return=self.episode_return,
+            num_neutralised_answers=self.num_neutralised,
         )
 
 
@@ -101,6 +104,8 @@ class Conversations:
         self._tools = tools
         self._tokenizer = tokenizer
         self._limits = limits
+        self._control_tokens = control_token_pattern(tokenizer.control_tokens)
+        self._has_warned = False
         self._is_chat = None not in (tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END))
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
@@ -164,8 +169,23 @@ class Conversations:
         for pending in answers:
             answer = pending if isinstance(pending, ToolAnswer) else pending.result()
             conversation.num_failures += answer.is_failure
-            texts.append(self._cut(answer.text.strip("\n")))
+            texts.append(self._cut(self._as_data(answer.text.strip("\n"), conversation)))
         return self._tokenizer.encode(answer_turn(texts, is_chat=self._is_chat))
+
+    def _as_data(self, text: str, conversation: _Conversation) -> str:
+        """The answer with control tokens written apart: it is told, and must not end its turn or forge another."""
+        if self._control_tokens is None or (found := self._control_tokens.search(text)) is None:
+            return text
+        conversation.num_neutralised += 1
+        if not self._has_warned:
+            self._has_warned = True
+            print(
+                f"mindrlhf: warning: a tool's answer holds the control token {found.group()!r}; such answers are given "
+                "to the model with their control tokens written apart (metric tools/neutralised)",
+                file=sys.stderr,
+                flush=True,
+            )
+        return written_apart(text, self._control_tokens)
 
     def _cut(self, text: str) -> str:
         limit = self._limits.max_response_tokens
@@ -213,7 +233,8 @@ class Episodes(Conversations):
             return "stop"
         if conversation.num_turns >= self._limits.max_turns:
             return "length"
-        return self._tokenizer.encode(observation_turn(self._cut(step.observation), is_chat=self._is_chat))
+        shown = self._cut(self._as_data(step.observation, conversation))
+        return self._tokenizer.encode(observation_turn(shown, is_chat=self._is_chat))
 
 
 def with_tools(
@@ -230,10 +251,12 @@ def with_tools(
 
 
 def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
-    """Return ``tools/calls``, ``tools/failures``, ``tools/tokens`` (of answers), summed, and ``turns/mean``."""
+    """Return ``tools/calls``, ``tools/failures``, ``tools/neutralised``, ``tools/tokens`` (of answers), summed,
+    and ``turns/mean``."""
     return {
         "tools/calls": float(sum(sample.num_tool_calls for sample in samples)),
         "tools/failures": float(sum(sample.num_tool_failures for sample in samples)),
+        "tools/neutralised": float(sum(sample.num_neutralised_answers for sample in samples)),
         "tools/tokens": float(sum(len(sample.response_ids) - sample.num_generated for sample in samples)),
         "turns/mean": float(np.mean([sample.num_turns for sample in samples])),
     }

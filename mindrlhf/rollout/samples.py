@@ -10,6 +10,7 @@ import numpy as np
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_arrays, digest_json
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.pool import RewardPool
@@ -37,6 +38,7 @@ class Sample:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    num_neutralised_answers: int = 0
     weights_version: int = 0  # of the weights that generated it, or began to
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
@@ -122,6 +124,9 @@ class Sampler:
         Args:
             found: all completions of all prompts, in any order; ``request_id`` is the place of the prompt. Each is
                 verified while the next are awaited.
+
+        Raises:
+            RunFailure: a response without any token.
         """
         prompts = [self._prompt_text(record) for record in records]
         images = [record.images for record in records]  # unpacked once for all samples of a prompt
@@ -130,6 +135,11 @@ class Sampler:
         unscored: dict[int, list[RewardInput]] = {}  # samples of prompts that are not complete
         for completion in found:
             place = completion.request_id * num_samples + completion.sample_index
+            if len(completion.token_ids) == 0:
+                raise RunFailure(
+                    f"the generator gave an empty response to the prompt {prompts[completion.request_id][:80]!r}: a "
+                    "reward needs a token to stand at, so every response has one at least, the stop token"
+                )
             completions[place] = completion
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
             if self._rewards is not None:
@@ -230,6 +240,7 @@ def _sample(
         num_turns=completion.num_turns,
         num_tool_calls=completion.num_tool_calls,
         num_tool_failures=completion.num_tool_failures,
+        num_neutralised_answers=completion.num_neutralised_answers,
         weights_version=completion.weights_version,
         spans=completion.spans,
     )

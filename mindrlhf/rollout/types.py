@@ -58,6 +58,7 @@ class Completion:
     num_turns: int = 1
     num_tool_calls: int = 0
     num_tool_failures: int = 0  # malformed calls among them
+    num_neutralised_answers: int = 0  # of tools, that held control tokens
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
 

@@ -203,7 +203,7 @@ class VllmGenerator:
         # too: vLLM leaves some behind when it is killed. The lock goes on to the server: the directory is in use while
         # either lives, and the next start of anybody removes it when both were killed.
         # Earlier releases took other names, without a lock: theirs are left alone.
-        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), "mindrlhf-server-")
+        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
         self._private_dir = str(path)
         for name in (PACKAGES_NAME, TEMPORARY_NAME):
             os.mkdir(os.path.join(self._private_dir, name))

@@ -15,6 +15,8 @@ from mindrlhf.sandbox import launcher
 from mindrlhf.system.processes import kill_tree
 
 START_TIMEOUT_S = 60.0
+# The verifier and the tool that run programs of the model.
+RUN_PROGRAMS = frozenset({"code_execution", "python"})
 STRONG = (
     frozenset({"namespaces"}),
     frozenset({"seccomp", "landlock"}),
@@ -124,8 +126,20 @@ def active_layers() -> frozenset[str]:
     return probe.layers
 
 
-def check_strong(allow_weak: bool) -> str:
+def check_for(names: Collection[str], allow_weak: bool, switch: str = "sandbox.allow_weak=true") -> str:
+    """Return what ``check_strong`` does when one of these verifiers and tools runs the model's programs, else nothing.
+
+    Raises:
+        UserError: as ``check_strong``.
+    """
+    return "" if RUN_PROGRAMS.isdisjoint(names) else check_strong(allow_weak, switch)
+
+
+def check_strong(allow_weak: bool, switch: str = "sandbox.allow_weak=true") -> str:
     """Return, for the log, which layers keep programs in.
+
+    Args:
+        switch: what to write to set ``allow_weak``.
 
     Raises:
         UserError: too few for programs that nobody trusts, and ``allow_weak`` is not set.
@@ -134,7 +148,7 @@ def check_strong(allow_weak: bool) -> str:
     if not is_strong(layers) and not allow_weak:
         raise UserError(
             f"this system gives the sandbox too few locks ({describe(layers) or 'none'}): the model's programs could "
-            "reach the network and this user's files: allow namespaces or Landlock, or set sandbox.allow_weak=true "
+            f"reach the network and this user's files: allow namespaces or Landlock, or give {switch} "
             "in a container with nothing to lose"
         )
     return describe(layers)

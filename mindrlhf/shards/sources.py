@@ -8,8 +8,9 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.specs import ModelDims, ModelSpec, find_spec
+from mindrlhf.specs import ModelDims, ModelSpec, find_spec, scorer_config
 from mindrlhf.specs.fuse import fuse_blocks
+from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.convert import (
     check_checkpoint,
@@ -154,17 +155,67 @@ class HuggingFaceSource:
             self._files.release(hf_name)
 
 
+def open_scorer_source(directory: str | os.PathLike) -> ArraySource:
+    """Open a scoring model (reward model, critic), or a language model as one: then the score's weight is 0.
+
+    Raises:
+        UserError: see :func:`open_source`.
+    """
+    source = open_source(directory)
+    return source if source.spec.is_scorer else ScorerSource(source)
+
+
+class ScorerSource:
+    """The parameters of a language model as those of a scoring model; see `ArraySource`.
+
+    Args:
+        source: of the language model.
+    """
+
+    def __init__(self, source: ArraySource):
+        self._source = source
+        self.directory = source.directory
+        self.hf_config = scorer_config(source.hf_config)
+        self.spec = find_spec(self.hf_config)
+        self.dims = self.spec.dims(self.hf_config)
+        self._rules = {rule.mf_name: rule for rule in self.spec.rules(self.dims)}
+        own = {name: dtype for name, dtype in source.dtypes.items() if name in self._rules}
+        self.dtypes = {**own, SCORE_NAME: "float32"}
+        names = [name for rule in self._rules.values() for name in rule.hf_names]
+        self.tensors = {name: source.tensors.get(name, "float32") for name in names}
+
+    def identity(self) -> Any:
+        return ["scorer", self._source.identity()]
+
+    def read(self, name: str) -> tuple[np.ndarray, dict[str, str]]:
+        if name != SCORE_NAME:
+            return self._source.read(name)
+        zeros = np.zeros(self._rules[name].mf_shape(self.dims), np.float32)
+        return zeros, {name: checksum(zeros)}
+
+    def read_shard(self, layout: ParameterLayout, rank: int) -> np.ndarray:
+        if layout.name != SCORE_NAME:
+            return self._source.read_shard(layout, rank)
+        return np.ascontiguousarray(self.read(SCORE_NAME)[0][layout.shard_of(rank)])
+
+    def release(self, name: str) -> None:
+        if name != SCORE_NAME:
+            self._source.release(name)
+
+
 class RandomSource:
     """Random parameters of a model of which only config.json is needed; see `ArraySource`. Small models only.
 
     Args:
         directory: of config.json.
         seed: see :func:`mindrlhf.weights.convert.random_hf_weights`.
+        as_scorer: of the scoring form of the model.
     """
 
-    def __init__(self, directory: str | os.PathLike, seed: int):
+    def __init__(self, directory: str | os.PathLike, seed: int, *, as_scorer: bool = False):
         self.directory = Path(directory)
-        self.hf_config = read_hf_config(directory)
+        hf_config = read_hf_config(directory)
+        self.hf_config = scorer_config(hf_config) if as_scorer else hf_config
         self.spec = find_spec(self.hf_config)
         self.dims = self.spec.dims(self.hf_config)
         self._seed = seed

@@ -192,7 +192,9 @@ DEEPSEEK_V3 = ModelSpec(
     ),
     unsupported={
         "attention_bias": "DeepSeek-V3 with attention biases is not supported",
-        "quantization_config": "only checkpoints in float32, float16 or bfloat16 are read; dequantise it first",
+        "quantization_config": (
+            "only float32, float16 and bfloat16 are read: dequantise it, fp8 by mindrlhf weights convert"
+        ),
     },
     read_dims=_read_dims,
     supports_yarn=True,

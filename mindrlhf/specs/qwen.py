@@ -81,7 +81,9 @@ _ATTENTION_OUTPUT = ParameterRule(
     lambda dims: ((dims.hidden_size, _query(dims)),),
     shard_axis=1,
 )
-_QUANTIZED = {"quantization_config": "only checkpoints in float32, float16 or bfloat16 are read; dequantise it first"}
+_QUANTIZED = {
+    "quantization_config": "only float32, float16 and bfloat16 are read: dequantise it, fp8 by mindrlhf weights convert"
+}
 _SLIDING_WINDOW = {"use_sliding_window": "sliding-window attention is not supported; use full attention"}
 _ATTENTION_BIAS = {"attention_bias": "Qwen3 with attention biases is not supported"}
 

@@ -142,6 +142,13 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_unheld(parent: Path, prefix: str) -> None:
+    """Remove the directories of :func:`take_directory` that nobody holds any more."""
+    for path in parent.glob(f"{prefix}*"):
+        if path.is_dir() and not path.is_symlink() and not is_locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def take_directory(parent: Path, prefix: str) -> tuple[Path, int]:
     """Make a private directory and lock it; remove those of the same prefix that a kill has left.
 
@@ -151,9 +158,7 @@ def take_directory(parent: Path, prefix: str) -> tuple[Path, int]:
     Raises:
         OSError: the disk refuses.
     """
-    for path in parent.glob(f"{prefix}*"):
-        if path.is_dir() and not path.is_symlink() and not is_locked(path):
-            shutil.rmtree(path, ignore_errors=True)
+    remove_unheld(parent, prefix)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:

@@ -10,15 +10,23 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+from mindrlhf.system.wire import (
+    ConnectionClosed,
+    ProtocolError,
+    receive_buffers,
+    receive_message,
+    send_buffers,
+    send_message,
+)
 
 _NONCE_BYTES = 32
 _TIMEOUT_S = 5.0
@@ -99,6 +107,29 @@ class SignedConnection:
         if not isinstance(header, dict) or not hmac.compare_digest(given, expected.encode()):
             raise ProtocolError("a message is not signed by the peer")
         return header, arrays
+
+    def send_buffers(self, buffers: Sequence[memoryview]) -> None:
+        """Send bytes that are not signed; whoever receives them must be able to tell whether they are right."""
+        try:
+            send_buffers(self._connection, buffers)
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
+
+    def send_file(self, fd: int, offset: int, size: int) -> None:
+        """Send ``size`` bytes of a file, as ``send_buffers``, without a copy: it must not change until they arrived."""
+        try:
+            while size:
+                sent = os.sendfile(self._connection.fileno(), fd, offset, size)
+                offset, size = offset + sent, size - sent
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
+
+    def receive_buffers(self, buffers: Sequence[memoryview]) -> None:
+        """Receive what the peer sends by ``send_buffers`` or ``send_file``, until ``buffers`` are full."""
+        try:
+            receive_buffers(self._connection, buffers)
+        except (OSError, ValueError) as error:
+            raise ConnectionClosed(str(error)) from None
 
     def close(self) -> None:
         """End the connection, also for a thread that waits in ``receive``."""

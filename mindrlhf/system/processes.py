@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
+# How the private directory of a rollout server begins, among temporary files.
+SERVER_PREFIX = "mindrlhf-server-"
 
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1

@@ -75,6 +75,36 @@ def send_message(
     _send_all(connection, buffers, _Deadline(timeout_s))
 
 
+def send_buffers(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
+    """Send bytes alone, from where they lie; the peer knows from a message before them how many there are.
+
+    Raises:
+        ConnectionClosed: the peer is gone.
+    """
+    _send_all(connection, buffers, _Deadline(None))
+
+
+def receive_buffers(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
+    """Receive bytes alone into ``buffers``, one after the other, until all are full.
+
+    Raises:
+        ConnectionClosed: the peer is gone.
+    """
+    pending, first = list(buffers), 0
+    while first < len(pending):
+        try:
+            size = connection.recvmsg_into(pending[first : first + _MAX_BUFFERS_PER_CALL])[0]
+        except ConnectionResetError as error:
+            raise ConnectionClosed("the peer closed the connection") from error
+        if size == 0:
+            raise ConnectionClosed("the peer closed the connection")
+        while size and size >= len(pending[first]):
+            size -= len(pending[first])
+            first += 1
+        if size:
+            pending[first] = pending[first][size:]
+
+
 def receive_message(
     connection: socket.socket,
     timeout_s: float | None = None,

@@ -9,11 +9,11 @@ from mindrlhf.config.load import read_config
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
+from mindrlhf.observe.trackers import check_trackers
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
-from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.preflight import (
     check_grpo_inputs,
     check_preference_inputs,
@@ -77,12 +77,11 @@ def check_run(
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
         if task == "train":
-            mistakes.check(check_nodes, config, num_ranks, num_nodes)
             check_grpo_inputs(config, num_ranks, mistakes)
         elif task == "sft":
-            check_sft_inputs(config, mistakes)
+            check_sft_inputs(config, num_ranks, mistakes)
         else:
-            check_preference_inputs(config, mistakes)
+            check_preference_inputs(config, num_ranks, mistakes)
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
@@ -91,6 +90,7 @@ def check_run(
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
     if node == 0:
+        obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
     return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())
 

@@ -7,37 +7,13 @@ from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows, is_split
 from mindrlhf.layout.layout import Layout
 from mindrlhf.shards.strategy_files import check_strategy_directory
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
-
-
-def check_nodes(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
-    """Refuse a `mindrlhf train` run on several machines of which none would hold the whole model."""
-    parallel = config.parallel_config
-    if num_nodes == 1 or not is_split(parallel):
-        return
-    for name, value, wanted in (
-        ("pipeline_stage", parallel.pipeline_stage, 1),
-        ("expert_parallel", parallel.expert_parallel, 1),
-        ("enable_parallel_optimizer", parallel.enable_parallel_optimizer, False),
-    ):
-        if value != wanted:
-            raise UserError(
-                f"'parallel_config.{name}' is {str(value).lower()}, which spreads the model over {num_nodes} nodes, "
-                f"but each node must hold the whole model: set it to {str(wanted).lower()}, or use one node"
-            )
-    ranks_per_node, ranks_per_replica = num_ranks // num_nodes, parallel.model_parallel * parallel.context_parallel
-    if ranks_per_node % ranks_per_replica:
-        raise UserError(
-            f"'parallel_config' cuts the model into {ranks_per_replica} parts (model_parallel * context_parallel), but "
-            f"each of {num_nodes} nodes, which must hold the whole model, has {ranks_per_node} ranks: start a multiple "
-            f"of {ranks_per_replica} ranks on each node"
-        )
 
 
 def check_data_parallel(parallel: ParallelSection, command: str) -> None:
@@ -61,12 +37,11 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
     if not is_split(parallel):
         return
     layout = Layout.from_config(parallel, world_size)
-    for key, is_used in (("critic.path", needs_critic(config)), ("reward.model_path", bool(config.reward.model_path))):
-        if is_used:
-            raise UserError(
-                f"'{key}' is set, but with parallel_config {layout} only the actor and its reference model are sharded "
-                "over the ranks: use an algorithm and rewards without that model, or data parallelism alone"
-            )
+    if needs_critic(config):
+        raise UserError(
+            f"'critic.path' is set, but with parallel_config {layout} a critic is not sharded over the ranks: use an "
+            "algorithm without that model, or data parallelism alone"
+        )
     # The checks want the row lengths that the plan would, which may have come from the data.
     training = dataclasses.replace(config.training, row_lengths=row_lengths)
     config = dataclasses.replace(config, training=training)
@@ -79,6 +54,40 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
         for length in row_lengths:
             one_length = dataclasses.replace(training, row_lengths=(length,))
             check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
+        if is_sharded(path):
+            check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
+    if path := config.reward.model_path:
+        hf_config = read_hf_config(path)
+        check_model(find_spec(hf_config).dims(hf_config), layout)
+
+
+def check_offline_layout(
+    parallel: ParallelSection,
+    paths: tuple[str, ...],
+    world_size: int,
+    row_lengths: tuple[int, ...],
+    batch_size: int,
+    section: str,
+    *,
+    as_scorers: bool = False,
+) -> None:
+    """Check that the models of a run on fixed data can be sharded over the ranks.
+
+    Args:
+        paths: of the models.
+        batch_size: rows per micro-batch.
+        section: that has ``batch_size`` and `row_lengths`.
+        as_scorers: it is their scoring form that is trained.
+    """
+    if not is_split(parallel):
+        return
+    layout = Layout.from_config(parallel, world_size)
+    check_rows(parallel, layout, row_lengths, batch_size, section)
+    for path in dict.fromkeys(paths):
+        hf_config = read_hf_config(path)
+        dims = find_spec(hf_config).dims(hf_config)
+        trained = scorer_config(hf_config) if as_scorers else hf_config
+        check_model(find_spec(trained).dims(trained), layout)
         if is_sharded(path):
             check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
 

@@ -1,6 +1,7 @@
 """The life of a run, of whatever kind: checked, connected, resumed, stepped through, saved, exported."""
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +11,10 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.observe.records import JsonlWriter
+from mindrlhf.observe.report import REPORT_NAME
 from mindrlhf.observe.run_data import STARTS_NAME
 from mindrlhf.observe.sinks import SinkGroup, StepDetails, open_sinks
+from mindrlhf.observe.trackers.background import open_trackers
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
@@ -161,12 +164,23 @@ def _run_rank_0(
         progress = checkpoints.resume()
         print(f"mindrlhf: resumed after step {progress.step}", flush=True)
     first_step = progress.step + 1 if resume else 0
+    observe = config.observe
+    trackers = open_trackers(
+        observe.sinks,
+        output_dir,
+        dataclasses.asdict(config),
+        project=observe.project,
+        name=observe.run_name,
+        is_resumed=resume,
+    )
+    stack.callback(trackers.close)
     sinks = open_sinks(
         output_dir,
         first_step=first_step,
         num_steps=training.shown_steps,
-        tensorboard=config.observe.tensorboard,
+        tensorboard=observe.tensorboard and "tensorboard" in observe.sinks,
         accuracy=training.accuracy,
+        trackers=trackers,
     )
     stack.callback(sinks.close)
     write_config(config, output_dir)
@@ -181,6 +195,7 @@ def _run_rank_0(
         sinks.close()
         heartbeat.enter("summing up and exporting the model")
         training.finish(worker, progress)
+        trackers.complete(output_dir / REPORT_NAME)
 
 
 def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
@@ -19,12 +20,13 @@ from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.vllm_options import check_positions
-from mindrlhf.sandbox.server import check_strong
+from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.environments import check_environment
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_servers
+from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
+from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.vision.checks import (
     check_device,
     check_images,
@@ -60,9 +62,9 @@ def check_sandbox(config: GrpoConfig) -> str:
     Raises:
         UserError: the system allows too little, and `sandbox.allow_weak` is not set.
     """
-    if "code_execution" not in config.reward.verifier_function and "python" not in config.tools.names:
-        return ""
-    return f"sandbox of programs that the model writes: {check_strong(config.sandbox.allow_weak)}"
+    names = (*config.reward.verifier_function, *config.tools.names)
+    layers = check_for(names, config.sandbox.allow_weak)
+    return layers and f"sandbox of programs that the model writes: {layers}"
 
 
 def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
@@ -94,6 +96,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
             if file is not None:
                 check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
     check(_check_msprobe, config)
+    check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
         per_step = config.training.chunk_size * config.training.num_rollouts
@@ -117,28 +120,38 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more)
 
 
-def check_sft_inputs(config: SftConfig, mistakes: Mistakes | None = None) -> RunInputs:
-    """Open the inputs of a `mindrlhf sft` run; its number of steps depends on the packing and is 0 here."""
+def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
+    """Open the inputs of a `mindrlhf sft` run on ``world_size`` ranks; see :func:`check_grpo_inputs`.
+
+    Its number of steps depends on the packing and is 0 here.
+    """
     mistakes = Mistakes() if mistakes is None else mistakes
     mistakes.check(check_device, config.model, config.run, config.lora, needs=["model.path"])
-    mistakes.check(check_data_parallel, config.parallel_config, "mindrlhf sft")
+    if config.run.device == "cpu":
+        mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
     mistakes.check(_check_lora, config.lora, config.model.path, False, needs=["model.path"])
     for file in files.present:
         mistakes.check(check_images, config.model.path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
+    if lengths:
+        shape = (config.parallel_config, (config.model.path,), world_size, lengths, config.supervised.batch_size)
+        mistakes.check(check_offline_layout, *shape, "supervised", needs=["model.path"])
     mistakes.raise_if_any()
     seen = image_tokens(config.model.path)
     return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
 
 
-def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mistakes | None = None) -> RunInputs:
+def check_preference_inputs(
+    config: DpoConfig | RewardModelConfig, world_size: int = 1, mistakes: Mistakes | None = None
+) -> RunInputs:
     """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
     command = "dpo" if isinstance(config, DpoConfig) else "reward-model"
     mistakes.check(check_text_only, config.model, command, needs=["model.path"])
-    mistakes.check(check_data_parallel, config.parallel_config, "preference learning")
+    if config.run.device == "cpu":
+        mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
     files = _Files.open(config.data, "preference", mistakes)
     for key, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path)):
         if path:
@@ -148,6 +161,11 @@ def check_preference_inputs(config: DpoConfig | RewardModelConfig, mistakes: Mis
     is_scorer = not isinstance(config, DpoConfig)
     mistakes.check(_check_lora, config.lora, config.model.path, is_scorer, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
+    if lengths:
+        paths = tuple(filter(None, (config.model.path, config.model.reference_path)))
+        shape = (config.parallel_config, paths, world_size, lengths, config.preference.batch_size, "preference")
+        check_shape = partial(check_offline_layout, *shape, as_scorers=is_scorer)
+        mistakes.check(check_shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()
     return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0)
 

@@ -72,8 +72,9 @@ def add_contributions(values: Sequence[Contribution]) -> Contribution:
     total: Contribution = {}
     for contribution in values:
         for name, written in contribution.items():
-            entry = total.setdefault(name, {"regions": [], "checksum": 0})
+            entry = total.setdefault(name, {"regions": [], "sums": [], "checksum": 0})
             entry["regions"] = [*entry["regions"], *written["regions"]]
+            entry["sums"] = [*entry["sums"], *written["sums"]]
             entry["checksum"] = (entry["checksum"] + written["checksum"]) % _CHECKSUM_MODULUS
     return total
 
@@ -166,6 +167,20 @@ class Published:
 
     contribution: Contribution = merged_by(add_contributions)
     elsewhere: dict[str, Contribution] = merged_by(add_by_node, default_factory=dict)
+
+
+@result
+class LeaderAddress:
+    """Where the first rank of a node waits for those of the others: host and port by node; empty on other ranks."""
+
+    places: dict[str, Any] = merged_by(union)
+
+
+@result
+class Received:
+    """What came from other nodes' boards: by node, lists of name, region and sum of the bits in memory there."""
+
+    regions: dict[str, Any] = merged_by(union)
 
 
 @result

@@ -14,7 +14,6 @@ from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
-from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.packing import row_cost
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
 from mindrlhf.observe.report import write_report
@@ -33,7 +32,6 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.layout_checks import check_nodes
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -42,7 +40,7 @@ from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
-from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
@@ -95,11 +93,10 @@ class ReinforcementTraining(life_cycle.Training):
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
         ranks = Team(worker, connections)
-        self.team = _make_team(config, ranks)
+        self.team = with_replicas(config.parallel_config, ranks)
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
         nodes = find_nodes(ranks)
-        check_nodes(config, ranks.world_size, len(nodes))
         attach_boards(ranks, nodes, board.path)
         self._generator.use_board(board.path)
         if len(nodes) > 1:
@@ -118,7 +115,8 @@ class ReinforcementTraining(life_cycle.Training):
         )
         self._reward_model = None
         if config.reward.model_path:
-            self._reward_model = RewardModel(self.team, plain, config.reward, requests.uninterruptible)
+            scored = dataclasses.replace(plain, in_step=is_split(config.parallel_config))
+            self._reward_model = RewardModel(self.team, scored, config.reward, requests.uninterruptible)
         source = with_tools(config.tools, self._generator, inputs.tokenizer, stack)
         self._sampler = Sampler(source, rewards, inputs.tokenizer, self._reward_model)
 
@@ -195,12 +193,6 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
     )
     stack.callback(generator.close)
     return generator
-
-
-def _make_team(config: GrpoConfig, team: Team) -> Team | ReplicaTeam:
-    if not is_split(config.parallel_config):
-        return team
-    return ReplicaTeam(team, Layout.from_config(config.parallel_config, team.world_size))
 
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:

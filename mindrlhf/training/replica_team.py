@@ -3,9 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.records import merge
 from mindrlhf.training.team import Results, Team
+
+
+def with_replicas(parallel: ParallelSection, team: Team) -> "Team | ReplicaTeam":
+    """Return the ranks as the loop sees them: a worker for each rank, or where the model is sharded, each replica."""
+    if not is_split(parallel):
+        return team
+    return ReplicaTeam(team, Layout.from_config(parallel, team.world_size))
 
 
 class ReplicaTeam:

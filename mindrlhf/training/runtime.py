@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mindrlhf.config.sections import ParallelSection, RunSection
 from mindrlhf.system import heartbeat
+from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
 
@@ -51,9 +52,10 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     """
     if num_ranks_from_environment() == 1:
         heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
-    import mindspore as ms
+    with lasting_objects():
+        import mindspore as ms
 
-    from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers
+        from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(DEVICE_TARGETS[run.device])
@@ -78,7 +80,8 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
         # of data parallelism.
         index = get_rank()
     cores = os.sched_getaffinity(0)
-    prepare_mindformers(run.device, log_dir / "mindformers")
+    with lasting_objects():
+        prepare_mindformers(run.device, log_dir / "mindformers")
     if run.device == "cpu":
         # MindFormers ties each rank to cores of its own, but ranks and the rollout server share them here: a thread
         # tied to one would wait while another is free.

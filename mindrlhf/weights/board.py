@@ -136,11 +136,6 @@ class WeightBoard:
         return sum(info.size_bytes for info in self.infos)
 
     @property
-    def is_own(self) -> bool:
-        """Whether this process made the board."""
-        return self.path.startswith(f"/proc/{os.getpid()}/")
-
-    @property
     def version(self) -> int | None:
         """The version that readers see, or None while none is sealed."""
         version = _HEADER.unpack_from(self._memory)[1]
@@ -175,9 +170,14 @@ class WeightBoard:
         target = view[(*(slice(start, stop) for start, stop in bounds), ...)]  # the ellipsis keeps scalars views
         if target.shape != array.shape:
             raise WeightBoardError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
-        entry = self._contribution.setdefault(name, {"regions": [], "checksum": 0})
+        entry = self._contribution.setdefault(name, {"regions": [], "sums": [], "checksum": 0})
         entry["regions"].append(bounds)
-        entry["checksum"] = (entry["checksum"] + _copy_and_sum(target, array)) % 2**64
+        entry["sums"].append(_copy_and_sum(target, array))
+        entry["checksum"] = (entry["checksum"] + entry["sums"][-1]) % 2**64
+
+    def view(self, name: str, box: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return a region, (start, stop) per axis, in the shared memory, for those who bring it from another board."""
+        return self._find(name)[1][(*(slice(start, stop) for start, stop in box), ...)]
 
     def keep(self, name: str) -> bool:
         """Count the tensor ``name`` as written, as this process wrote it for an earlier version.
@@ -190,10 +190,16 @@ class WeightBoard:
             self._contribution[name] = self._earlier[name]
         return name in self._earlier
 
+    def place(self, view: np.ndarray) -> tuple[int, int]:
+        """Return the file of the shared memory, and where in it a view lies in one piece."""
+        first = np.frombuffer(self._memory, np.uint8, 1)
+        return self._fd, view.__array_interface__["data"][0] - first.__array_interface__["data"][0]
+
     def contribution(self) -> dict[str, dict[str, Any]]:
         """What this process has written since ``begin``, as JSON-able values.
 
-        By tensor name: "regions", lists of [start, stop] per axis, and "checksum".
+        By tensor name: "regions", lists of [start, stop] per axis, "sums", the sum of the bits of each, and "checksum",
+        their sum modulo 2^64.
         """
         return self._contribution
 
@@ -238,7 +244,7 @@ class WeightBoard:
         """
         self._require(version)
         for info, view, expected in zip(self.infos, self._views, self._checksums):
-            checksum = sum(_sum_bits(piece) for piece in _pieces(view, flat=True)) % _modulus(info)
+            checksum = sum(sum_bits(piece) for piece in _pieces(view, flat=True)) % _modulus(info)
             if checksum != int(expected) % _modulus(info):
                 raise WeightBoardError(
                     f"tensor '{info.name}' of weights version {version} changed after it was written "
@@ -333,10 +339,11 @@ def _copy_and_sum(target: np.ndarray, source: np.ndarray) -> int:
     checksum = 0
     for target_piece, source_piece in zip(_pieces(target, flat), _pieces(source, flat)):
         np.copyto(target_piece, source_piece)
-        checksum += _sum_bits(target_piece)
+        checksum += sum_bits(target_piece)
     return checksum
 
 
-def _sum_bits(array: np.ndarray) -> int:
+def sum_bits(array: np.ndarray) -> int:
+    """Return the sum of the elements' bits, modulo the width of an element."""
     words = array.view(f"<u{array.dtype.itemsize}")
     return int(np.add.reduce(words, axis=None, dtype=words.dtype))

@@ -3,14 +3,15 @@
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from mindrlhf.errors import UserError
+from mindrlhf.hub.cache import advice
 from mindrlhf.weights.safetensors_file import SafetensorsFile
-from mindrlhf.weights.tensors import TensorInfo
+from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -26,7 +27,8 @@ def read_hf_config(model_dir: str | os.PathLike) -> dict:
     """
     path = Path(model_dir) / "config.json"
     if not Path(model_dir).is_dir():
-        raise UserError(f"model directory {str(model_dir)!r} does not exist: give a Hugging Face model directory")
+        name = str(model_dir)
+        raise UserError(f"model directory {name!r} does not exist: give a Hugging Face model directory{advice(name)}")
     if not path.is_file():
         raise UserError(f"{model_dir} has no config.json: give a Hugging Face model directory")
     return read_json_object(path)
@@ -84,12 +86,16 @@ class TensorDirectory(ABC):
 class SafetensorsDirectory(TensorDirectory):
     """The safetensors of a model directory, single or sharded with an index; tensors are read lazily.
 
+    Args:
+        model_dir: the directory.
+        dtypes: names of those that its files may hold.
+
     Raises:
         UserError: directory missing, no safetensors in it, a shard missing, or an index that does not fit the shards.
     """
 
-    def __init__(self, model_dir: str | os.PathLike):
-        self.directory = Path(model_dir)
+    def __init__(self, model_dir: str | os.PathLike, dtypes: Iterable[str] = STORAGE_DTYPES):
+        self.directory, self._dtypes = Path(model_dir), tuple(dtypes)
         if not self.directory.is_dir():
             raise UserError(f"model directory {str(model_dir)!r} does not exist: give a model directory")
         self._files: dict[str, SafetensorsFile] = {}
@@ -103,7 +109,7 @@ class SafetensorsDirectory(TensorDirectory):
 
     def _open(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:
-            self._files[file_name] = SafetensorsFile(self.directory / file_name)
+            self._files[file_name] = SafetensorsFile(self.directory / file_name, self._dtypes)
         return self._files[file_name]
 
     def _read_index(self, index_path: Path) -> dict[str, str]:

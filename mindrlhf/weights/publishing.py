@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.specs.fuse import fuse
@@ -57,10 +56,7 @@ def choose_writers(
     """The ranks that write each parameter, one per distinct shard; largest parameters first, to even out the load.
 
     Args:
-        among: the ranks of one node, which between them must hold the whole model; None for all ranks.
-
-    Raises:
-        UserError: no rank of the node holds some shard.
+        among: the ranks of one node, whose board gets from other nodes what none of them holds; None for all ranks.
     """
     loads: dict[int, int] = {}
     writers = {}
@@ -69,10 +65,7 @@ def choose_writers(
         for holders in layout.replicas().values():
             ranks = [rank for rank in holders if among is None or rank in among]
             if not ranks:
-                raise UserError(
-                    f"no rank of the node with ranks {', '.join(map(str, among))} holds a part of {layout.name} that "
-                    f"rank {holders[0]} has: choose a parallel_config by which each node holds the whole model"
-                )
+                continue
             writer = min(ranks, key=lambda rank: (loads.get(rank, 0), rank))
             loads[writer] = loads.get(writer, 0) + int(np.prod(layout.shard_shape))
             chosen.append(writer)

@@ -15,14 +15,15 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.weights.file_writer import FileLayout
-from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo
+from mindrlhf.weights.tensors import FLOAT8, STORAGE_DTYPES, TensorInfo
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    FLOAT8: "F8_E4M3",
 }  # fmt: skip
-ARRAY_DTYPES = tuple(name for name in _CODES if name != "bfloat16")  # those that NumPy has too
+ARRAY_DTYPES = tuple(name for name in _CODES if name not in ("bfloat16", FLOAT8))  # those that NumPy has too
 _ALIGNMENT_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 32  # of a NumPy array

@@ -11,6 +11,8 @@ import numpy as np
 
 # NumPy has no bfloat16: those tensors are held as their bit patterns, uint16.
 _BFLOAT16 = np.dtype(np.uint16)
+FLOAT8 = "float8_e4m3"  # nor this, uint8; it is read only, see `mindrlhf.weights.fp8`
+_BIT_PATTERNS = {"bfloat16": _BFLOAT16, FLOAT8: np.dtype(np.uint8)}
 # Of weights.
 STORAGE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": _BFLOAT16}
 # Of weights, and of the step count of an optimiser.
@@ -27,7 +29,7 @@ class TensorInfo(NamedTuple):
     @property
     def numpy_dtype(self) -> np.dtype:
         """The dtype of the arrays to write and read; bfloat16 is handled as its uint16 bits."""
-        return _BFLOAT16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
+        return _BIT_PATTERNS.get(self.dtype) or np.dtype(self.dtype)
 
     @property
     def num_elements(self) -> int:

@@ -14,6 +14,7 @@ from mindrlhf.weights.hf import INDEX_NAME, SINGLE_NAME
 from mindrlhf.weights.safetensors_file import safetensors_layout
 from mindrlhf.weights.tensors import TensorInfo
 
+GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,7 +26,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
-    "generation_config.json",
+    GENERATION_NAME,
 )
 
 
@@ -38,6 +39,7 @@ def write_model_directory(
     file_format: str,
     max_shard_bytes: int,
     tokenizer_dir: str | os.PathLike | None = None,
+    generation: dict | None = None,
 ) -> dict[str, str]:
     """Write `tensors`, which must be exactly those of `infos` in any order, below a temporary name, then rename.
 
@@ -49,6 +51,7 @@ def write_model_directory(
         file_format: the `format` entry of the safetensors metadata.
         max_shard_bytes: start another file when the next tensor would exceed this.
         tokenizer_dir: copy tokenizer and generation files from here.
+        generation: becomes generation_config.json in the place of what is copied.
 
     Returns:
         By file name the checksums, XXH3-64 in hex, of the safetensors files whose tensors came in the order of `infos`.
@@ -57,6 +60,7 @@ def write_model_directory(
         UserError: `out_dir` is in use or cannot be written.
     """
     options = {"file_format": file_format, "max_shard_bytes": max_shard_bytes, "tokenizer_dir": tokenizer_dir}
+    options["generation"] = generation
     with model_directory(infos, config, out_dir, **options) as files:
         for name, content in tensors:
             files.write(name, content)
@@ -72,6 +76,7 @@ def model_directory(
     file_format: str,
     max_shard_bytes: int,
     tokenizer_dir: str | os.PathLike | None = None,
+    generation: dict | None = None,
 ) -> Iterator["TensorFiles"]:
     """As `write_model_directory`, for several threads: yields files that take tensors in any order, from any thread.
 
@@ -91,6 +96,8 @@ def model_directory(
                 for name in TOKENIZER_FILES:
                     if (Path(tokenizer_dir) / name).is_file():
                         shutil.copyfile(Path(tokenizer_dir) / name, directory / name)
+            if generation is not None:
+                _write_json(directory / GENERATION_NAME, generation)
     except OSError as error:
         raise UserError(f"{out_dir} cannot be written: {error.strerror}") from error
 

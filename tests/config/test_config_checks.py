@@ -199,6 +199,30 @@ RULES = {
         ["rollout.span_tokens=128"],
         1,
     ),
+    "asynchronous sampling in step": (
+        ["rollout.asynchronous=true", "rollout.span_tokens=64"],
+        ["'rollout.asynchronous' is true, which needs rollout.ahead", "2 is usual"],
+        ["rollout.ahead=2"],
+        1,
+    ),
+    "asynchronous sampling of whole responses": (
+        ["rollout.asynchronous=true", "rollout.ahead=2"],
+        ["needs rollout.span_tokens, and that is 0", "64 is usual"],
+        ["rollout.span_tokens=64"],
+        1,
+    ),
+    "in flight by the bound": (
+        ["rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=64", "rollout.in_flight=2"],
+        ["'rollout.in_flight' is set", "without rollout.asynchronous"],
+        ["rollout.in_flight=1.5"],
+        1,
+    ),
+    "an order that nothing reads": (
+        ["rollout.replay_order=runs/other"],
+        ["'rollout.replay_order' is ", "repeats asynchronous runs only"],
+        ['rollout.replay_order=""'],
+        1,
+    ),
     "a reward model that is busy": (
         ["rollout.ahead=1", "reward.model_path=r"],
         ["'rollout.ahead' is 1", "reward.model_path", "set it to 0"],

@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.reward_audit import MIN_SAMPLES, audit, audit_run, spearman
-from mindrlhf.observe.samples import SampleRecord
+from mindrlhf.observe.samples import SampleRecord, SampleWriter
 from mindrlhf.rewards.types import RewardResult
 
 VERIFIER = "accuracy_reward"
@@ -143,3 +143,11 @@ def test_a_directory_that_is_no_run_is_one_line(run_dir, file, content, message)
     with pytest.raises(UserError) as refused:
         audit_run(run_dir)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_samples_of_a_run_with_text_alone_are_read_as_they_are_written(tmp_path):
+    writer = SampleWriter(tmp_path / "samples.jsonl", first_step=0)
+    writer.write(sample(index, "#### 1", right=True) for index in range(MIN_SAMPLES))
+    writer.close()
+    (tmp_path / "config.yaml").write_text("reward: {model_path: somewhere}\n")
+    assert audit_run(tmp_path).num_samples == MIN_SAMPLES

@@ -204,6 +204,17 @@ HUNGRY = {
     "symbolic links": "import os\ni = 0\nwhile True:\n    os.symlink('x' * 4000, f'l{i}')\n    i += 1",
     "pipes": "import os, fcntl\np = []\nwhile True:\n    r, w = os.pipe()\n    os.set_blocking(w, False)\n    p.append(w)\n"
     "    os.write(w, b'x' * 65536)",
+    **{
+        f"buffers of sockets, {name}": "import socket\nn, pairs = 0, []\nwhile n < 160 << 20:\n"
+        f"    pairs.append(socket.socketpair())\n    for one in pairs[-1]:\n        {line}\n"
+        "        one.setblocking(False)\n        try:\n            while True: n += one.send(b'x' * (1 << 20))\n"
+        "        except BlockingIOError: pass"
+        for name, line in {
+            "as they come": "pass",
+            "made larger": "one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 26)",
+            "made larger on both sides": "one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)",
+        }.items()
+    },
     "deleted files": "import os\nf = []\nwhile True:\n    f.append(open('f', 'wb'))\n    f[-1].write(b'x' * (1 << 20))\n    os.unlink('f')",
 }  # fmt: skip
 

@@ -1,12 +1,16 @@
 """Compiles layouts of a small model for Ascend and executes them on CPU ranks."""
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import sanity_inputs
 from cpu_execution.run import ExecutionJob, ExecutionResult, execute
 from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
+from machines import Machines
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
@@ -22,6 +26,7 @@ def compile_and_execute(
     computed_inputs: Mapping[str, str],
     *,
     shared_prompts: bool = False,
+    after_token: bool = False,
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -34,6 +39,7 @@ def compile_and_execute(
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
+        after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
     """
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), shared_prompts=shared_prompts)
@@ -49,7 +55,8 @@ def compile_and_execute(
         for name, parallel in layouts.items():
             graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in cells]
             section = ParallelSection(**parallel)
-            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed_inputs.get(name, "")))
+            computed = computed_inputs.get(name, "")
+            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed, after_token))
         done = execute(
             jobs,
             model,
@@ -63,6 +70,47 @@ def compile_and_execute(
         )
         results.update({result.job.name: result for result in done})
     return results
+
+
+def execute_over_machines(job: ExecutionJob, model: dict, batches, directory: Path, keep: Path) -> ExecutionResult:
+    """Execute a job again, its ranks in equal parts on two pretended machines.
+
+    Args:
+        directory: for graphs and logs.
+        keep: the directory that has the compiled graphs.
+    """
+
+    def start(command, world_size, log_dir, environment) -> int:
+        exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
+        script = f"""
+            cd {shlex.quote(str(sanity_inputs.REPOSITORY))}
+            {exports}
+            export PYTHONPATH=$PYTHONPATH:$PWD
+            {Path(sys.executable).parent}/msrun --worker_num={world_size} --local_worker_num={world_size // 2} \
+                --master_addr=$MASTER_IP --master_port=8118 --node_rank=$NODE_RANK --join=True \
+                --log_dir={log_dir}/$NODE_RANK python {shlex.join(command)}
+        """
+        (directory / "machines").mkdir()
+        machines = Machines(directory / "machines", script, keep=(directory, keep))
+        try:
+            codes = machines.wait(900)
+            return 0 if codes == [0, 0] else 1
+        finally:
+            machines.clean_up()
+
+    (result,) = execute(
+        [job],
+        model,
+        hf_weights(model),
+        batches,
+        directory,
+        learning_rate=LEARNING_RATE,
+        kl_coefficient=KL_COEFFICIENT,
+        is_last=IS_LAST,
+        timeout_s=800,
+        start=start,
+    )
+    return result
 
 
 def _request(model: dict, name: str, parallel: dict, rank: int, cell: str, root: Path) -> CompileRequest:

@@ -74,3 +74,28 @@ def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
     unfinished = [line["spans/unfinished"] for line in metrics(tmp_path / "run") if "spans/unfinished" in line]
     assert max(unfinished) > 0, "responses go on in a later step"
+
+
+@SLOW
+def test_an_asynchronous_run_that_was_killed_is_repeated_from_its_order(start_job, tmp_path):
+    recipe = {"rollout__asynchronous": "true", "rollout__ahead": 2, "rollout__span_tokens": 4}
+    job = start_job(tmp_path / "run", "--max-restarts", 1, checkpoint__every_steps=3, **recipe)
+    job.wait_until(lambda: job.is_in("update", 5))
+    killed = job.beat().pid
+    job.kill_rank(0)
+    job.wait_until(lambda: (beat := job.beat()) is not None and beat.pid != killed)
+    assert job.wait(TIMEOUT_S) == 0, job.text()
+    assert "resumed after step 3" in job.text() and job.leftovers() == [] == job.unfinished()
+    again = start_job(tmp_path / "again", "--replay-order", tmp_path / "run", checkpoint__every_steps=3, **recipe)
+    again.wait_until(lambda: again.is_in("update", 2))
+    delay(again, again.server_pid())
+    assert again.wait(TIMEOUT_S) == 0, again.text()
+    changing = ("spans/unfinished",)  # what is counted at a moment that the clock chooses
+    kept = [
+        [{name: value for name, value in line.items() if name not in changing} for line in metrics(tmp_path / name)]
+        for name in ("run", "again")
+    ]
+    assert kept[0] == kept[1]
+    for name in ("samples.jsonl", "final/model.safetensors", "rollout_order.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+    assert max(line["spans/max"] for line in metrics(tmp_path / "run") if "spans/max" in line) > 1

@@ -28,18 +28,7 @@ def inputs_dir(tmp_path_factory, rollout_python):
     """A model, and the same pairs as records to imitate and as preferences."""
     directory = tmp_path_factory.mktemp("inputs")
     sanity_inputs.make(directory)
-    prompts = [json.loads(line)["prompt"] for line in (directory / "prompts.jsonl").read_text().splitlines()]
-    pairs = [{"prompt": prompt, "good": prompt[::-1], "bad": prompt.upper()} for prompt in prompts[:40]]
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    for task, fields in (("sft", "response=good"), ("preference", "response=good,rejected=bad")):
-        finished = sanity_inputs.run(
-            *("data", "build", "--task", task, "--input", directory / "pairs.jsonl"),
-            *("--output", directory / f"{task}.mindrecord", "--tokenizer", directory / "model"),
-            *("--handler", "map_keys", "--map", f"question=prompt,{fields}", "--template", "plain"),
-            *("--max-prompt-length", 16, "--max-length", 32, "--workers", 1),
-            timeout_s=TIMEOUT_S,
-        )
-        assert finished.returncode == 0, finished.stderr
+    sanity_inputs.make_pairs(directory)
     return directory
 
 

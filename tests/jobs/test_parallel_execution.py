@@ -8,6 +8,7 @@ publish to the weight board is compared with the tensors themselves.
 import json
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from execution_cases import (
     hf_weights,
     mf_weights,
 )
-from execution_jobs import compile_and_execute
+from execution_jobs import compile_and_execute, execute_over_machines
 
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
@@ -231,6 +232,26 @@ def test_publishing_moves_each_byte_once_and_shares_the_work(executions, name):
     assert sum(written_bytes) == size_bytes
     # The largest parameter is a tenth of this model: no rank writes much more than its share.
     assert max(written_bytes) <= 1.25 * size_bytes / len(written_bytes)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ("pp2", "dp2_optimizer_parallel", "tp2_sequence_parallel", "tp2_pp2") if name in NAMES]
+)
+def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executions, tmp_path, name):
+    """Each machine has a rank (or two) and holds a part of the model; the boards of both have all of it in the end."""
+    one = executions[name]
+    graphs = Path(one.job.graphs[0]).parent
+    two = execute_over_machines(one.job, MODEL, batches(), tmp_path, keep=graphs)
+    assert len(set(one.machines)) == 1 and len(set(two.machines)) == 2
+    np.testing.assert_array_equal(two.losses, one.losses)
+    np.testing.assert_array_equal(two.grad_norms, one.grad_norms)
+    for moment, tensors in one.published.items():
+        assert two.published[moment].keys() == tensors.keys()
+        for hf_name, tensor in tensors.items():
+            np.testing.assert_array_equal(two.published[moment][hf_name], tensor, err_msg=f"{moment} {hf_name}")
+    for parameter, array in one.weights.items():
+        np.testing.assert_array_equal(two.weights[parameter], array, err_msg=parameter)
+    assert len({*one.boards, *two.boards}) == 1, "the boards of both machines hold the same"
 
 
 def test_fused_kernels_and_collectives_were_lowered(executions):

@@ -6,6 +6,7 @@ the undisturbed one, what was hit so far is printed by stage (``pytest -s`` show
 
 import collections
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -41,7 +42,24 @@ def pids_of(job: FaultJob) -> dict[str, list[int]]:
     return found
 
 
-def wait_for_a_moment(job: FaultJob, rng: random.Random) -> bool:
+@dataclasses.dataclass
+class Pace:
+    """How long steps take on this machine just now, so that kills are spread over the whole of one."""
+
+    step_s: float = 0.4
+    _seen: tuple[int, int] | None = None  # pid and step
+    _since_s: float = 0.0
+
+    def see(self, pid: int, step: int) -> None:
+        if self._seen == (pid, step):
+            return
+        now_s = time.monotonic()
+        if self._seen == (pid, step - 1):
+            self.step_s = now_s - self._since_s
+        self._seen, self._since_s = (pid, step), now_s
+
+
+def wait_for_a_moment(job: FaultJob, rng: random.Random, pace: Pace) -> bool:
     """Wait until a random point within one of the next steps; False when the run ended before."""
     ahead, lead = rng.randrange(3), None
     deadline = time.monotonic() + TIMEOUT_S
@@ -53,8 +71,9 @@ def wait_for_a_moment(job: FaultJob, rng: random.Random) -> bool:
             step = int(beat.activity.split(":")[0].removeprefix("step "))
             if beat.pid != lead:
                 lead, first = beat.pid, step
+            pace.see(beat.pid, step)
             if step >= first + ahead:
-                time.sleep(rng.random() * 0.4)  # a step takes about as long
+                time.sleep(rng.random() * pace.step_s)
                 return job.process.poll() is None
         time.sleep(0.002)
     return False
@@ -73,12 +92,12 @@ def kill_one(job: FaultJob, rng: random.Random) -> tuple[str, str] | None:
     return None
 
 
-def disturb(start_job, output_dir, rng: random.Random, num_kills: int) -> collections.Counter:
+def disturb(start_job, output_dir, rng: random.Random, num_kills: int, pace: Pace) -> collections.Counter:
     """Kill processes of one run until it is through, at most ``num_kills``; return what was hit."""
     hits: collections.Counter = collections.Counter()
     options = ["--workers", WORLD_SIZE, "--max-restarts", 100]
     job = start_job(output_dir, *options)
-    while wait_for_a_moment(job, rng) and hits.total() < num_kills:
+    while wait_for_a_moment(job, rng, pace) and hits.total() < num_kills:
         if (hit := kill_one(job, rng)) is None:
             continue
         hits[hit] += 1
@@ -96,11 +115,11 @@ def disturb(start_job, output_dir, rng: random.Random, num_kills: int) -> collec
 
 
 def test_runs_with_random_kills_end_like_the_undisturbed_one(start_job, undisturbed_run, tmp_path):
-    rng, hits, num_runs = random.Random(SEED), collections.Counter(), 0
+    rng, hits, num_runs, pace = random.Random(SEED), collections.Counter(), 0, Pace()
     undisturbed = undisturbed_run(WORLD_SIZE)
     while hits.total() < NUM_KILLS:
         output_dir = tmp_path / f"run_{num_runs}"
-        hits += disturb(start_job, output_dir, rng, NUM_KILLS - hits.total())
+        hits += disturb(start_job, output_dir, rng, NUM_KILLS - hits.total(), pace)
         assert_same_run(output_dir, undisturbed)
         num_runs += 1
         print(f"{hits.total()} kills in {num_runs} equal runs of {NUM_STEPS} steps, seed {SEED}", file=sys.stderr)

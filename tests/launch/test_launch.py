@@ -16,6 +16,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.launch.launch import find_free_port, launch, worker_environment
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.system import processes
+from mindrlhf.system.files import take_directory
 from mindrlhf.system.processor import openblas_environment
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,6 +62,21 @@ def test_exit_code_arguments_and_output_of_the_rank_are_passed_on(tmp_path, caps
     message = capsys.readouterr().err
     assert "rank 0 ended with exit code 7" in message
     assert str(tmp_path / "logs" / "worker_0.log") in message
+
+
+def test_private_directories_that_killed_servers_leave_are_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = f"""
+        import os, signal
+        from pathlib import Path
+        from mindrlhf.system.files import take_directory
+        take_directory(Path({str(tmp_path)!r}), {processes.SERVER_PREFIX!r})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    others, lock = take_directory(tmp_path, processes.SERVER_PREFIX)  # of a run that goes on
+    assert launch(write_worker(tmp_path, text), 1, tmp_path / "logs", out=io.StringIO()) == 137
+    assert list(tmp_path.glob(f"{processes.SERVER_PREFIX}*")) == [others]
+    os.close(lock)
 
 
 def test_success_returns_zero_and_says_nothing(tmp_path, capsys):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.types import RewardResult
@@ -102,6 +103,15 @@ def test_samples_come_in_order_with_their_own_rewards(sampled):
     # Special tokens show in a prompt, where they mean something, and not in what verifiers read.
     assert [sample.prompt for sample in samples[::3]] == ["cd", "e", "f`g"]
     assert samples[1].failures == {"correct": "timeout"} and not samples[0].failures
+
+
+def test_a_response_without_tokens_ends_the_run_in_one_line(monkeypatch):
+    empty = Completion(1, 2, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", weights_version=1)
+    generator = Script()
+    whole = generator.generate
+    monkeypatch.setattr(generator, "generate", lambda *arguments: iter([*whole(*arguments), empty]))
+    with pytest.raises(RunFailure, match="empty response to the prompt 'e'"):
+        Sampler(generator, None, Letters()).sample(RECORDS, 3, SAMPLING, (11, 4))
 
 
 def test_verifiers_are_told_what_they_may_ask(sampled):

@@ -1,5 +1,7 @@
 """Attempts to leave the sandbox, as root and as an ordinary user, with all layers and with some taken away."""
 
+import ctypes
+import errno
 import functools
 import json
 import os
@@ -22,6 +24,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 SYSTEM_PYTHON = "/usr/bin/python3"
 NOBODY = 65534
+UNSHARE, PR_SET_NO_NEW_PRIVS = (272, 97), 38
 USERS = ("this user", "nobody") if os.geteuid() == 0 else ("this user",)
 
 KERNEL_CALLS = {
@@ -31,10 +34,28 @@ KERNEL_CALLS = {
 }
 
 
+def refuse_namespaces() -> None:
+    """Have the kernel refuse this process namespaces, as where unprivileged users may make none."""
+    column = list(seccomp._ARCHITECTURES).index(os.uname().machine)
+    code = [seccomp._instruction(seccomp._LOAD, seccomp._NUMBER_AT)]
+    code += seccomp._if_equal(UNSHARE[column])
+    # The C library then takes clone, whose flags a filter can see.
+    code += [seccomp._instruction(seccomp._JUMP_EQUAL, seccomp._CLONE3[column], 0, 1), seccomp._fail(errno.ENOSYS)]
+    clone = [
+        seccomp._argument(0),
+        seccomp._instruction(seccomp._JUMP_BITS, seccomp._CLONE_NEW_FLAGS, 0, 1),
+        seccomp._fail(errno.EPERM),
+    ]
+    code += [seccomp._instruction(seccomp._JUMP_EQUAL, seccomp._CLONE[column], 0, len(clone)), *clone]
+    ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    seccomp.install(b"".join([*code, seccomp._instruction(seccomp._RETURN, seccomp._ALLOW)]))
+
+
 @functools.cache
-def results(user: str, without: tuple[str, ...] = ()) -> dict:
-    """Make all attempts and return what became of each."""
-    request = {"probes": PROBES | KERNEL_CALLS, "hungry": {} if without else HUNGRY, "without": without}
+def results(user: str, without: tuple[str, ...] = (), refuses_namespaces: bool = False) -> dict:
+    """Make all attempts and return what became of each; ``without`` is told to the sandbox, a refusal is not."""
+    hungry = {} if without or refuses_namespaces else HUNGRY
+    request = {"probes": PROBES | KERNEL_CALLS, "hungry": hungry, "without": without}
     with tempfile.TemporaryDirectory() as directory:
         # Where an ordinary user can read it.
         os.chmod(directory, 0o755)
@@ -55,6 +76,7 @@ def results(user: str, without: tuple[str, ...] = ()) -> dict:
             cwd="/tmp",
             env={"PATH": os.environ["PATH"], "PYTHONPATH": directory},
             **({"user": NOBODY, "group": NOBODY, "extra_groups": []} if user == "nobody" else {}),
+            **({"preexec_fn": refuse_namespaces} if refuses_namespaces else {}),
         )
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout)
@@ -75,6 +97,14 @@ def test_the_probe_holds(name, user):
 @pytest.mark.parametrize("name", PROBES)
 def test_without_namespaces_the_other_locks_hold(name):
     assert results("this user", ("namespaces",))["probes"][name][0] == "held"
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_as_an_ordinary_user_whom_the_kernel_refuses_namespaces(name):
+    answer = results(USERS[-1], refuses_namespaces=True)
+    assert {"seccomp", "landlock", "watcher"} <= set(answer["layers"]) and "namespaces" not in answer["layers"]
+    assert answer["victim"]
+    assert answer["probes"][name][0] == "held"
 
 
 @pytest.mark.parametrize("user", USERS)

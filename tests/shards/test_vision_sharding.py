@@ -1,10 +1,14 @@
 """Weights of a model with a vision tower: converted, sharded, resharded and merged to the bit; published once each."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from sharding_models import contents, make_model
 from tiny_vl import TinyVl, config_of
 
+from mindrlhf.config.parse import read_yaml
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.merge import merge_directory
 from mindrlhf.shards.shard import reshard_directory, shard_directory
@@ -21,6 +25,7 @@ from mindrlhf.weights.convert import (
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.publishing import plan_publication
 
+PUBLISHED = Path(__file__).parents[2] / "model_configs" / "qwen2_5_vl"
 MODEL = TinyVl(hidden=32, heads=4, kv_heads=2, intermediate=24, layers=3, vision_hidden=16, vision_intermediate=20)
 
 
@@ -44,6 +49,27 @@ def test_merging_undoes_sharding_and_resharding(hf_dir, tmp_path, dtype):
         # No part of the config names another dtype than the files have.
         assert config["torch_dtype"] == dtype
         assert not [part for part in config.values() if isinstance(part, dict) and {"dtype", "torch_dtype"} & set(part)]
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_layouts_of_published_sizes_shard_and_merge_to_the_bit(path, tmp_path):
+    """Layout, heads and forms are those of the run config; widths, layers and vocabulary are scaled down."""
+    size, keys = path.stem.split("_")[4], read_yaml(path)["parallel_config"]
+    config = json.loads((PUBLISHED / f"qwen2_5_vl_{size}" / "config.json").read_text())
+    hidden = 8 * config["num_attention_heads"]
+    config |= {"hidden_size": hidden, "intermediate_size": 48, "num_hidden_layers": 4}
+    config |= {"vocab_size": 64, "image_token_id": 60}
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    config["vision_config"] |= {"hidden_size": 64, "intermediate_size": 36, "depth": 2, "out_hidden_size": hidden}
+    config["vision_config"]["fullatt_block_indexes"] = [1]
+    hf_dir = make_model(tmp_path / "hf", dtype="bfloat16", **config)
+    layout = {"dp": "data_parallel", "mp": "model_parallel", "pp": "pipeline_stage"}
+    text = ",".join(f"{short}={keys[key]}" for short, key in layout.items())
+    text += ",opt=1" if keys.get("enable_parallel_optimizer") else ""
+    shard_directory(hf_dir, tmp_path / "shards", parallel=text)
+    verify_directory(tmp_path / "shards", against=hf_dir)
+    merge_directory(tmp_path / "shards", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(hf_dir)
 
 
 def test_import_and_export_are_inverse_to_the_bit(hf_dir, tmp_path):

@@ -1,12 +1,16 @@
 """Ranks on several machines: who shares one, a board on each, and weights that must be the same on all."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.policy import Policy
+from mindrlhf.training.messages import decode, encode
 from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.records import BoardPath, Machine, Published, add_by_node
+from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -115,9 +119,82 @@ def test_a_node_whose_weights_differ_ends_the_run(published):
 
 
 def test_contributions_are_added_up_by_node():
-    one = {"a": {"regions": [[[0, 2], [0, 2]]], "checksum": 2**64 - 1}}
-    two = {"a": {"regions": [[[2, 4], [0, 2]]], "checksum": 3}}
+    one = {"a": {"regions": [[[0, 2], [0, 2]]], "sums": [2**64 - 1], "checksum": 2**64 - 1}}
+    two = {"a": {"regions": [[[2, 4], [0, 2]]], "sums": [3], "checksum": 3}}
     assert add_by_node([{}, {"1": one}, {"2": two}, {"1": two}]) == {
-        "1": {"a": {"regions": [[[0, 2], [0, 2]], [[2, 4], [0, 2]]], "checksum": 2}},
+        "1": {"a": {"regions": [[[0, 2], [0, 2]], [[2, 4], [0, 2]]], "sums": [2**64 - 1, 3], "checksum": 2}},
         "2": two,
     }
+
+
+class Shards:
+    """A model that is cut over ranks: what one of them holds of it, and writes if no other of its node does."""
+
+    def __init__(self, held: dict[str, tuple[slice, ...]]):
+        self.held = held
+        self.tensors = {name: array.copy() for name, array in TENSORS.items()}
+
+    def create_board(self) -> WeightBoard:
+        return WeightBoard.create(INFOS)
+
+    def write_to(self, board: WeightBoard, ranks) -> None:
+        for name, region in self.held.items():
+            board.write(name, self.tensors[name][region], region)
+
+
+class ShardRank(NodeBoard):
+    """A rank of such a model."""
+
+    def __init__(self, machine: str, held: dict[str, tuple[slice, ...]]):
+        super().__init__(Shards(held))
+        self._machine = machine
+
+    def machine(self) -> Machine:
+        return Machine(self._machine)
+
+
+class ThreadedRanks(Ranks):
+    """Ranks that do at the same time what they are called for."""
+
+    def __init__(self, ranks: list):
+        self.ranks, self.world_size = ranks, len(ranks)
+
+    def call(self, method: str, per_rank=None, **common):
+        arguments = [decode(*encode(given)) for given in per_rank or [common] * self.world_size]
+        with ThreadPoolExecutor(self.world_size) as pool:
+            done = [pool.submit(getattr(rank, method), **given) for rank, given in zip(self.ranks, arguments)]
+            return [decode(*encode({"result": one.result()}))["result"] for one in done]
+
+
+# As two stages of a pipeline, of two ranks that share the matrix of the first.
+CUT = [
+    {"a": (slice(0, 4), slice(0, 1))},
+    {"a": (slice(0, 4), slice(1, 2))},
+    {"b": (slice(0, 3),)},
+]
+
+
+@pytest.mark.parametrize("machines", ["xyz", "xxy", "xyy"])
+def test_boards_of_a_model_that_is_cut_over_nodes_are_completed(machines):
+    digests = {}
+    for name in ("xxx", machines):
+        ranks = [ShardRank(machine, held) for machine, held in zip(name, CUT)]
+        team = ThreadedRanks(ranks)
+        with ranks[0].create_board() as board:
+            nodes = find_nodes(team)
+            attach_boards(team, nodes, board.path)
+            policy = Policy(team, board)
+            for version in (1, 2, 3):
+                digests.setdefault(version, set()).add(policy.publish(version))
+                for own in {rank._board.path: rank._board for rank in ranks}.values():
+                    own.verify(version)
+                    for tensor, _, array in own.tensors(version):
+                        np.testing.assert_array_equal(array, ranks[0].model.tensors[tensor])
+                for rank in ranks:
+                    rank.model.tensors["a"] *= np.float32(1.5)
+                    rank.model.tensors["b"] += np.float32(0.25)
+        for rank in ranks:
+            rank.close_carrier()
+            rank._board.close()
+    assert all(len(same) == 1 for same in digests.values()), "the digests are those of one machine"
+    assert len(set().union(*digests.values())) == 3

@@ -3,10 +3,12 @@
 import pytest
 from preflight_cases import changed
 
+from mindrlhf.config import sections
+from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
-from mindrlhf.training.layout_checks import check_nodes
-from mindrlhf.training.preflight import check_grpo_inputs
+from mindrlhf.specs import scorer_config
+from mindrlhf.training.preflight import check_grpo_inputs, check_sft_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 MODEL = {
@@ -87,12 +89,15 @@ def test_a_tied_model_has_no_pipeline(npu_config, tmp_path):
     assert "tie_word_embeddings" in message and "set it to 1" in message
 
 
-def test_only_the_actor_and_its_reference_are_cut(npu_config, model_dir):
+def test_actor_reference_and_reward_model_are_cut_and_a_critic_is_not(npu_config, model_dir, tmp_path):
     split = changed(npu_config, "parallel_config", model_parallel=2)
     ppo = changed(changed(split, "algorithm", name="ppo", advantage="gae"), "critic", path=str(model_dir))
     assert "'critic.path' is set" in refused(ppo, 2)
-    scored = changed(split, "reward", model_path=str(model_dir))
-    assert "'reward.model_path' is set" in refused(scored, 2)
+    for heads in (4, 1):
+        scorer = {**scorer_config(MODEL), "num_attention_heads": heads, "num_key_value_heads": heads}
+        export_hf(random_hf_weights(scorer, 0), scorer, tmp_path / f"scorer_{heads}")
+    assert check_grpo_inputs(changed(split, "reward", model_path=str(tmp_path / "scorer_4")), 2)
+    assert "the model has 1 query heads" in refused(changed(split, "reward", model_path=str(tmp_path / "scorer_1")), 2)
     assert check_grpo_inputs(changed(split, "algorithm", beta=0.1), 2)
 
 
@@ -117,17 +122,57 @@ def test_the_cpu_trains_in_data_parallel_only(npu_config):
     assert "enable_parallel_optimizer" in refused(changed(config, "parallel_config", enable_parallel_optimizer=True), 2)
 
 
-def test_nodes_that_would_not_hold_the_whole_model_are_refused(npu_config):
-    split = changed(npu_config, "parallel_config", model_parallel=2, context_parallel=2)
-    check_nodes(split, 16, 1)
-    check_nodes(split, 16, 2)
-    check_nodes(changed(npu_config, "parallel_config", model_parallel=1), 3, 3)
-    with pytest.raises(UserError, match="into 4 parts .* has 2 ranks: start a multiple of 4 ranks on each node"):
-        check_nodes(split, 8, 4)
-    for name, value, shown in (
-        ("pipeline_stage", 2, "2"),
-        ("expert_parallel", 2, "2"),
-        ("enable_parallel_optimizer", True, "true"),
-    ):
-        with pytest.raises(UserError, match=f"'parallel_config.{name}' is {shown}, which spreads .* over 2 nodes"):
-            check_nodes(changed(split, "parallel_config", **{name: value}), 16, 2)
+@pytest.fixture
+def sft_config(inputs_dir, model_dir):
+    data = sections.DataSection(
+        train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
+    )
+    return SftConfig(model=sections.ModelSection(path=str(model_dir)), data=data)
+
+
+@pytest.fixture
+def npu_sft_config(sft_config):
+    return changed(sft_config, "run", device="ascend")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (4, {"model_parallel": 2, "use_seq_parallel": True}),
+        (4, {"pipeline_stage": 2, "micro_batch_num": 2}),
+        (2, {"enable_parallel_optimizer": True}),
+        (2, {"context_parallel": 2}),
+    ],
+)
+def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_size, parallel):
+    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", batch_size=4)
+    assert check_sft_inputs(config, world_size).row_lengths == (32,)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "supervised", "words"),
+    [
+        ({"model_parallel": 4}, {}, "the model has 2 key/value heads: set it to one of"),
+        (
+            {"pipeline_stage": 2, "micro_batch_num": 2},
+            {"batch_size": 3},
+            "'supervised.batch_size' is 3, which does not divide into 2 parts .* set it to 4",
+        ),
+        (
+            {"context_parallel": 4},
+            {"row_lengths": (42,)},
+            "'supervised.row_lengths' has 42, which does not divide over 4 ranks .* set it to 44",
+        ),
+        ({"model_parallel": 3}, {}, "4 ranks do not divide by"),
+    ],
+)
+def test_fine_tuning_refuses_layouts_that_do_not_fit_in_one_line(npu_sft_config, parallel, supervised, words):
+    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", **supervised)
+    with pytest.raises(UserError, match=words) as caught:
+        check_sft_inputs(config, 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_fine_tuning_on_the_cpu_is_data_parallel_only(sft_config):
+    with pytest.raises(UserError, match="model_parallel' is 2, but run.device=cpu trains in data parallel only"):
+        check_sft_inputs(changed(sft_config, "parallel_config", model_parallel=2), 2)

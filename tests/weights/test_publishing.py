@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import QWEN2, QWEN3
 from mindrlhf.specs.fuse import fuse
@@ -87,10 +86,17 @@ def test_the_ranks_of_each_node_write_the_whole_model_to_its_board(data, model, 
             assert (counts[name] == 1).all(), name
 
 
-def test_a_node_that_lacks_a_part_of_the_model_is_named():
-    layouts = parameter_layouts(QWEN2, QWEN2.dims(CONFIG), Layout(model_parallel=4))
-    with pytest.raises(UserError, match="no rank of the node with ranks 2, 3 holds a part of .* that rank 0 has"):
-        choose_writers(layouts, range(2, 4))
+@pytest.mark.parametrize("layout", [Layout(model_parallel=4), Layout(2, 2, 2), Layout(2, 1, 2, optimizer_shard=-1)])
+def test_ranks_of_a_node_that_holds_a_part_write_that_part_once(layout):
+    dims = QWEN2.dims(CONFIG)
+    layouts = parameter_layouts(QWEN2, dims, layout, element_bytes=1 << 16)
+    tensors, size = logical_tensors(QWEN2, dims), layout.world_size // 2
+    own = [written_by_all(QWEN2, dims, layouts, tensors, range(start, start + size)) for start in (0, size)]
+    for name, tensor in tensors.items():
+        for written, counts in own:
+            assert counts[name].max() <= 1
+            np.testing.assert_array_equal(written[name][counts[name] == 1], tensor[counts[name] == 1])
+        assert (own[0][1][name] + own[1][1][name] >= 1).all(), name
 
 
 @pytest.mark.parametrize("data", [2, 4])

@@ -23,6 +23,8 @@ from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
     EXIT_USER_ERROR,
     LOGPROBS,
+    PAIR_UPDATE,
+    SUPERVISED_UPDATE,
     VALUE_UPDATE,
     VALUES,
     CompiledParameter,
@@ -30,6 +32,7 @@ from mindrlhf.dryrun.compile.request import (
     CompileRequest,
 )
 from mindrlhf.errors import UserError
+from mindrlhf.specs import find_spec
 from mindrlhf.system.processes import die_with_parent
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -149,8 +152,10 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.losses import PolicyLoss
     from mindrlhf.training.sharded.factory import (
+        build_coefficient_update,
         build_logprobs,
         build_policy,
+        build_supervised_update,
         build_update,
         build_value_model,
         build_value_update,
@@ -164,14 +169,20 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     )
     options = OptimizerSection(epsilon=request.epsilon)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts}
-    if request.cell in (VALUES, VALUE_UPDATE):
+    if find_spec(hf_config).is_scorer:
         critic = build_value_model(hf_config, model, parallel, **rows)
         if request.cell == VALUES:
             return build_logprobs(critic, parallel)
+        if request.cell == PAIR_UPDATE:
+            return build_coefficient_update(critic, options, parallel)
         return build_value_update(critic, CriticSection().clip_range, options, parallel)
     policy = build_policy(hf_config, model, parallel, temperature=1.0, **rows)
     if request.cell == LOGPROBS:
         return build_logprobs(policy, parallel)
+    if request.cell == SUPERVISED_UPDATE:
+        return build_supervised_update(policy, options, parallel)
+    if request.cell == PAIR_UPDATE:
+        return build_coefficient_update(policy, options, parallel)
 
     def make_loss(policy):
         return PolicyLoss(
@@ -189,7 +200,7 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     import mindspore as ms
     import numpy as np
 
-    from mindrlhf.algorithms.losses import POLICY_INPUTS
+    from mindrlhf.algorithms.losses import COEFFICIENT_INPUTS, POLICY_INPUTS
     from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 
     num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
@@ -199,7 +210,8 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
     tokens = [ms.Tensor(np.ones(one, np.int32)) for one in (model_shape, shape, shape)]
     if request.cell in (LOGPROBS, VALUES):
         return [*tokens, ms.Tensor(np.ones(shape, np.float32))]
-    names = VALUE_INPUTS if request.cell == VALUE_UPDATE else POLICY_INPUTS
+    inputs = {VALUE_UPDATE: VALUE_INPUTS, SUPERVISED_UPDATE: (), PAIR_UPDATE: COEFFICIENT_INPUTS}
+    names = inputs.get(request.cell, POLICY_INPUTS)
     values = [ms.Tensor(np.ones(shape, np.float32)) for _ in range(1 + len(names))]
     return [*tokens, *values, ms.Tensor(np.ones((rows, 2), np.float32))]
 

@@ -21,8 +21,10 @@ from mindrlhf.system.log_tail import last_lines
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
 
 # The graphs of training: a policy's update, and the log-probabilities of the old policy or the reference; a critic's
-# update, and its values, whose model is of a scoring architecture.
+# update, and its values, whose model is of a scoring architecture; supervised fine-tuning; learning from pairs, of a
+# policy or, with a scoring architecture, of a reward model.
 UPDATE, LOGPROBS, VALUE_UPDATE, VALUES = "update", "logprobs", "value_update", "values"
+SUPERVISED_UPDATE, PAIR_UPDATE = "supervised_update", "pair_update"
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class CompileRequest:
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
         mindir_file: absolute path for the rank's sharded graph (`.mindir`); empty exports none. It takes
             the batch of all ranks: int32 input_ids, segment_ids, labels, then float32 mask and the arrays of
-            `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`), all
-            [rows, length], then float32 [rows, 2] (kl_coefficient, num_tokens); rows =
+            `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`; of
+            pairs: `COEFFICIENT_INPUTS`; supervised: none), all [rows, length], then float32 [rows, 2] (kl_coefficient,
+            num_tokens); rows =
             batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
     """
 

@@ -93,10 +93,11 @@ class ImagePatches:
         self._pixels = {image_digest(pixels): pixels for pixels in images}
 
     def shape_of(self, digests: Sequence[str]) -> tuple[int, ...]:
-        """Slots, and patches of a slot, in which these images lie: both double, so that few shapes are compiled."""
+        """Slots, a power of four, and patches of a slot, in doubling sizes, for these images: few shapes to compile."""
         window = (self._window_side * self._geometry.merge) ** 2
         sizes = [_slot_size(self._pixels[digest], self._geometry, self._window_side) for digest in digests]
-        return 1 << max(0, len(sizes) - 1).bit_length(), max(sizes, default=window)
+        num_doublings = max(0, len(sizes) - 1).bit_length()
+        return 1 << num_doublings + num_doublings % 2, max(sizes, default=window)
 
     def inputs(self, input_ids: ms.Tensor, digests: Sequence[str]) -> tuple[ms.Tensor, ...]:
         """Return the decoder's first input with the patches of these images."""
@@ -105,7 +106,9 @@ class ImagePatches:
         order = np.zeros(self._num_image_rows, np.int32)
         rows = np.concatenate([order[:0], *slots.outputs])
         order[: len(rows)] = rows
-        return (input_ids, *(ms.Tensor(array) for array in (slots.patches, slots.places, slots.is_patch, order)))
+        arrays = (slots.patches, slots.places, slots.is_patch, order)
+        # A tuple that is not mutable is a constant of the graph, which would be compiled for each batch anew.
+        return ms.mutable((input_ids, *(ms.Tensor(array) for array in arrays)))
 
 
 def _slot_size(pixels: np.ndarray, geometry: VisionGeometry, window_side: int) -> int:

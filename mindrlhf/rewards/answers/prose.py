@@ -50,11 +50,21 @@ _ENDS = " \t=+*/^,:.&_"
 _CUE = re.compile(r"\b(?:is|are|equals|equal to|be|was|were)\b[:\s]*|[A-Za-z]:\s+|=")
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
 _NEGATION = re.compile(r"\b(?:not|never|no|except|but|cannot|without)\b|n't\b", re.IGNORECASE)
+# "... is not 7": the expression behind it is what the answer is not.
+_DENIAL = re.compile(
+    r"(?:\b(?:not|cannot|never|neither)|n't)(?: be| equals?| equal to| exactly| simply)?"
+    r"(?:\\[a-z]+|[^A-Za-z.?!;]|\.(?=[0-9]))*$",
+    re.IGNORECASE,
+)
+_MAX_DENIAL_CHARS = 80
 _HEDGES = re.compile(r"(?:approximately|about|therefore|exactly|simply|just|equal to|given by|the number|option)\s+|:")
 
 
 def final_expression(text: str) -> str | None:
-    """The last expression of ``text`` that holds a number, or None. Linear time, whatever the text."""
+    """The last expression of ``text`` that holds a number, or None. Linear time, whatever the text.
+
+    None, too, when the text denies it: "the answer is not 7".
+    """
     tail = text[-MAX_UNICODE_TAIL_CHARS:]
     if not tail.isascii():
         tail = plain_unicode(tail)
@@ -63,6 +73,8 @@ def final_expression(text: str) -> str | None:
     if last_digit < 0:
         return None
     line, place = _line_around(text, last_digit)
+    if _DENIAL.search(line[max(0, place - _MAX_DENIAL_CHARS) : place + 1]):
+        return None
     alone = _ALONE.search(line, max(0, place - MAX_NUMBER_CHARS))
     if alone is not None and alone.end(1) == place + 1:
         return alone[1]

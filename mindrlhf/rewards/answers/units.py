@@ -68,6 +68,8 @@ _QUANTITY = re.compile(
 _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OTHER_BASE = re.compile(r"\b(?:base|binary|octal|hex|hexadecimal|mod)\b", re.IGNORECASE)
 _MODULUS = re.compile(r"(?P<value>[^\\]+)\\(?:p?mod\s*\{(?P<braced>[^{}]+)\}|(?:b?mod|pmod)\s*(?P<bare>[0-9a-z]+))")
+# "7 \\text{ (or 8)}" has a second thought behind it, and no unit.
+_SECOND_THOUGHT = re.compile(r"\b(?:or|not|maybe|perhaps)\b|\b[0-9]", re.IGNORECASE)
 _UNNAMED = re.compile("(?:square |cubic |sq )?units?")
 _BEHIND = re.compile(
     r"(?P<value>[^ ].*?)(?:\s*\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<power>(?:\^\{?[23]\}?)?)"
@@ -123,7 +125,7 @@ def split_unit(text: str) -> tuple[str, str]:
     if _OTHER_BASE.search(words):
         return text, ""
     unit = "deg" if match["degrees"] else _measure(words)
-    if unit is None and match["text"] is None and not _UNNAMED.fullmatch(words):
+    if unit is None and (_SECOND_THOUGHT.search(words) or (match["text"] is None and not _UNNAMED.fullmatch(words))):
         return text, ""
     return match["value"].strip(), unit or ""
 
@@ -142,6 +144,8 @@ def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Q
     if unit is not None:
         # "5m" may be five times m, "5cm" is not meant as a product.
         return Quantity(number, unit) if is_marked or is_apart or len(words.strip()) > 1 else None
+    if _SECOND_THOUGHT.search(words):
+        return None
     letters = words.split()
     is_word = bool(letters) and all(word.isalpha() for word in letters) and not _NO_UNITS & {w.lower() for w in letters}
     if is_marked or (is_word and is_apart and len(letters[0]) > 2):

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.rollout.sent_images import unpack_images
+from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 
 _PARENT_POLL_S = 0.5
@@ -49,7 +50,8 @@ def main() -> None:
     _end_with_parent(config["private_dir"])
     connection = socket.socket(fileno=arguments.socket_fd)
 
-    from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
+    with lasting_objects():
+        from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
 
     try:
         engine = build_engine(config)

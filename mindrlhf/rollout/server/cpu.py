@@ -1,8 +1,9 @@
 """What this package changes inside vLLM when it runs on a CPU, and nowhere else.
 
 Everything here relies on internals of the versions in ``TESTED_VERSIONS``; with any other version the server uses
-vLLM as it comes. Two changes are for every dtype: ``without_listeners`` for a server of one process, and
-``do_without_lscpu``. The others are for one process in float32 (``supports``), each for speed:
+vLLM as it comes. Three changes are for every dtype: ``without_listeners`` for a server of one process,
+``do_without_lscpu``, and ``rotate_every_head``, without which DeepSeek's attention is wrong. The others are for one
+process in float32 (``supports``), each for speed:
 
 1. Linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM repacks
    them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
@@ -26,6 +27,7 @@ from vllm import ir
 from vllm.model_executor.layers import utils as linear_kernels
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
@@ -76,6 +78,23 @@ def do_without_lscpu() -> None:
     """Where there is no program ``lscpu``, which vLLM asks for the cores, number them as it does on other systems."""
     if is_known() and shutil.which("lscpu") is None:
         cpu_resource_utils._get_cpu_list = cpu_resource_utils._synthesize_cpu_list
+
+
+def rotate_every_head() -> None:
+    """Rotate queries and keys whose heads are an axis of their own, as DeepSeek's, with torch.
+
+    The CPU kernel of vLLM 0.32 counts heads and tokens by the last axis and the one before it. So of `[tokens, heads,
+    size]` it rotates one head for each token, by the position of another. (`[tokens, heads * size]` it gets right.)
+    """
+    kernel = RotaryEmbedding.forward_cpu
+    if not is_known() or kernel.__module__ == __name__:
+        return
+
+    def forward_cpu(self, positions, query, key=None):  # as vLLM calls it
+        has_heads = query.ndim > 2 or (key is not None and key.ndim > 2)
+        return (self.forward_native if has_heads else kernel.__get__(self))(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 class PlainLinear:

@@ -8,13 +8,14 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from mindrlhf.rollout.server.cpu import do_without_lscpu
+from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
 # Boards are mapped for reading only; nothing here writes to the tensors made over them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-# A worker process of its own imports this module before it looks at the cores.
+# A worker process of its own imports this module before it looks at the cores, and builds the model.
 do_without_lscpu()
+rotate_every_head()
 
 
 class WorkerExtension:

@@ -62,12 +62,14 @@ _REFUSED_WITHOUT_PROCESS_NAMESPACE: dict[str, tuple[int | None, int | None]] = {
     "pidfd_send_signal": (424, 424), "setpriority": (141, 140), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "ioprio_set": (251, 30),
 }  # fmt: skip
-_CLONE, _CLONE3, _KILL = (56, 220), (435, 435), (62, 129)
+_CLONE, _CLONE3, _KILL, _SETSOCKOPT = (56, 220), (435, 435), (62, 129), (54, 208)
 _SOCKET, _SOCKETPAIR, _PRCTL, _PRLIMIT = (41, 198), (53, 199), (157, 167), (302, 261)
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _CLONE_NEW_FLAGS = 0x7E020000
 _UNIX_FAMILY, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_DGRAM, _SOCK_TYPE_MASK = 1, 2, 0xF
+# What fills the buffers of sockets is the kernel's memory, of no process: SO_SNDBUF, SO_RCVBUF, and both by force.
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 # PR_SET_DUMPABLE (hides a process from the watcher), PR_SET_SECCOMP, PR_SET_MM, PR_SET_PTRACER
 _REFUSED_PRCTLS = (4, 22, 35, 0x59616D61)
 
@@ -111,6 +113,12 @@ def build(has_network_namespace: bool, shields_other_processes: bool) -> bytes:
         _CLONE[column]: [_argument(0), _instruction(_JUMP_BITS, _CLONE_NEW_FLAGS, 0, 1), _fail(errno.EPERM)],
         _PRLIMIT[column]: [_argument(0), *_unless_equal(0, _FAIL_WITH | errno.EPERM)],
         _PRCTL[column]: [_argument(0), *(line for option in _REFUSED_PRCTLS for line in _if_equal(option))],
+        _SETSOCKOPT[column]: [
+            _argument(1),
+            *_unless_equal(_SOL_SOCKET, _ALLOW),
+            _argument(2),
+            *(line for option in _BUFFER_SIZES for line in _if_equal(option)),
+        ],
         _SOCKET[column]: _socket_rule(has_network_namespace),
         # A connected pair of byte streams; a pair of datagram sockets could still send to any path.
         _SOCKETPAIR[column]: [

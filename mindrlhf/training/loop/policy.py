@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.errors import RunFailure
-from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.training.batch import Batch, RowOptions, images_of_ranks
-from mindrlhf.training.records import PolicyUpdateResult, Published, Share, add_by_node
+from mindrlhf.training.loop.publication import Publication
+from mindrlhf.training.records import PolicyUpdateResult, Share
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 
@@ -61,7 +60,7 @@ class Policy:
 
     def __init__(self, team: Team, board: WeightBoard):
         self._team = team
-        self._board = board
+        self._publication = Publication(team, board)
         self._batches: Sequence[Batch] = ()
 
     def warm_up(self, rows: RowOptions, graphs: Sequence[str]) -> None:
@@ -117,18 +116,8 @@ class Policy:
         self._team.call("sync_reference")
 
     def publish(self, version: int) -> str:
-        """Put the weights on the board, where the generator finds them; return their digest."""
-        self._board.begin(version)
-        results: list[Published] = self._team.call("publish", version=version)
-        contributions = [result.contribution for result in results]
-        self._board.seal(contributions)
-        digest = digest_weights(contributions)
-        if elsewhere := add_by_node([result.elsewhere for result in results]):
-            for node, written in elsewhere.items():
-                if (other := digest_weights([written])) != digest:
-                    raise RunFailure(f"the weights of node {node} ({other}) are not those of node 0 ({digest})")
-            self._team.call("seal_board", contributions=elsewhere)
-        return digest
+        """Put the weights on the boards, where the generator finds them; return their digest."""
+        return self._publication.publish(version)
 
     def begin_dump(self, step: int) -> None:
         """Have the ranks write the cells of what follows, as those of a step, from 1."""

@@ -27,6 +27,7 @@ from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.parts import Parts
 from mindrlhf.training.loop.policy import PolicyUpdate
 from mindrlhf.training.loop.sampling.ahead import SamplingAhead
+from mindrlhf.training.loop.sampling.asynchronous import SamplingAsynchronously
 from mindrlhf.training.loop.sampling.in_step import SampledStep, SamplingInStep
 from mindrlhf.training.loop.sampling.spans import SamplingInSpans
 from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
@@ -165,8 +166,14 @@ class Trainer(Steps):
         """End what is still going on."""
         self.sampling.close()
 
-    def _build_sampling(self) -> SamplingInStep | SamplingAhead:
+    def _build_sampling(self) -> SamplingInStep | SamplingAhead | SamplingAsynchronously:
         rollout, ahead, needs_greedy = self.parts.rollout, self.config.rollout.ahead, self.objective.needs_greedy
+
+        def wait_stage() -> contextlib.AbstractContextManager[None]:
+            return self.timer.stage("rollout_wait")
+
+        if self.config.rollout.asynchronous:
+            return SamplingAsynchronously(self.config, rollout, self.progress, self.num_steps, wait_stage=wait_stage)
         if self.config.rollout.span_tokens:
             return SamplingInSpans(self.config, rollout, self.progress, self.num_steps)
         if not ahead:
@@ -177,7 +184,7 @@ class Trainer(Steps):
             ahead=ahead,
             num_steps=self.num_steps,
             needs_greedy=needs_greedy,
-            wait_stage=lambda: self.timer.stage("rollout_wait"),
+            wait_stage=wait_stage,
         )
 
     def _must_evaluate(self) -> bool:

@@ -21,15 +21,16 @@ from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
-from mindrlhf.training.offline.run import run_rank
+from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.preflight import RunInputs, check_preference_inputs
 from mindrlhf.training.records import Share, TokenArrays, UpdateResult
-from mindrlhf.training.runtime import Rank
+from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.adapted_model import BaseModel
@@ -94,13 +95,21 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_preference_inputs(config)
+    inputs = check_preference_inputs(config, num_ranks_from_environment())
     run_rank(
         config,
-        lambda rank: _build_learner(config, inputs.row_lengths[-1], rank),
+        lambda rank: _build_worker(config, inputs, rank),
         lambda team: PreferenceTrainer(config, inputs, team),
         resume=resume,
     )
+
+
+def _build_worker(config: Config, inputs: RunInputs, rank: Rank) -> OfflineWorker:
+    if is_split(config.parallel_config):
+        from mindrlhf.training.sharded.offline import build_sharded_preference
+
+        return build_sharded_preference(config, inputs.row_lengths, rank)
+    return _build_learner(config, inputs.row_lengths[-1], rank)
 
 
 def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
@@ -129,7 +138,10 @@ class PreferenceTrainer:
         self._config = config
         self._team = team
         preference = config.preference
-        self._rows = RowOptions(inputs.row_lengths, preference.batch_size, team.world_size, preference.pack)
+        is_cut = is_split(config.parallel_config)
+        self._rows = RowOptions(
+            inputs.row_lengths, preference.batch_size, team.world_size, preference.pack, in_step=is_cut
+        )
         is_dpo = isinstance(config, DpoConfig)
         self._objective: Objective = DpoObjective(config.dpo) if is_dpo else RewardModelObjective(config.reward_model)
         has_reference = is_dpo and (config.model.reference_path or reference_is_base(config))

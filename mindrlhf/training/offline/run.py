@@ -1,25 +1,33 @@
 """Training on fixed data (supervised, preference, reward model) as the life cycle of a run needs it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.epochs import EpochSteps
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.loop.publication import Publication
+from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME
+from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.learner import Learner
 
+if TYPE_CHECKING:  # its graphs are not needed where models are whole
+    from mindrlhf.training.sharded.offline import ShardedOffline
+
 Config = SftConfig | DpoConfig | RewardModelConfig
+OfflineWorker: TypeAlias = "Learner | ShardedOffline"
 
 
 class Trainer(Protocol):
@@ -45,7 +53,7 @@ class Trainer(Protocol):
 
 def run_rank(
     config: Config,
-    build_learner: Callable[[Rank], Learner],
+    build_learner: Callable[[Rank], OfflineWorker],
     make_trainer: Callable[[Team], Trainer],
     *,
     resume: bool,
@@ -94,7 +102,7 @@ class OfflineTraining(life_cycle.Training):
     accuracy = "preference accuracy on held-out pairs"
 
     def __init__(
-        self, config: Config, build_learner: Callable[[Rank], Learner], make_trainer: Callable[[Team], Trainer]
+        self, config: Config, build_learner: Callable[[Rank], OfflineWorker], make_trainer: Callable[[Team], Trainer]
     ):
         self._config = config
         self._build_learner = build_learner
@@ -105,13 +113,16 @@ class OfflineTraining(life_cycle.Training):
         """Number of steps of the whole run."""
         return self._trainer.num_steps
 
-    def build_worker(self, rank: Rank) -> Learner:
+    def build_worker(self, rank: Rank) -> OfflineWorker:
         """Return the learner."""
         return self._build_learner(rank)
 
-    def connect(self, worker: Learner, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
+    def connect(
+        self, worker: OfflineWorker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack
+    ) -> None:
         """Connect the ranks and make the trainer."""
-        self.team = Team(worker, connections)
+        self._ranks = Team(worker, connections)
+        self.team = with_replicas(self._config.parallel_config, self._ranks)
         stack.callback(self.team.close)
         self._trainer = self._make_trainer(self.team)
         self.order = self._trainer.order
@@ -122,12 +133,24 @@ class OfflineTraining(life_cycle.Training):
         """Return the steps of the trainer."""
         return OfflineSteps(self._trainer, progress)
 
-    def finish(self, worker: Learner, progress: Progress) -> None:
+    def finish(self, worker: OfflineWorker, progress: Progress) -> None:
         """Print the summary, write the report and export the model."""
         if summary := self._trainer.summary(progress):
             print(f"\n{summary}", flush=True)
         output_dir = Path(self._config.run.output_dir)
         report, final = write_report(output_dir), output_dir / FINAL_NAME
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        worker.export(final, self._config.data.tokenizer_dir)
+        with self._published(worker):
+            worker.export(final, self._config.data.tokenizer_dir)
         print(f"model:  {final}\nreport: {report}", flush=True)
+
+    @contextlib.contextmanager
+    def _published(self, worker: OfflineWorker) -> Iterator[None]:
+        """Put a model that is sharded together on a weight board, where it can be exported from."""
+        if not is_split(self._config.parallel_config):
+            yield
+            return
+        with worker.create_board() as board:
+            attach_boards(self._ranks, find_nodes(self._ranks), board.path)
+            Publication(self.team, board).publish(1)
+            yield

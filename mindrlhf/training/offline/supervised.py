@@ -13,13 +13,14 @@ from mindrlhf.config.schema import SftConfig
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, images_of_ranks
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.offline.run import run_rank
+from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.preflight import RunInputs, check_sft_inputs
 from mindrlhf.training.records import HeldOutLogProbs, Share, UpdateResult
-from mindrlhf.training.runtime import Rank
+from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Results, Team
 from mindrlhf.training.worker.cells import check_finite
@@ -53,13 +54,21 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_sft_inputs(config)
+    inputs = check_sft_inputs(config, num_ranks_from_environment())
     run_rank(
         config,
-        lambda rank: build_learner(config, inputs.row_lengths[-1], rank),
+        lambda rank: _build_worker(config, inputs, rank),
         lambda team: SupervisedTrainer(config, inputs, team),
         resume=resume,
     )
+
+
+def _build_worker(config: SftConfig, inputs: RunInputs, rank: Rank) -> OfflineWorker:
+    if is_split(config.parallel_config):
+        from mindrlhf.training.sharded.offline import build_sharded_supervised
+
+        return build_sharded_supervised(config, inputs.row_lengths, rank)
+    return build_learner(config, inputs.row_lengths[-1], rank)
 
 
 def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
@@ -87,6 +96,7 @@ class SupervisedTrainer:
             section.batch_size,
             team.world_size,
             section.pack,
+            in_step=is_split(config.parallel_config),
             image_tokens=inputs.image_tokens,
         )
         self._sequences = read_sequences(inputs.prompts)
@@ -104,7 +114,7 @@ class SupervisedTrainer:
         lr = learning_rate(self._config.optimizer, index, self.num_steps)
         metrics = _metrics(self._call("update", batch, lr=lr), batch, lr)
         if self._config.observe.performance_stats:
-            metrics |= _performance(batch, time.perf_counter() - start_s, self._team.world_size)
+            metrics |= _performance(batch, time.perf_counter() - start_s, self._team.num_devices)
         return metrics
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
@@ -172,6 +182,6 @@ def _metrics(results: Sequence[UpdateResult], batch: Batch, lr: float) -> dict[s
     }
 
 
-def _performance(batch: Batch, elapsed_s: float, world_size: int) -> dict[str, float]:
+def _performance(batch: Batch, elapsed_s: float, num_devices: int) -> dict[str, float]:
     num_tokens = sum(int((rows.segment_ids > 0).sum()) for rows in batch.micro_batches)
-    return {"timing/all": elapsed_s, "e2e_tps": num_tokens / world_size / elapsed_s}
+    return {"timing/all": elapsed_s, "e2e_tps": num_tokens / num_devices / elapsed_s}

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.config.derived import resolve_data_parallel
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
 from mindrlhf.training.runtime import Rank, start_parallel
-from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update
+from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.actor import Actor
@@ -21,7 +22,7 @@ from mindrlhf.weights.hf import read_hf_config
 
 
 def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> Actor:
-    """Build this rank's shards and graphs of the policy, and of the reference model if the run has one.
+    """Build this rank's shards and graphs of the policy, and of the reference and reward models if the run has them.
 
     From here on MindSpore shards every graph that this process compiles.
 
@@ -33,32 +34,59 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     Raises:
         UserError: a model cannot be sharded this way, or its weights do not fit.
     """
-    parallel = resolve_layout(config.parallel_config, rank.world_size)
-    strategy_dir = Path(config.run.output_dir) / "logs" / "strategy"
-    strategy_dir.mkdir(parents=True, exist_ok=True)
-    start_parallel(parallel, rank, strategy_dir / f"strategy_rank_{rank.index}.ckpt")
+    parallel = start_sharding(config, rank)
     shares_prompts = config.training.packing == SHARED_PROMPTS
     options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
     options["shared_prompts"] = shares_prompts
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
-    learner = ShardedLearner(_shard(policy, parallel, rank), UpdateGraph.of(update))
+    learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update))
     reference = reference_source = None
     if config.algorithm.beta > 0:
         path = config.model.reference_path or config.model.path
-        reference_source = _source(config.model, path, config.run.seed)
-        reference = _shard(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
-    source = _source(config.model, config.model.path, config.run.seed)
+        reference_source = model_source(config.model, path, config.run.seed)
+        reference = shard_of(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
+    source = model_source(config.model, config.model.path, config.run.seed)
     shapes = [(config.training.batch_size, length) for length in row_lengths]
     _compile(learner, reference, [padding_rows(shape, share_prompts=shares_prompts) for shape in shapes])
     # Now a parameter has the shape of its shard.
     learner.model.load(source)
     if reference is not None:
         reference.load(reference_source)
-    return Actor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
+    actor = Actor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
+    if config.reward.model_path:
+        actor.use_reward_model(_build_reward_model(config, row_lengths, parallel, rank))
+    return actor
 
 
-def _shard(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> ShardedModel:
+def _build_reward_model(
+    config: GrpoConfig, row_lengths: tuple[int, ...], parallel: ParallelSection, rank: Rank
+) -> ShardedModel:
+    path = config.reward.model_path
+    scorer = build_value_model(read_hf_config(path), config.model, parallel, row_length=row_lengths[-1])
+    model = scorer_shard(scorer, parallel, rank)
+    for length in row_lengths:
+        model.compile(padding_rows((config.training.batch_size, length)))
+    model.load(open_source(path))
+    return model
+
+
+def scorer_shard(scorer: TokenScores, parallel: ParallelSection, rank: Rank) -> ShardedModel:
+    """Return this rank's shard of a reward model, and the graph of its scores, which stand after each token."""
+    return ShardedModel(scorer.model, build_logprobs(scorer, parallel), parallel, rank.index, after_token=True)
+
+
+def start_sharding(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, rank: Rank) -> ParallelSection:
+    """Have MindSpore shard the graphs of a run from now on; return its layout with `data_parallel` filled in."""
+    parallel = resolve_layout(config.parallel_config, rank.world_size)
+    strategy_dir = Path(config.run.output_dir) / "logs" / "strategy"
+    strategy_dir.mkdir(parents=True, exist_ok=True)
+    start_parallel(parallel, rank, strategy_dir / f"strategy_rank_{rank.index}.ckpt")
+    return parallel
+
+
+def shard_of(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> ShardedModel:
+    """Return this rank's shard of a model, and the graph of its log-probabilities."""
     return ShardedModel(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
 
 
@@ -77,7 +105,8 @@ def resolve_layout(parallel: ParallelSection, world_size: int) -> ParallelSectio
     return dataclasses.replace(parallel, data_parallel=resolve_data_parallel(parallel, world_size))
 
 
-def _source(model: ModelSection, path: str, seed: int) -> ArraySource:
+def model_source(model: ModelSection, path: str, seed: int) -> ArraySource:
+    """Return where the weights of a model come from."""
     if has_random_weights(model, path):
         return RandomSource(path, seed)
     return open_source(path)

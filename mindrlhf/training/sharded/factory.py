@@ -16,7 +16,13 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
-from mindrlhf.training.sharded.losses import ShardedLoss, ShardedPolicyLoss, ShardedValueLoss
+from mindrlhf.training.sharded.losses import (
+    ShardedCoefficientLoss,
+    ShardedLoss,
+    ShardedPolicyLoss,
+    ShardedSupervisedLoss,
+    ShardedValueLoss,
+)
 from mindrlhf.training.sharded.optimizer import WithholdableAdamW
 from mindrlhf.training.worker.cells import make_optimizer
 
@@ -139,6 +145,29 @@ def build_value_update(
     shares = (parallel.data_parallel, parallel.context_parallel)
     with no_init_parameters():
         return _build_update(ShardedValueLoss(critic, clip_range, shares), options, parallel)
+
+
+def build_supervised_update(
+    policy: PolicyLogProbs, options: OptimizerSection, parallel: ParallelSection
+) -> ParallelUpdate:
+    """Return the cell of an update of supervised fine-tuning; arguments as for :func:`build_update`."""
+    shares = (parallel.data_parallel, parallel.context_parallel)
+    with no_init_parameters():
+        return _build_update(ShardedSupervisedLoss(policy, shares), options, parallel)
+
+
+def build_coefficient_update(
+    policy: PolicyLogProbs | TokenScores, options: OptimizerSection, parallel: ParallelSection
+) -> ParallelUpdate:
+    """Return the cell of an update by derivatives that the host computes, of a policy or of a scoring model.
+
+    Args:
+        policy: of :func:`build_policy` or :func:`build_value_model`.
+        options, parallel: of :func:`build_update`.
+    """
+    shares = (parallel.data_parallel, parallel.context_parallel)
+    with no_init_parameters():
+        return _build_update(ShardedCoefficientLoss(policy, shares), options, parallel)
 
 
 def _build_update(loss: ShardedLoss, options: OptimizerSection, parallel: ParallelSection) -> ParallelUpdate:

@@ -46,10 +46,10 @@ class UpdateGraph:
     token_inputs: tuple[str, ...] = POLICY_INPUTS
 
     @classmethod
-    def of(cls, update: ParallelUpdate) -> "UpdateGraph":
+    def of(cls, update: ParallelUpdate, token_inputs: tuple[str, ...] = POLICY_INPUTS) -> "UpdateGraph":
         """Return that of a cell of the product."""
         optimizer = update.optimizer
-        return cls(update, optimizer.learning_rate, update.is_last, optimizer_state(optimizer))
+        return cls(update, optimizer.learning_rate, update.is_last, optimizer_state(optimizer), token_inputs)
 
 
 class ShardedLearner(CountsCompiles):
@@ -134,7 +134,7 @@ class ShardedLearner(CountsCompiles):
 
     def _inputs(self, rows: PackedRows, kl_coefficient: float, num_tokens: int) -> list[ms.Tensor]:
         unread = np.zeros_like(rows.mask)
-        values = [rows.tokens.get(name, unread) for name in self.graph.token_inputs]
+        values = [self.model.per_token(rows.tokens.get(name, unread)) for name in self.graph.token_inputs]
         num_rows = len(rows.mask) * self.model.layout.data_parallel
         scalars = np.tile(np.array([[kl_coefficient, num_tokens]], np.float32), (num_rows, 1))
         num_micro_batches = self.model.num_update_micro_batches

@@ -7,7 +7,14 @@ from mindspore import lazy_inline, nn, ops
 from mindspore.ops.operations import Morph
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
+from mindrlhf.algorithms.losses import (
+    COEFFICIENT_INPUTS,
+    POLICY_INPUTS,
+    POLICY_STATISTICS,
+    TOKEN_STATISTICS,
+    CoefficientLoss,
+    SupervisedLoss,
+)
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS, ValueLoss
 
@@ -159,3 +166,53 @@ class ShardedValueLoss(ShardedLoss):
         new_values, unread = self.policy(input_ids, segment_ids, labels, mask)
         shares = self.on_each_rank(new_values, segment_ids, unread, mask, values, returns, scalars)
         return self.sum(shares, (0, 1))
+
+
+class ShardedSupervisedLoss(ShardedLoss):
+    """The loss of supervised fine-tuning.
+
+    Args:
+        policy: log-probabilities, its operators sharded.
+        shares: of :class:`ShardedLoss`.
+    """
+
+    token_inputs = ()
+    num_statistics = len(TOKEN_STATISTICS)
+
+    @lazy_inline
+    def __init__(self, policy: PolicyLogProbs, shares: tuple[int, int]):
+        super().__init__(policy, SupervisedLoss(GivenOutputs()), shares)
+
+    def _local(self, logprobs, segment_ids, entropy, mask, scalars):
+        loss, statistics, _ = self.local_loss(logprobs, segment_ids, entropy, mask, scalars[0, 1])
+        return self._as_share(loss, statistics)
+
+    def construct(self, input_ids, segment_ids, labels, mask, scalars):
+        """Return the statistics [2] of arrays [rows, length], as in the plain loss."""
+        logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
+        return self.sum(self.on_each_rank(logprobs, segment_ids, entropy, mask, scalars), (0, 1))
+
+
+class ShardedCoefficientLoss(ShardedLoss):
+    """The loss whose derivatives the host has computed, of log-probabilities or of scores.
+
+    Args:
+        policy: log-probabilities or scores, its operators sharded.
+        shares: of :class:`ShardedLoss`.
+    """
+
+    token_inputs = COEFFICIENT_INPUTS
+    num_statistics = len(TOKEN_STATISTICS)
+
+    @lazy_inline
+    def __init__(self, policy: PolicyLogProbs | TokenScores, shares: tuple[int, int]):
+        super().__init__(policy, CoefficientLoss(GivenOutputs()), shares)
+
+    def _local(self, outputs, segment_ids, entropy, mask, coefficients, scalars):
+        loss, statistics, _ = self.local_loss(outputs, segment_ids, entropy, mask, coefficients, scalars[0, 1])
+        return self._as_share(loss, statistics)
+
+    def construct(self, input_ids, segment_ids, labels, mask, coefficients, scalars):
+        """Return the statistics [2] of arrays [rows, length], as in the plain loss."""
+        outputs, entropy = self.policy(input_ids, segment_ids, labels, mask)
+        return self.sum(self.on_each_rank(outputs, segment_ids, entropy, mask, coefficients, scalars), (0, 1))

@@ -37,6 +37,9 @@ class ShardedModel(RankModel):
         parallel: the layout, with `data_parallel` filled in.
         rank: number of this rank.
         parameters: those that hold the shard, by name, at least all that this rank holds; None: the network's.
+        after_token: of a scoring model, whose cell gives the score before each token: give that after it, which is the
+            one before the next. So the rows are moved by one position on their way in, and the scores back, and no rank
+            needs the next position of another.
     """
 
     def __init__(
@@ -46,8 +49,11 @@ class ShardedModel(RankModel):
         parallel: ParallelSection,
         rank: int,
         parameters: Mapping[str, ms.Parameter] | None = None,
+        *,
+        after_token: bool = False,
     ):
         super().__init__(network)
+        self._after_token = after_token
         self.cell = cell
         self.layout = layout_of(parallel)
         self.rank = rank
@@ -72,11 +78,17 @@ class ShardedModel(RankModel):
         outputs = self.cell(*self.row_inputs(rows, self._num_logprob_micro_batches))
         if not self.is_in_last_stage:
             return np.zeros_like(rows.mask)
-        return own_rows([output.asnumpy() for output in outputs], self.layout, self.rank)
+        own = own_rows([output.asnumpy() for output in outputs], self.layout, self.rank)
+        return _moved(own, -1) if self._after_token else own
+
+    def per_token(self, values: np.ndarray) -> np.ndarray:
+        """Return what belongs to the tokens of rows [rows, length] where the cells expect it."""
+        return _moved(values, 1) if self._after_token else values
 
     def row_inputs(self, rows: PackedRows, num_micro_batches: int) -> list[ms.Tensor]:
         """Return the four arrays that every cell takes first."""
-        return self.inputs((rows.model_inputs, rows.segment_ids, rows.labels, rows.mask), num_micro_batches)
+        arrays = (rows.model_inputs, rows.segment_ids, rows.labels, self.per_token(rows.mask))
+        return self.inputs(arrays, num_micro_batches)
 
     def inputs(self, arrays: Iterable[np.ndarray], num_micro_batches: int) -> list[ms.Tensor]:
         """Return the inputs of a graph from this rank's rows [rows, ..] of each; see :mod:`mindrlhf.layout.rows`."""
@@ -165,6 +177,16 @@ class ShardedModel(RankModel):
 
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
         return plan_saving(self.network.hf_config, self.layouts, self.layout, self.dtype, with_state=with_state)
+
+
+def _moved(values: np.ndarray, places: int) -> np.ndarray:
+    """Move values [rows, length] by one position, 1 or -1; what is moved out, of which no row has any, is dropped."""
+    moved = np.zeros_like(values)
+    if places > 0:
+        moved[:, 1:] = values[:, :-1]
+    else:
+        moved[:, :-1] = values[:, 1:]
+    return moved
 
 
 def set_shard(parameter: ms.Parameter, array: np.ndarray, layout: ParameterLayout) -> None:

@@ -1,32 +1,27 @@
 """What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.rollout.remote import ReplicatedGenerator, answer
-from mindrlhf.system import processes
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import (
-    BoardPath,
-    Contribution,
-    Machine,
     PolicyUpdateResult,
     ProcessStatistics,
-    Published,
     Share,
     TokenArrays,
 )
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.model import RankModel
+from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.training.worker.policy_learner import ActorLearner
 from mindrlhf.training.worker.received_batches import ReceivedBatches
-from mindrlhf.weights.board import WeightBoard
 
 
-class Actor(ReceivedBatches, SavesState):
+class Actor(ReceivedBatches, SavesState, NodeBoard):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
     It knows nothing of how the model lies on the ranks: that is in the learner and the models, which are whole
@@ -42,14 +37,10 @@ class Actor(ReceivedBatches, SavesState):
     def __init__(self, learner: ActorLearner, reference: RankModel | None, *, saves_reference: bool):
         ReceivedBatches.__init__(self)
         SavesState.__init__(self)
+        NodeBoard.__init__(self, learner.model)
         self.learner = learner
-        self.model = learner.model
         self.reference = reference
         self._saves_reference = saves_reference
-        self._board: WeightBoard | None = None
-        self._node = 0
-        self._ranks_of_node: Sequence[int] | None = None
-        self._node_generator: ReplicatedGenerator | None = None
         self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
         self._old_logprobs: dict[int, TokenArrays] = {}  # of the step, by batch
@@ -58,9 +49,11 @@ class Actor(ReceivedBatches, SavesState):
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
         for rows in shapes:
             for name in graphs:
-                self.learner.count_compile(name, rows)
-                self._model_of(name).logprobs(rows)
-            self.learner.warm_up(rows)
+                if _is_known_ahead(self._model_of(name)):
+                    self.learner.count_compile(name, rows)
+                    self._model_of(name).logprobs(rows)
+            if _is_known_ahead(self.model):
+                self.learner.warm_up(rows)
 
     def receive_batch(self, share: Share, is_first: bool) -> None:
         """Take this rank's share; see :meth:`ReceivedBatches.receive_batch`."""
@@ -129,52 +122,6 @@ class Actor(ReceivedBatches, SavesState):
         """Write no more cells."""
         self._cell_dump.end()
 
-    def create_board(self) -> WeightBoard:
-        """Make the weight board of this node; called on rank 0."""
-        self._board = self.model.create_board()
-        return self._board
-
-    def machine(self) -> Machine:
-        """Return where this rank is."""
-        return Machine(processes.machine())
-
-    def open_board(self, is_wanted: bool) -> BoardPath:
-        """Make the weight board of another node than rank 0's; called on the first rank there."""
-        if not is_wanted:
-            return BoardPath("")
-        board = self.create_board()
-        if self._node_generator is not None:
-            self._node_generator.use_board(board.path)
-        return BoardPath(board.path)
-
-    def attach_board(self, path: str, node: int = 0, ranks: Sequence[int] | None = None) -> None:
-        """Map the board of this node.
-
-        Args:
-            path: where its first rank made it.
-            node: number of this node.
-            ranks: those of this node; None for all.
-        """
-        self._node, self._ranks_of_node = node, ranks
-        if self._board is None:
-            self._board = WeightBoard.attach(path, writable=True)
-
-    def publish(self, version: int) -> Published:
-        """Write this rank's share of the tensors to the board of its node."""
-        self._board.begin(version)
-        self.model.write_to(self._board, self._ranks_of_node)
-        written = self._board.contribution()
-        return Published({}, {str(self._node): written}) if self._node else Published(written)
-
-    def seal_board(self, contributions: dict[str, Contribution]) -> None:
-        """On the first rank of another node than rank 0's, make what was published visible there.
-
-        Args:
-            contributions: of the ranks of each such node, by node.
-        """
-        if self._node and self._board.is_own:
-            self._board.seal([contributions[str(self._node)]])
-
     def use_generator(self, generator: ReplicatedGenerator) -> None:
         """Take the rollout servers of this node; on its first rank."""
         self._node_generator = generator
@@ -212,3 +159,9 @@ class Actor(ReceivedBatches, SavesState):
 
     def _model_of(self, name: str) -> RankModel:
         return self.model if name == "old_logprobs" else self.reference
+
+
+def _is_known_ahead(model: RankModel) -> bool:
+    """Whether the shapes of a model's graphs are those of its rows; a tower that is trained waits for the images."""
+    images = model.network.images
+    return images is None or not images.shape_of(())

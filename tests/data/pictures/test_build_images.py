@@ -108,6 +108,44 @@ def test_geo3k(model, tmp_path):
     assert prompts.header.longest_prompt == max(len(record.prompt_ids) for record in records)
 
 
+def test_geo3k_in_row_groups_with_several_images_paths_and_rows_of_text(model, tmp_path):
+    """A file as the hub serves it: images as structs of bytes and path, of which either may be missing."""
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "wrong.jpg").write_bytes(FILES[2])  # a WebP: what the file holds counts, not its name
+    struct = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    fields = [("images", pyarrow.list_(struct)), ("problem", pyarrow.string()), ("answer", pyarrow.string())]
+    rows = [
+        {"images": [{"bytes": FILES[0], "path": "absent.png"}], "problem": "<image>a", "answer": "1"},
+        {"images": [], "problem": "b", "answer": "2"},
+        {"images": [{"path": "pictures/wrong.jpg"}, {"bytes": FILES[3]}], "problem": "<image>c<image>", "answer": "3"},
+        {"images": [{"bytes": FILES[n]} for n in (1, 0, 1)], "problem": "d", "answer": "4"},
+        {"images": [], "problem": "e", "answer": "5"},
+    ]
+    path = tmp_path / "geo3k.parquet"
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields))
+    pyarrow.parquet.write_table(table, path, row_group_size=2, compression="zstd")
+    output = tmp_path / "o.mindrecord"
+    limits = {"min_pixels": LIMITS.min_pixels, "max_pixels": LIMITS.max_pixels}
+    build_prompts([path], output, model, handler="geo3k", template="plain", max_prompt_length=200, **limits)
+    prompts = PromptFile.open(output, load_tokenizer(model).fingerprint)
+    tokens = [tokens_of(file) for file in FILES]
+    records = prompts.read(range(5))
+    assert [text_of(record.prompt_ids) for record in records] == [
+        f"<[{tokens[0]}]>a\n",
+        "b\n",
+        f"<[{tokens[2]}]>c<[{tokens[3]}]>\n",
+        f"<[{tokens[1]}]><[{tokens[0]}]><[{tokens[1]}]>d\n",
+        "e\n",
+    ]
+    assert [record.answer for record in records] == ["1", "2", "3", "4", "5"]
+    for record, numbers in zip(records, ([0], [], [2, 3], [1, 0, 1], [])):
+        assert len(record.images) == len(numbers)
+        for pixels, number in zip(record.images, numbers):
+            assert np.array_equal(pixels, decode_image(FILES[number], LIMITS))
+    header = prompts.header.images
+    assert (header.num_images, header.num_records, header.most_images) == (6, 3, 3)
+
+
 def test_verl_with_several_images_and_rows_of_text_in_the_chat_template(model, tmp_path):
     def row(content, images, answer):
         return {

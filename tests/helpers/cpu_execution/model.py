@@ -120,11 +120,13 @@ class LoweredRank:
         self.update = RecordedUpdate(cell)
         parameters = cell.parameters
         outputs = SharedOutputs(self._load("output_graphs")[1], {})
-        model = ShardedModel(network, outputs, self.parallel, rank, parameters)
+        model = ShardedModel(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
         names = [one.name for one in model.held]
         outputs.weights = {name: parameters[name] for name in names if name in parameters}
         reference_cell = self._load("output_graphs")[1]
-        reference = ShardedModel(network, reference_cell, self.parallel, rank, reference_cell.parameters)
+        reference = ShardedModel(
+            network, reference_cell, self.parallel, rank, reference_cell.parameters, after_token=job["after_token"]
+        )
         for each in (cell, outputs.cell, reference_cell):
             each.check_names(names)
         graph = UpdateGraph(

@@ -6,6 +6,7 @@ The directory is one that :func:`cpu_execution.run.execute` has prepared. Rank 0
 the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
 """
 
+import hashlib
 import json
 import math
 import signal
@@ -34,6 +35,7 @@ from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.loop.policy import Policy
+from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.factory import layout_of
@@ -59,17 +61,21 @@ def main(directory: Path) -> None:
         lowered = LoweredRank(job, spec["hf_config"], rank.index, own_directory, groups)
         connections = connect(rank)
         if rank.is_rank_0:
-            team = ReplicaTeam(Team(lowered.actor, connections), layout_of(lowered.parallel))
-            _Rank0(spec, job, lowered.actor, team, own_directory, load_file(directory / BATCHES_NAME)).run()
-            team.close()
+            ranks = Team(lowered.actor, connections)
+            _Rank0(spec, job, lowered, ranks, own_directory, load_file(directory / BATCHES_NAME)).run()
+            ranks.close()
         else:
             serve(lowered.actor, connections[0])
         report = {
             "losses": lowered.update.losses,
             "written_bytes": _written_bytes(lowered.actor),
             "lowered": lowered.replaced,
+            "machine": lowered.actor.machine().name,
+            "board": _board_digest(lowered.actor._board),
         }
         (own_directory / RESULT_NAME.format(rank=rank.index)).write_text(json.dumps(report))
+        lowered.actor.close_carrier()
+        lowered.actor._board.close()
 
 
 def _written_bytes(actor) -> int:
@@ -78,44 +84,56 @@ def _written_bytes(actor) -> int:
     return sum(4 * math.prod(stop - start for start, stop in box) for box in regions)
 
 
+def _board_digest(board: WeightBoard) -> str:
+    """Return a digest of all that the board of this rank's node holds, which was checked against its checksums."""
+    board.verify(board.version)
+    state = hashlib.sha256()
+    for name, _, array in board.tensors(board.version):
+        state.update(name.encode() + array.tobytes())
+    return state.hexdigest()
+
+
 class _Rank0:
     """Rank 0: one step of training, and all that a run does around it."""
 
-    def __init__(self, spec: dict, job: dict, actor, team: ReplicaTeam, directory: Path, arrays: dict[str, np.ndarray]):
+    def __init__(
+        self, spec: dict, job: dict, lowered: LoweredRank, ranks: Team, directory: Path, arrays: dict[str, np.ndarray]
+    ):
         self._job = job
-        self._actor = actor
-        self._team = team
+        self._actor = lowered.actor
+        self._ranks = ranks
+        self._team = team = ReplicaTeam(ranks, layout_of(lowered.parallel))
         self._directory = directory
         self._learning_rate, self._kl_coefficient = spec["learning_rate"], spec["kl_coefficient"]
         self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size)
 
     def run(self) -> None:
-        with self._actor.create_board() as board:
-            self._team.call("attach_board", path=board.path)
-            policy = Policy(self._team, board)
-            micro_batch = self._batches[0].micro_batches[0]
-            num_rows, length = micro_batch.mask.shape
-            packing = SHARED_PROMPTS if micro_batch.context else FIRST_FIT
-            options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True)
-            policy.warm_up(options, [OLD, REFERENCE])
-            self._publish(policy, board, "before")
-            policy.distribute(self._batches)
-            self._compute_outputs(policy)
-            updates = [self._update(policy, 0)]
-            self._save("middle")
-            updates += [self._update(policy, position) for position in range(1, len(self._batches))]
-            self._publish(policy, board, "after")
-            self._save(SAVED_NAME)
-            self._actor.export(self._directory / EXPORT_NAME, None)
-            # Again from the checkpoint, with the batches that the ranks still have.
-            self._team.call("restore", directory=str(self._directory / "middle"))
-            for position in range(1, len(self._batches)):
-                self._update(policy, position)
-            self._publish(policy, board, "resumed")
-            outputs = {"first": [array for update in updates for array in update.logprobs]}
-            outputs["reference"] = self._reference(policy)
-            policy.sync_reference()
-            outputs["synchronised"] = self._reference(policy)
+        board = self._actor.create_board()
+        attach_boards(self._ranks, find_nodes(self._ranks), board.path)
+        policy = Policy(self._team, board)
+        micro_batch = self._batches[0].micro_batches[0]
+        num_rows, length = micro_batch.mask.shape
+        packing = SHARED_PROMPTS if micro_batch.context else FIRST_FIT
+        options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True)
+        policy.warm_up(options, [OLD, REFERENCE])
+        self._publish(policy, board, "before")
+        policy.distribute(self._batches)
+        self._compute_outputs(policy)
+        updates = [self._update(policy, 0)]
+        self._save("middle")
+        updates += [self._update(policy, position) for position in range(1, len(self._batches))]
+        self._publish(policy, board, "after")
+        self._save(SAVED_NAME)
+        self._actor.export(self._directory / EXPORT_NAME, None)
+        # Again from the checkpoint, with the batches that the ranks still have.
+        self._team.call("restore", directory=str(self._directory / "middle"))
+        for position in range(1, len(self._batches)):
+            self._update(policy, position)
+        self._publish(policy, board, "resumed")
+        outputs = {"first": [array for update in updates for array in update.logprobs]}
+        outputs["reference"] = self._reference(policy)
+        policy.sync_reference()
+        outputs["synchronised"] = self._reference(policy)
         self._write(outputs, updates)
 
     def _compute_outputs(self, policy: Policy) -> None:

@@ -12,7 +12,7 @@ MindSpore is imported in the ranks, not here.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -55,6 +55,7 @@ class ExecutionJob:
         token_inputs: names of the token arrays that the update takes, in order.
         computed_input: that of them which the output graphs compute under the initial weights, "old_logprobs" or
             "values"; empty when all are given.
+        after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ExecutionJob:
     output_graphs: tuple[str, ...]
     token_inputs: tuple[str, ...]
     computed_input: str = ""
+    after_token: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -89,6 +91,8 @@ class ExecutionResult:
         written_bytes: bytes that each rank wrote to the board for a version. Together they are never less than the
             tensors' own size, the lower bound, since each element has to be written once.
         exported: the Hugging Face directory that rank 0 wrote.
+        machines: the machine of each rank.
+        boards: a digest of all that lies on the board of each rank's node at the end.
         lowered: nodes rewritten for the CPU on rank 0, by operator.
     """
 
@@ -103,6 +107,8 @@ class ExecutionResult:
     published: dict[str, dict[str, np.ndarray]]
     written_bytes: tuple[int, ...]
     exported: Path
+    machines: tuple[str, ...]
+    boards: tuple[str, ...]
     lowered: dict[str, int]
 
 
@@ -117,6 +123,7 @@ def execute(
     kl_coefficient: float,
     is_last: Sequence[bool],
     timeout_s: float = 300.0,
+    start: Callable[[Sequence[str], int, Path, Mapping[str, str]], int] | None = None,
 ) -> list[ExecutionResult]:
     """Train one step of each job, an update for each call that is a last one; the jobs take turns in one set of ranks.
 
@@ -130,6 +137,8 @@ def execute(
         kl_coefficient: of every update.
         is_last: for each call whether it ends an update.
         timeout_s: a rank that is not done by then ends itself, and with it the run.
+        start: runs the ranks from their command, number, directory of logs and environment, and returns the exit code;
+            None starts them on this machine.
 
     Raises:
         RunFailure: a rank failed or was too slow; its log is named.
@@ -157,10 +166,14 @@ def execute(
         "PYTHONPATH": os.pathsep.join((_MODULES, *filter(None, [os.environ.get("PYTHONPATH")]))),
     }
     command = ["-m", "cpu_execution.rank", str(directory)]
-    code = launch(command, world_size, directory / "logs", env=environment, out=StringIO())
+    code = (start or _start_here)(command, world_size, directory / "logs", environment)
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")
     return [_collect(job, hf_config, directory / job.name, len(batches)) for job in jobs]
+
+
+def _start_here(command: Sequence[str], world_size: int, log_dir: Path, environment: Mapping[str, str]) -> int:
+    return launch(command, world_size, log_dir, env=environment, out=StringIO())
 
 
 def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int) -> ExecutionResult:
@@ -183,6 +196,8 @@ def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int
         published={moment: load_file(directory / PUBLISHED_NAME.format(moment=moment)) for moment in PUBLICATIONS},
         written_bytes=tuple(report["written_bytes"] for report in reports),
         exported=directory / EXPORT_NAME,
+        machines=tuple(report["machine"] for report in reports),
+        boards=tuple(report["board"] for report in reports),
         lowered=reports[0]["lowered"],
     )
 

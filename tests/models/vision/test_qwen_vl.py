@@ -1,5 +1,6 @@
 """Qwen2.5-VL on CPU cells against transformers: image rows, logits, log-probabilities, gradients, also the tower's."""
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, write_tiny_vl
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.patches import patch_rows
+from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.slots import fill_slots, slot_rows
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.vision.image_rows import ImageTokens
@@ -196,6 +198,14 @@ def test_a_learner_has_the_gradients_of_the_part_of_the_tower_that_it_trains(mod
     prefix = {"projector": "visual.merger.", "all": "visual."}[part]
     assert frozen == {n for n in (r.mf_name for r in rules(trained)) if n.startswith("visual.") and prefix not in n}
     check_gradients(trained, by_name, expected, without=frozen)
+    num_graphs = len(learner._gradients.compile_cache)
+    assert num_graphs == len({trained.images.shape_of(rows.images) for rows in batch.micro_batches})
+    trained.images.see([255 - image for image in batch.images.values()])
+    inverted = {digest: image_digest(255 - image) for digest, image in batch.images.items()}
+    for rows in batch.micro_batches:
+        other = dataclasses.replace(rows, images=tuple(inverted[digest] for digest in rows.images))
+        learner.accumulate(other, [-rows.tokens["weights"]], 1)
+    assert len(learner._gradients.compile_cache) == num_graphs, "other images, the same graphs"
 
 
 def rules(network):
@@ -212,8 +222,6 @@ def check_segments(batch, sequences, rows, logits, logprobs, expected) -> None:
 
 def check_image_rows(image_rows, rows, sequences, expected) -> None:
     by_digest, start = {}, 0
-    from mindrlhf.images.pixels import image_digest
-
     sizes = {image_digest(image): image.shape[0] * image.shape[1] // 28**2 for s in sequences for image in s.images}
     for digest in rows.images:
         by_digest[digest] = image_rows[start : start + sizes[digest]]

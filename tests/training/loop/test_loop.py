@@ -297,6 +297,7 @@ def make_config(**options):
     for section, values in options.items():
         chosen[section] = {**chosen.get(section, {}), **values}
     classes = {
+        "run": sections.RunSection,
         "algorithm": sections.AlgorithmSection,
         "correction": sections.CorrectionSection,
         "training": sections.TrainingSection,

@@ -292,5 +292,3 @@ def test_times_and_idle_shares_are_reported():
         assert 0 <= values["ahead/idle_ranks"] <= 1 and 0 <= values["ahead/idle_servers"] <= 1
         assert values["ahead/queue"] == 0 and values["timing/rollout_wait"] >= 0
         assert "timing/rollout" not in values and values["vllm_tps"] > 0
-
-

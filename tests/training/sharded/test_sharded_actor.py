@@ -237,3 +237,49 @@ def test_a_learner_takes_a_graph_of_other_inputs(make_ranks):
     inputs = cells.updates[0][2]
     assert len(inputs) == 4 + 2 + 1 and not inputs[4].any()
     np.testing.assert_array_equal(inputs[5][:2], rows.micro_batches[0].mask * 3)
+
+
+def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir):
+    """Each machine has half of the large parameters; the weights, and their digest, are those of one machine."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from mindrlhf.training.loop.publication import Publication
+    from mindrlhf.training.messages import decode, encode
+    from mindrlhf.training.nodes import attach_boards, find_nodes
+    from mindrlhf.training.records import Machine
+    from mindrlhf.training.replica_team import with_replicas
+    from mindrlhf.weights.open import open_tensors
+
+    class Ranks:
+        """A team without connections, whose ranks work at the same time."""
+
+        world_size = num_devices = NUM_RANKS
+
+        def __init__(self, actors):
+            self.actors = actors
+
+        def call(self, method, per_rank=None, **common):
+            arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * NUM_RANKS]
+            with ThreadPoolExecutor(NUM_RANKS) as pool:
+                done = [pool.submit(getattr(actor, method), **own) for actor, own in zip(self.actors, arguments)]
+                return [decode(*encode({"result": one.result()}))["result"] for one in done]
+
+    digests, expected = [], open_tensors(model_dir)
+    for machines in ("xx", "xy"):
+        actors = [actor for actor, _, _ in make_ranks()]
+        for actor, machine in zip(actors, machines):
+            actor.machine = lambda name=machine: Machine(name)
+        ranks = Ranks(actors)
+        with actors[0].create_board() as board:
+            attach_boards(ranks, find_nodes(ranks), board.path)
+            digests.append(Publication(with_replicas(PARALLEL, ranks), board).publish(1))
+            boards = {actor._board.path: actor._board for actor in actors}
+            assert len(boards) == len(set(machines))
+            for own in boards.values():
+                own.verify(1)
+                for name, _, array in own.tensors(1):
+                    np.testing.assert_array_equal(array, expected.read(name), err_msg=name)
+        for actor in actors:
+            actor.close_carrier()
+            actor._board.close()
+    assert digests[0] == digests[1]

@@ -14,9 +14,8 @@ asks for is generated with v(i), which are the checkpoint's own: a resumed run a
 """
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -27,6 +26,7 @@ from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.loop.dynamic_sampling import StepSamples, from_leftover, to_leftover
 from mindrlhf.training.loop.parts import Rollout
+from mindrlhf.training.loop.sampling.busy import BusyTime
 from mindrlhf.training.loop.sampling.in_step import SampledStep
 
 # What a checkpoint says of each sample beside its values: the place of its step, and in which list of it it is.
@@ -63,7 +63,7 @@ class SamplingAhead:
         self._needs_greedy = needs_greedy
         self._wait_stage = wait_stage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._busy = _BusyTime()
+        self._busy = BusyTime()
         self._steps: dict[int, Future[SampledStep]] = {}  # asked for and not yet trained on, in order
         self._load: Future[None] | None = None  # the last
         self._version = 0  # of the weights that what is asked for next will be of
@@ -165,30 +165,6 @@ class SamplingAhead:
             self._steps[self._progress.step + place] = future = Future()
             future.set_result(sampled)
             self._leftover = sampled.samples.leftover
-
-
-class _BusyTime:
-    """The seconds that a thread has worked, for others to read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total_s = 0.0
-        self._since_s: float | None = None
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        with self._lock:
-            self._since_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._total_s += time.perf_counter() - self._since_s
-                self._since_s = None
-
-    def total_s(self) -> float:
-        with self._lock:
-            return self._total_s + (0.0 if self._since_s is None else time.perf_counter() - self._since_s)
 
 
 def _to_leftover(sampled: SampledStep, place: int) -> list[LeftoverSample]:

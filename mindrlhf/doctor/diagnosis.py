@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.doctor.ascend import ascend_checks
+from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets, openblas_environment
 
@@ -77,17 +79,6 @@ SLOW_PRODUCTS = 0.7  # of the speed with OpenBLAS's own choice
 
 
 @dataclass(frozen=True)
-class Check:
-    """One finding. ``status`` is "ok", "warning" or "error"; ``fix`` is what to do when it is not "ok"."""
-
-    section: str  # "training", "rollout" or "machine"
-    name: str
-    status: str
-    finding: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All findings, and the devices ("cpu", "ascend") on which a run is possible as things are."""
 
@@ -126,7 +117,7 @@ def diagnose(training_python: str | None = None, rollout_python: str | None = No
         rollout_python = rollout_python or _find_rollout_python()
     except ImportError:
         # The training check says which package is missing; the usual place is still worth a look.
-        rollout_python = str(Path(__file__).resolve().parents[1] / ".venv-rollout" / "bin" / "python")
+        rollout_python = str(Path(__file__).resolve().parents[2] / ".venv-rollout" / "bin" / "python")
     with ThreadPoolExecutor() as pool:
         training_probe = pool.submit(_probe, training_python, _TRAINING_PROBE)
         rollout_probe = pool.submit(_probe, rollout_python, _ROLLOUT_PROBE)
@@ -138,6 +129,7 @@ def diagnose(training_python: str | None = None, rollout_python: str | None = No
         *check_machine(),
         *_measured_products(training_python),
         check_ascend(has_npu, training, os.environ),
+        *(ascend_checks(os.environ) if has_npu else ()),
     ]
     return Diagnosis(tuple(checks), _usable_devices(checks, has_npu))
 
@@ -356,5 +348,3 @@ def _gib(num_bytes: int) -> str:
 
 def _one_line(text: object) -> str:
     return " ".join(str(text).split())[:300]
-
-

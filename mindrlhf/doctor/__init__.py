@@ -1,0 +1,1 @@
+"""What `mindrlhf doctor` looks at."""

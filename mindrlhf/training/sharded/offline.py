@@ -1,0 +1,140 @@
+"""Fine-tuning, preference learning and reward models whose model is sharded over the ranks: a rank's worker."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.algorithms.losses import COEFFICIENT_INPUTS
+from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.data.packing import padding_rows
+from mindrlhf.shards.sources import RandomSource, open_scorer_source
+from mindrlhf.specs import scorer_config
+from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.records import HeldOutLogProbs, Share, TokenArrays, UpdateResult
+from mindrlhf.training.runtime import Rank
+from mindrlhf.training.sharded.build import model_source, scorer_shard, shard_of, start_sharding
+from mindrlhf.training.sharded.factory import (
+    build_coefficient_update,
+    build_policy,
+    build_supervised_update,
+    build_value_model,
+)
+from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+from mindrlhf.training.sharded.model import ShardedModel
+from mindrlhf.training.worker.cells import check_finite
+from mindrlhf.training.worker.node_board import NodeBoard
+from mindrlhf.weights.hf import read_hf_config
+
+
+class ShardedOffline(SavesState, NodeBoard):
+    """What a rank does in training on fixed data; its public methods are called through the team.
+
+    They are those of the learners of whole models (:mod:`mindrlhf.training.offline`), and, as the model is whole on the
+    weight board alone, those that publish it.
+
+    Args:
+        learner: trains the model.
+        reference: the reference model, None when the run has no such model in memory.
+    """
+
+    def __init__(self, learner: ShardedLearner, reference: ShardedModel | None = None):
+        SavesState.__init__(self)
+        NodeBoard.__init__(self, learner.model)
+        self.learner = learner
+        self._reference = reference
+
+    def update(self, share: Share, lr: float) -> UpdateResult:
+        """Make one optimiser update; see :meth:`ShardedLearner.update` for the statistics."""
+        # The host divides the coefficients of pairs itself.
+        num_tokens = 1 if self.learner.graph.token_inputs else share.num_tokens
+        done = self.learner.update(Share(share.micro_batches, num_tokens), lr, 0.0)
+        return UpdateResult(done.statistics, check_finite(done.grad_norm), self.learner.process_statistics())
+
+    def evaluate(self, share: Share) -> HeldOutLogProbs:
+        """Return the summed log-probability of the response tokens of this rank's replica."""
+        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in share.micro_batches))
+
+    def measure(self, share: Share, name: str) -> TokenArrays:
+        """Return the outputs for a share of the "policy" or the "reference"."""
+        model = self.model if name == "policy" else self._reference
+        return TokenArrays(tuple(model.logprobs(rows) for rows in share.micro_batches))
+
+    def drop_reference(self) -> None:
+        """Free the reference model."""
+        self._reference = None
+
+    def export(self, directory: Path, tokenizer_dir: Any) -> None:
+        """Write the published weights as a Hugging Face directory; on rank 0."""
+        self.model.export(directory, tokenizer_dir, self._board)
+
+    def state_size_bytes(self) -> int:
+        """Return the size of a checkpoint of all ranks, in bytes."""
+        return self.learner.state_size_bytes()
+
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """See :meth:`SavesState.state_writer`."""
+        return self.learner.state_writer(hold)
+
+    def restore(self, directory: str) -> None:
+        """Load what ranks have saved, whatever the layout of their run."""
+        self.learner.restore(directory)
+
+
+def build_sharded_supervised(config: SftConfig, row_lengths: tuple[int, ...], rank: Rank) -> ShardedOffline:
+    """Build this rank's shard and graphs for supervised fine-tuning.
+
+    Raises:
+        UserError: the model cannot be sharded this way, or its weights do not fit.
+    """
+    parallel = start_sharding(config, rank)
+    options: dict = {"row_length": row_lengths[-1], "temperature": 1.0}
+    policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
+    update = build_supervised_update(policy, config.optimizer, parallel)
+    learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update, ()))
+    _compile(learner, None, config.supervised.batch_size, row_lengths)
+    learner.model.load(model_source(config.model, config.model.path, config.run.seed))
+    return ShardedOffline(learner)
+
+
+def build_sharded_preference(
+    config: DpoConfig | RewardModelConfig, row_lengths: tuple[int, ...], rank: Rank
+) -> ShardedOffline:
+    """Build this rank's shards and graphs for learning from pairs; errors as for :func:`build_sharded_supervised`."""
+    parallel, model = start_sharding(config, rank), config.model
+    hf_config, length = read_hf_config(model.path), row_lengths[-1]
+    reference = None
+    if isinstance(config, RewardModelConfig):
+        scorer = build_value_model(scorer_config(hf_config), model, parallel, row_length=length)
+        shard = scorer_shard(scorer, parallel, rank)
+        update = build_coefficient_update(scorer, config.optimizer, parallel)
+    else:
+        options: dict = {"row_length": length, "temperature": 1.0}
+        policy = build_policy(hf_config, model, parallel, **options)
+        shard, update = shard_of(policy, parallel, rank), build_coefficient_update(policy, config.optimizer, parallel)
+        if model.reference_path or config.dpo.reference == "live":
+            path = model.reference_path or model.path
+            reference = shard_of(build_policy(read_hf_config(path), model, parallel, **options), parallel, rank)
+    learner = ShardedLearner(shard, UpdateGraph.of(update, COEFFICIENT_INPUTS))
+    _compile(learner, reference, config.preference.batch_size, row_lengths)
+    if not isinstance(config, RewardModelConfig):
+        shard.load(model_source(model, model.path, config.run.seed))
+    elif model.random_init:
+        shard.load(RandomSource(model.path, config.run.seed, as_scorer=True))
+    else:
+        shard.load(open_scorer_source(model.path))
+    if reference is not None:
+        reference.load(model_source(model, model.reference_path or model.path, config.run.seed))
+    return ShardedOffline(learner, reference)
+
+
+def _compile(
+    learner: ShardedLearner, reference: ShardedModel | None, batch_size: int, row_lengths: tuple[int, ...]
+) -> None:
+    for length in row_lengths:
+        rows = padding_rows((batch_size, length))
+        for model in (learner.model, reference):
+            if model is not None:
+                model.compile(rows)
+        # Last, so that MindSpore's strategy file is that of the update, which has the optimiser's state.
+        learner.compile(rows)

@@ -1,0 +1,120 @@
+"""The weight board of a node as its ranks see it: what they write to it, and what its first rank gets for it."""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from mindrlhf.rollout.remote import ReplicatedGenerator
+from mindrlhf.system import processes
+from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Machine, Published, Received
+from mindrlhf.training.team import rank_0_host
+from mindrlhf.training.worker.model import RankModel
+from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.exchange.plan import Piece, to_box
+from mindrlhf.weights.exchange.tcp import TcpCarrier
+
+
+class NodeBoard:
+    """The part of an actor that publishes its model; its public methods are called through the team.
+
+    Args:
+        model: what is published.
+    """
+
+    def __init__(self, model: RankModel):
+        self.model = model
+        self._board: WeightBoard | None = None
+        self._has_made_board = False  # as the first rank of its node
+        self._node = 0
+        self._ranks_of_node: Sequence[int] | None = None
+        self._node_generator: ReplicatedGenerator | None = None
+        self._carrier: TcpCarrier | None = None
+
+    def create_board(self) -> WeightBoard:
+        """Make the weight board of this node; called on rank 0."""
+        self._board, self._has_made_board = self.model.create_board(), True
+        return self._board
+
+    def machine(self) -> Machine:
+        """Return where this rank is."""
+        return Machine(processes.machine())
+
+    def open_board(self, is_wanted: bool) -> BoardPath:
+        """Make the weight board of another node than rank 0's; called on the first rank there."""
+        if not is_wanted:
+            return BoardPath("")
+        board = self.create_board()
+        if self._node_generator is not None:
+            self._node_generator.use_board(board.path)
+        return BoardPath(board.path)
+
+    def attach_board(self, path: str, node: int = 0, ranks: Sequence[int] | None = None) -> None:
+        """Map the board of this node.
+
+        Args:
+            path: where its first rank made it.
+            node: number of this node.
+            ranks: those of this node; None for all.
+        """
+        self._node, self._ranks_of_node = node, ranks
+        if self._board is None:
+            self._board = WeightBoard.attach(path, writable=True)
+
+    def publish(self, version: int) -> Published:
+        """Write this rank's share of the tensors to the board of its node."""
+        self._board.begin(version)
+        self.model.write_to(self._board, self._ranks_of_node)
+        written = self._board.contribution()
+        return Published({}, {str(self._node): written}) if self._node else Published(written)
+
+    def seal_board(self, contributions: dict[str, Contribution]) -> None:
+        """On the first rank of another node than rank 0's, make what was published visible there.
+
+        Args:
+            contributions: of the ranks of each such node, by node.
+        """
+        if self._node and self._has_made_board:
+            self._board.seal([contributions[str(self._node)]])
+
+    def open_carrier(self) -> LeaderAddress:
+        """On the first rank of a node, wait for those of the others, to exchange what their boards lack."""
+        if not self._has_made_board:
+            return LeaderAddress({})
+        if self._carrier is None:
+            self._carrier = TcpCarrier(self._board, self._node, _own_host())
+        return LeaderAddress({str(self._node): list(self._carrier.address)})
+
+    def connect_carrier(self, pieces: list, addresses: dict[str, Any], token: str) -> None:
+        """On the first rank of a node, connect with the others.
+
+        Args:
+            pieces: what is to be exchanged; the fields of :class:`mindrlhf.weights.exchange.plan.Piece`.
+            addresses: host and port by node.
+            token: a secret of the nodes.
+        """
+        if self._carrier is not None:
+            planned = [Piece(name, to_box(region), to_box(box), tuple(nodes)) for name, region, box, nodes in pieces]
+            places = {int(node): (host, port) for node, (host, port) in addresses.items()}
+            self._carrier.connect(planned, places, token.encode())
+
+    def exchange(self, version: int) -> Received:
+        """On the first rank of a node, send what other nodes' boards lack, and receive what this one does."""
+        if self._carrier is None:
+            return Received({})
+        sums = self._carrier.exchange(version)
+        return Received({str(self._node): [[name, region, checksum] for (name, region), checksum in sums.items()]})
+
+    def close_carrier(self) -> None:
+        """End the connections with other nodes."""
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None
+
+
+def _own_host() -> str:
+    """Return the address of this machine by which it reaches rank 0."""
+    host = rank_0_host()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
+        probe.connect((host, 9))
+        return probe.getsockname()[0]

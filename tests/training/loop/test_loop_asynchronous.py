@@ -1,0 +1,191 @@
+"""Fully asynchronous sampling: how old groups may be, that none is lost or used twice, and runs that are repeated."""
+
+import json
+import random
+import shutil
+import time
+
+import numpy as np
+import pytest
+import test_loop
+from test_loop import NUM_GENERATIONS, Run
+from test_loop_spans import LONGEST, SPAN
+from test_loop_spans import Server as Spans
+
+from mindrlhf.checkpoint.algorithm_state import AlgorithmState
+from mindrlhf.checkpoint.leftover import leftover_records, load_leftover, save_leftover
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.observe.records import read_jsonl
+from mindrlhf.training.loop.sampling.order import ORDER_NAME
+
+NUM_STEPS, NUM_GROUPS = 8, 2
+DELAY_S = 0.004
+
+
+class Server(Spans):
+    """Takes a random time for each round."""
+
+    fails_at = None
+
+    def generate(self, requests, sampling):
+        time.sleep(DELAY_S * random.random())
+        if len(self.requests) + 1 == self.fails_at:
+            raise RunFailure("the server has died")
+        yield from super().generate(requests, sampling)
+
+    def cancel(self):
+        self.journal.append("cancel")
+
+
+class Rank(test_loop.Rank):
+    """Takes a random time for each update."""
+
+    def update(self, **arguments):
+        time.sleep(2 * DELAY_S * random.random())
+        return super().update(**arguments)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(test_loop, "Script", Server)
+    monkeypatch.setattr(test_loop, "Rank", Rank)
+
+
+def start(output_dir, staleness=2, replays="", **options):
+    rollout = {"asynchronous": True, "ahead": staleness, "span_tokens": SPAN, "max_response_length": LONGEST}
+    options = {"num_prompts": 4, "training": {"chunk_size": NUM_GROUPS, "batch_size": 4, "epochs": 50}, **options}
+    rollout["replay_order"] = str(replays)
+    return Run(steps=NUM_STEPS, run={"output_dir": str(output_dir)}, rollout=rollout, **options)
+
+
+def finish(run):
+    """Train to the end, and return the metrics but for times, and the fingerprint."""
+    try:
+        run.train()
+    finally:
+        run.trainer.close()
+    changing = ("timing/", "ahead/", "e2e_tps", "update_tps", "vllm_tps", "spans/unfinished")
+    kept = {
+        step: {name: value for name, value in values.items() if not name.startswith(changing)}
+        for step, values in run.memory.metrics
+    }
+    return kept, [(step, parts) for step, _, parts in run.memory.course]
+
+
+def first_requests(run):
+    """Return the prompts of all responses that were begun, in order; prompt i is the token i + 1."""
+    asked = [request for requests, _ in run.generator.requests for request in requests]
+    return [request.prompt_ids[0] - 1 for request in asked if len(request.prompt_ids) == 1]
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_groups_are_as_old_as_may_be_and_each_is_trained_on_once(tmp_path, staleness):
+    run = start(tmp_path, staleness)
+    metrics, _ = finish(run)
+    used = [sample for record, _ in run.memory.reviewed for sample in record.samples]
+    assert len(used) == NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS
+    # Four prompts again and again: each was begun as often as it was trained on, and none beyond the end.
+    begun = np.bincount(first_requests(run), minlength=4)
+    assert begun.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
+    assert np.bincount([sample.prompt_ids[0] - 1 for sample in used]).tolist() == begun.tolist()
+    for record, _ in run.memory.reviewed:
+        for sample in record.samples:
+            versions = [version for version, _ in sample.spans]
+            assert versions == sorted(versions) and record.step - versions[0] <= staleness + 1
+            by_token = np.concatenate([np.full(count, -1 - 0.01 * version) for version, count in sample.spans])
+            np.testing.assert_allclose(sample.rollout_logprobs, by_token, rtol=1e-6)
+            assert sample.response_ids[0] == 100 + len(sample.response_ids), "all tokens are of one response"
+        assert metrics[record.step]["staleness/max"] <= staleness + 1
+    # New weights reach what is being generated.
+    assert max(len(sample.spans) for sample in used) > 1
+
+
+def test_no_more_is_begun_than_the_weights_of_the_moment_allow(tmp_path):
+    run = start(tmp_path)
+    finish(run)
+    begun = 0
+    for requests, version in run.generator.requests:
+        begun += sum(len(request.prompt_ids) == 1 for request in requests)
+        assert begun <= (version + 2) * NUM_GROUPS * NUM_GENERATIONS
+
+
+def test_a_run_is_repeated_from_its_order(tmp_path):
+    first = start(tmp_path / "first")
+    expected = finish(first)
+    order = [(line["step"], line["round"]) for line in read_jsonl(tmp_path / "first" / ORDER_NAME)]
+    assert [step for step, _ in order] == list(range(NUM_STEPS + 1))[: len(order)] and len(order) >= NUM_STEPS
+    for attempt in range(3):  # at other speeds
+        again = start(tmp_path / f"again{attempt}", replays=tmp_path / "first")
+        assert finish(again) == expected
+
+
+def test_a_run_may_differ_without_an_order_but_not_in_what_is_used(tmp_path):
+    """Else the replay above would show nothing: rounds and weights meet by the clock."""
+    orders = set()
+    for attempt in range(8):
+        run = start(tmp_path / str(attempt))
+        finish(run)
+        orders.add((tmp_path / str(attempt) / ORDER_NAME).read_text())
+        if len(orders) > 1:
+            return
+    pytest.fail("eight runs met their weights at the same rounds")
+
+
+def test_a_resumed_run_loses_nothing_and_uses_nothing_twice(tmp_path):
+    """Through the files of a checkpoint; and the whole, from both processes, is repeated from its order."""
+    whole = start(tmp_path / "whole", checkpoint={"every_steps": 1})
+    saved = {}
+
+    def save(progress):
+        directory = tmp_path / f"step_{progress.step}"
+        directory.mkdir()
+        save_leftover(directory, progress.leftover)
+        records = json.dumps(leftover_records(progress.leftover))
+        order = (tmp_path / "whole" / ORDER_NAME).read_text()
+        saved[progress.step] = records, json.dumps(progress.algorithm.to_json()), whole.stream.state(), order
+
+    whole.memory.save = save
+    finish(whole)
+    assert any(json.loads(records) for records, *_ in saved.values()), "something is carried"
+    assert json.loads(saved[NUM_STEPS][0]) == []
+    for stop in (1, 3, 6):
+        records, state, stream, order = saved[stop]
+        directory = tmp_path / f"resumed_{stop}"
+        resumed = start(directory)
+        resumed.trainer.close()
+        (directory / ORDER_NAME).write_text(order)
+        progress = resumed.progress
+        progress.step = progress.weights_version = stop
+        progress.leftover = load_leftover(tmp_path / f"step_{stop}", json.loads(records))
+        progress.algorithm = AlgorithmState.from_json(json.loads(state), "state")
+        resumed.stream.restore(stream)
+        resumed.trainer = type(resumed.trainer)(resumed.config, resumed.trainer.parts, progress, NUM_STEPS)
+        resumed.ranks[0].updates += whole.ranks[0].updates[:stop]
+        metrics, course = finish(resumed)
+        before = [sample for record, _ in whole.memory.reviewed[:stop] for sample in record.samples]
+        after = [sample for record, _ in resumed.memory.reviewed for sample in record.samples]
+        counts = np.bincount([sample.prompt_ids[0] - 1 for sample in before + after])
+        assert counts.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
+        shutil.copytree(directory, tmp_path / f"order_{stop}")
+        again = start(tmp_path / f"again_{stop}", replays=tmp_path / f"order_{stop}", checkpoint={"every_steps": 1})
+        metrics_again, course_again = finish(again)
+        assert {step: values for step, values in metrics_again.items() if step > stop} == metrics
+        assert course_again[stop + 1 :] == course
+
+
+def test_a_server_that_dies_ends_the_run_with_its_reason(tmp_path):
+    run = start(tmp_path)
+    run.generator.fails_at = 5
+    with pytest.raises(RunFailure, match="the server has died"):
+        finish(run)
+
+
+def test_an_order_of_another_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match=f"has no {ORDER_NAME}: give the output directory of a run with"):
+        start(tmp_path / "again", replays=tmp_path)
+    (tmp_path / ORDER_NAME).write_text('{"step": 0, "round": 0}\n{"step": 1, "round": 0}\n{"step": 2, "round": 0}\n')
+    run = start(tmp_path / "other", replays=tmp_path)
+    # Its second step began before anything was generated.
+    run.trainer.sampling._num_rounds = 1
+    with pytest.raises(UserError, match="step 1 of that run began after 0 rounds, here 1 are done"):
+        finish(run)

@@ -1,0 +1,173 @@
+"""Training on fixed data with a model that is cut over ranks: the product's trainers over the ranks' workers.
+
+What stands for the graphs of a rank computes with the whole model, so that all numbers must be those of a plain run.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from offline_cases import PairFile, export_model, write_config
+from test_preference import run
+
+from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
+from mindrlhf.config.sections import ParallelSection
+from mindrlhf.training.preflight import RunInputs
+
+PARALLEL = ParallelSection(data_parallel=1, model_parallel=2)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return export_model(tmp_path_factory)
+
+
+class WholeGraphs:
+    """The graphs of one rank: they take what a sharded graph takes, and compute all of it."""
+
+    def __init__(self, learner):
+        import mindspore as ms
+
+        self.learner = learner
+        self.learning_rate = ms.Parameter(ms.Tensor(0.0, ms.float32), name="learning_rate")
+        self.is_last = ms.Parameter(ms.Tensor([1.0], ms.float32), name="is_last")
+
+    def outputs(self, *inputs):
+        import mindspore as ms
+
+        return (ms.Tensor(self.learner.model.logprobs(_rows(inputs))),)
+
+    def update(self, *inputs):
+        import mindspore as ms
+
+        values, scalars = [one.asnumpy() for one in inputs[4:-1]], inputs[-1].asnumpy()
+        statistics, _ = self.learner.accumulate(_rows(inputs), values, scalars[0, 1])
+        is_last = self.is_last.asnumpy()[0] == 1
+        norm = self.learner.apply(float(self.learning_rate.asnumpy())) if is_last else 0.0
+        return ms.Tensor(statistics, ms.float32), ms.Tensor([norm], ms.float32)
+
+
+def _rows(inputs):
+    from mindrlhf.data.packing import PackedRows
+
+    return PackedRows(*(one.asnumpy() for one in inputs[:4]), tokens={})
+
+
+class Ranks:
+    """A team without connections."""
+
+    def __init__(self, workers):
+        self.workers, self.world_size, self.num_devices = workers, len(workers), len(workers)
+
+    def call(self, method, per_rank=None, **common):
+        arguments = per_rank or [{}] * self.world_size
+        return [getattr(worker, method)(**common, **own) for worker, own in zip(self.workers, arguments)]
+
+
+def make_sharded(learner_of, make_trainer, token_inputs, *, after_token=False, reference_of=None):
+    from mindrlhf.training.replica_team import with_replicas
+    from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+    from mindrlhf.training.sharded.model import ShardedModel
+    from mindrlhf.training.sharded.offline import ShardedOffline
+
+    workers = []
+    for rank in (0, 1):
+        graphs = WholeGraphs(learner_of())
+        model = ShardedModel(graphs.learner.network, graphs.outputs, PARALLEL, rank, {}, after_token=after_token)
+        graph = UpdateGraph(graphs.update, graphs.learning_rate, graphs.is_last, {}, token_inputs)
+        reference = None
+        if reference_of is not None:
+            whole = WholeGraphs(reference_of())
+            reference = ShardedModel(whole.learner.network, whole.outputs, PARALLEL, rank, {})
+        workers.append(ShardedOffline(ShardedLearner(model, graph), reference))
+    return make_trainer(with_replicas(PARALLEL, Ranks(workers)))
+
+
+def as_sharded(config):
+    return dataclasses.replace(config, parallel_config=PARALLEL)
+
+
+def assert_same_runs(plain, sharded):
+    (metrics, summary), (expected, expected_summary) = run(sharded), run(plain)
+    unread = ("timing", "memory", "recompiles", "e2e")
+    for step, values in expected.items():
+        for name, value in values.items():
+            if not name.startswith(unread):
+                # A graph returns the norm as float32.
+                expected_value = float(np.float32(value)) if name == "grad_norm" else value
+                assert metrics[step][name] == expected_value, (step, name)
+    assert metrics.keys() == expected.keys()
+    assert summary == expected_summary
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "live"])
+def test_dpo_is_that_of_one_process(model_dir, tmp_path, reference):
+    from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team
+
+    options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
+    config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3"])
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
+
+    def learner():
+        return _build_learner(config, 32, Rank(0, 1))
+
+    plain = PreferenceTrainer(config, inputs, Team(learner(), []))
+    sharded = make_sharded(
+        learner,
+        lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
+        ("coefficients",),
+        reference_of=learner if reference == "live" else None,
+    )
+    assert_same_runs(plain, sharded)
+
+
+def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
+    """Its graphs give scores before each token; they are moved to stand after it."""
+    from mindrlhf.algorithms.losses import CoefficientLoss
+    from mindrlhf.algorithms.scores import TokenScores
+    from mindrlhf.models.load import load_scorer
+    from mindrlhf.training.offline.preference import PreferenceLearner, PreferenceTrainer, _build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team
+
+    path = write_config(tmp_path / "rm.yaml", model_dir, reward_model={"centering": 0.02})
+    config = load_reward_model_config(path, ["run.max_steps=3"])
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
+
+    def learner():
+        network = load_scorer(config.model, config.model.path, config.run, 32)
+        loss = CoefficientLoss(TokenScores(network, after_token=False))
+        return PreferenceLearner(network, loss, config, Rank(0, 1), None)
+
+    plain = PreferenceTrainer(config, inputs, Team(_build_learner(config, 32, Rank(0, 1)), []))
+    sharded = make_sharded(
+        learner,
+        lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
+        ("coefficients",),
+        after_token=True,
+    )
+    assert_same_runs(plain, sharded)
+
+
+def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
+    from mindrlhf.training.offline.supervised import SupervisedTrainer, build_learner
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.team import Team
+
+    supervised = {"rows_per_step": 8, "batch_size": 4, "row_lengths": [16, 32]}
+    path = write_config(tmp_path / "sft.yaml", model_dir, supervised=supervised)
+    sections = json.loads(path.read_text())
+    del sections["preference"]
+    path.write_text(json.dumps(sections))
+    config = load_sft_config(path, ["run.max_steps=3"])
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), (16, 32), 0)
+
+    def learner():
+        return build_learner(config, 32, Rank(0, 1))
+
+    plain = SupervisedTrainer(config, inputs, Team(learner(), []))
+    sharded = make_sharded(learner, lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
+    assert_same_runs(plain, sharded)

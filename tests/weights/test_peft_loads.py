@@ -1,0 +1,66 @@
+"""`peft` itself loads our adapters: the base with the adapter computes what the merged model does."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindrlhf.specs import find_spec
+from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.weights.adapters.merge import merge_adapter
+from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
+from mindrlhf.weights.convert import export_hf, random_hf_weights
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
+QWEN2 = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+CASES = {
+    "all matrices": (QWEN2, LoraOptions(4, 8.0)),
+    "attention, rank-stabilised": (QWEN3, LoraOptions(3, 5.0, ("attention",), rank_stabilised=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def peft_python(rollout_python) -> str:
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('peft') is None)"
+    if subprocess.run([rollout_python, "-c", look], timeout=60).returncode:
+        pytest.skip("the rollout interpreter has no peft, which is none of its requirements")
+    return rollout_python
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_computes_what_the_merged_model_does(case, peft_python, tmp_path):
+    hf_config, options = CASES[case]
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    export_hf(random_hf_weights(hf_config, 1), hf_config, base)
+    shapes = adapter_shapes(spec, dims, options)
+    stream = np.random.default_rng(2)
+    factors = [(name, (0.2 * stream.standard_normal(shape)).astype(np.float32)) for name, shape in shapes.items()]
+    write_adapter(factors, shapes, adapter_config(spec, dims, options, str(base)), adapter)
+    merge_adapter(base, adapter, merged)
+    script = Path(__file__).with_name("peft_logits.py")
+    finished = subprocess.run(
+        [peft_python, str(script), base, adapter, merged, tmp_path / "logits.npz"],
+        timeout=240,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    with np.load(tmp_path / "logits.npz") as logits:
+        assert np.abs(logits["adapted"] - logits["base"]).max() > 0.1, "the adapter was not loaded"
+        np.testing.assert_allclose(logits["adapted"], logits["merged"], atol=1e-5, rtol=0)
