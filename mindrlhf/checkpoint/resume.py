@@ -36,6 +36,7 @@ FREE_KEYS = frozenset(
         "guard",
         "observe",
         "msprobe",
+        "profiler",
     }
 )
 # Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.

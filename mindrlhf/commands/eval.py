@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, allow_json, model_directory, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -98,8 +98,6 @@ def _plain(models: list[str], evaluations: list) -> dict[str, Any]:
 
 
 def _evaluate_checkpoints(job, arguments: argparse.Namespace) -> int:
-    import json
-
     from mindrlhf.errors import UserError
     from mindrlhf.evaluation.checkpoints import CURVE_NAME, METRICS_NAME, evaluate_checkpoints, table_lines
 
@@ -108,9 +106,9 @@ def _evaluate_checkpoints(job, arguments: argparse.Namespace) -> int:
     out_dir = _out_dir(job, arguments)
     evaluations = evaluate_checkpoints(job, Path(arguments.checkpoints), out_dir)
     if arguments.json:
-        found = _plain([str(one.step) for one in evaluations], evaluations)["models"]
-        print(json.dumps({"checkpoints": [{"step": int(one.pop("model")), **one} for one in found]}, indent=1))
-        return 0
+        rows = [{"step": one.step, "num_prompts": one.num_prompts, **one.metrics()} for one in evaluations]
+        files = {"curve": str(out_dir / CURVE_NAME), "metrics": str(out_dir / METRICS_NAME)}
+        return print_json({"checkpoints": rows, **files})
     print(f"{arguments.checkpoints}: {evaluations[0].num_prompts} prompts, {job.num_samples} samples each")
     print("\n".join(table_lines(evaluations)))
     print(f"curve    {out_dir / CURVE_NAME}\nmetrics  {out_dir / METRICS_NAME}")

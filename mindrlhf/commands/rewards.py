@@ -2,14 +2,15 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import add_aliases, allow_json
+from mindrlhf.commands.vocabulary import add_aliases, allow_json, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
     parser = subparsers.add_parser("rewards", help="list, explain, check and run reward functions")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("list", help="the built-in verifiers").set_defaults(run=_list)
+    listing = actions.add_parser("list", help="the built-in verifiers")
+    listing.set_defaults(run=_list)
 
     show = actions.add_parser("show", help="what a verifier does, its context and its options")
     show.add_argument("verifier", help="name of a built-in verifier")
@@ -18,7 +19,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     check = actions.add_parser("check", help="run a function and report what is wrong with it")
     check.add_argument("verifier", metavar="FILE.py:function", help="your function, or a built-in verifier")
     check.add_argument("--samples", help="JSON lines with completion and answer (default: built-in examples)")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, says="checking")
 
     score = actions.add_parser("score", help="score completions of a file")
     score.add_argument("--verifier", required=True, help="one or more, with commas between")
@@ -38,6 +39,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     audit.add_argument("--max-rescored", type=int, default=200, help="samples to score again, rewritten (default: 200)")
     allow_json(audit)
     audit.set_defaults(run=_audit, says="auditing")
+    for action in (listing, show, check):
+        allow_json(action)
     for action in (check, score):
         action.add_argument(
             "--option", action="append", default=[], metavar="VERIFIER.OPTION=VALUE", help="may be given several times"
@@ -70,10 +73,12 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     from mindrlhf.rewards.registry import built_in, built_in_names
 
-    names = built_in_names()
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name:{width}s}  {built_in(name).__doc__.strip().splitlines()[0].replace('`' * 2, '')}")
+    what = {name: built_in(name).__doc__.strip().splitlines()[0].replace("`" * 2, "") for name in built_in_names()}
+    if arguments.json:
+        return print_json(what)
+    width = max(map(len, what))
+    for name, text in what.items():
+        print(f"{name:{width}s}  {text}")
     return 0
 
 
@@ -83,6 +88,13 @@ def _show(arguments: argparse.Namespace) -> int:
     from mindrlhf.rewards.registry import built_in, context_of, options_of
 
     function = built_in(arguments.verifier)
+    if arguments.json:
+        options = {
+            name: {"required": one.default is one.empty, "default": None if one.default is one.empty else one.default}
+            for name, one in options_of(function).items()
+        }
+        found = {"verifier": function.__name__, "text": inspect.getdoc(function)}
+        return print_json(found | {"reads": list(context_of(function)), "options": options})
     print(f"{function.__name__}\n\n{inspect.getdoc(function)}\n")
     print(f"beside completion and answer it reads: {', '.join(context_of(function)) or 'nothing'}")
     options = options_of(function)
@@ -109,8 +121,10 @@ def _check(arguments: argparse.Namespace) -> int:
         if not samples:
             raise UserError(f"{arguments.samples} holds no samples: give lines with completion and answer")
     findings = lint(arguments.verifier, samples, _options(arguments.option), arguments.timeout_s)
-    for finding in findings:
-        print(f"{finding.level:8s} {finding.text}")
+    if arguments.json:
+        print_json({"verifier": arguments.verifier, "findings": [vars(finding) for finding in findings]})
+    else:
+        print("\n".join(f"{finding.level:8s} {finding.text}" for finding in findings))
     return int(any(finding.level == "error" for finding in findings))
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_workers
+from mindrlhf.commands.vocabulary import add_aliases, add_overrides, add_workers, allow_json, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -21,6 +21,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="layers of each stage to compile; the others are laid out like them; `all` compiles all (default: as few "
         "as there are kinds of layers)",
     )
+    allow_json(parser)
     parser.set_defaults(run=_run, says="compiling")
 
 
@@ -36,12 +37,14 @@ def _layers(text: str) -> str | int:
 def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.dryrun.compile.report import report_strategy
 
-    text = report_strategy(
+    report = report_strategy(
         arguments.config,
         arguments.overrides,
         world_size=arguments.workers,
         directory=arguments.output,
         layers_per_stage=arguments.layers_per_stage,
     )
-    print(text)
+    if arguments.json:
+        return print_json(report.plain())
+    print(report.text())
     return 0

@@ -63,6 +63,7 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
 def _run(arguments: argparse.Namespace) -> int:
     import os
     import signal
+    import sys
 
     # Before the imports below, which take a while on a slow disk.
     print(f"mindrlhf: checking {arguments.config}", flush=True)
@@ -70,6 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from mindrlhf.launch.launch import launch
     from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
     from mindrlhf.launch.nodes.place import find_place
+    from mindrlhf.launch.stages import signs_of_life
     from mindrlhf.training.checking import check_run
     from mindrlhf.training.checkpoints.run import newest_checkpoint
 
@@ -85,7 +87,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # All checks run here once before any rank starts, so that a mistake costs a second.
     ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
-    checked = check_run(command, arguments.config, overrides, **ranks, **options)
+    with signs_of_life(f"checking {arguments.config}", sys.stdout):
+        checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     again = _again(arguments, overrides, place)

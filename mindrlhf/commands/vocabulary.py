@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 OVERRIDES_HELP = """\
 section.key=value sets a key of the config for this run, as in run.max_steps=3 or training.row_lengths=[512,1024];
@@ -32,6 +33,14 @@ def add_aliases(parser: argparse.ArgumentParser, action: argparse.Action, *names
 def allow_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, which prints the result as one JSON object instead of text."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def print_json(found: Any) -> int:
+    """Print a result as ``--json`` promises, and return the exit code of success."""
+    import json
+
+    print(json.dumps(found, indent=1, default=str))
+    return 0
 
 
 def model_directory(text: str) -> str:

@@ -37,7 +37,7 @@ def register(subparsers) -> None:
         "source", type=model_directory, metavar="HF_DIR", help="the model that it was trained on; stays as it is"
     )
     adapter.add_argument("adapter", metavar="ADAPTER_DIR", help="adapter_config.json and adapter_model.safetensors")
-    adapter.set_defaults(run=_merge_adapter)
+    adapter.set_defaults(run=_merge_adapter, says="merging")
 
     for action in (to_mindformers, to_hugging_face, convert, random, adapter):
         _add_output(action, "DIR", "output directory; must not exist yet")

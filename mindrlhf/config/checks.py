@@ -9,6 +9,7 @@ from mindrlhf.config.lora_section import check_lora
 from mindrlhf.config.offline_sections import DpoSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
+from mindrlhf.config.watching_sections import check_profiler
 from mindrlhf.errors import Mistakes, UserError
 
 _SPLITTING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
@@ -44,6 +45,8 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_trackers, config.observe, given)
     check(_check_tools, config.tools, config.rollout, config.reward, given)
     check(_check_msprobe, config, given)
+    waits = "with rollout.ahead servers work on several steps at once" if config.rollout.ahead else ""
+    check(check_profiler, config.profiler, given, config.run.max_steps, world_size, waits)
     if world_size is not None:
         check(resolve_data_parallel, config.parallel_config, world_size, needs=_SPLITTING)
     mistakes.raise_if_any()
@@ -51,7 +54,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
 
 def check_sft(config: SftConfig, given: frozenset[str], world_size: int) -> None:
     """Check a `mindrlhf sft` config; arguments and errors as for the other."""
-    mistakes = _check_common(config, given)
+    mistakes = _check_common(config, given, world_size)
     for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
         if name in given:
             mistakes.add(f"'{name}' is set, but supervised fine-tuning has no {what}: remove it")
@@ -74,19 +77,23 @@ def check_reward_model(config: RewardModelConfig, given: frozenset[str], world_s
     mistakes.raise_if_any()
 
 
-def _check_common(config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str]) -> Mistakes:
+def _check_common(
+    config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int
+) -> Mistakes:
     mistakes = Mistakes()
     mistakes.check(_check_parallel, config.parallel_config)
     mistakes.check(_check_device, config.run, config.model, config.parallel_config)
     mistakes.check(check_lora, config.lora, given, config.run.device)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(_check_keeps_no_best, config.checkpoint)
+    no_servers = "this run samples nothing, so it has no rollout server"
+    mistakes.check(check_profiler, config.profiler, given, config.run.max_steps, world_size, no_servers)
     mistakes.check(_check_trackers, config.observe, given)
     return mistakes
 
 
 def _check_preference(config: DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int) -> Mistakes:
-    mistakes = _check_common(config, given)
+    mistakes = _check_common(config, given, world_size)
     if "observe.samples_per_step" in given:
         mistakes.add("'observe.samples_per_step' is set, but preference learning samples nothing: remove it")
     if config.preference.eval_every_steps and not config.data.eval_file:

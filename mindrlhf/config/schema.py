@@ -31,6 +31,7 @@ class GrpoConfig:
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
+    profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
     msprobe: watching_sections.MsprobeSection = section(watching_sections.MsprobeSection, "precision debugging")
 
 
@@ -48,6 +49,7 @@ class SftConfig:
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
+    profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
 
 
 @root_config
@@ -65,6 +67,7 @@ class DpoConfig:
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
+    profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
 
 
 @root_config
@@ -82,3 +85,4 @@ class RewardModelConfig:
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
+    profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")

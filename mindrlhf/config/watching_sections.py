@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import key
+from mindrlhf.errors import Mistakes
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
@@ -77,3 +78,50 @@ class MsprobeSection:
         "statistics: type, shape, extremes, mean, norm and checksum of each tensor; tensor: its values as well",
         choices=("statistics", "tensor"),
     )
+
+
+@dataclass(frozen=True)
+class ProfilerSection:
+    """Where the time of chosen steps goes; see docs/timeline.md."""
+
+    steps: tuple[int, ...] = key(
+        (),
+        "steps whose timeline is recorded, for Perfetto, into `timeline.json` of the run; empty: nothing is recorded",
+        minimum=1,
+    )
+    ranks: tuple[int, ...] = key((), "ranks that are recorded, beside rank 0; empty: all of them", minimum=0)
+    mindspore: bool = key(False, "run MindSpore's profiler too, on the ranks and in the steps above")
+    vllm: bool = key(False, "run vLLM's profiler too, on all rollout servers in the steps above")
+
+
+def check_profiler(
+    profiler: ProfilerSection, given: frozenset[str], num_steps: int, world_size: int | None, no_servers: str
+) -> None:
+    """Check what is to be recorded.
+
+    Args:
+        given: keys that the user changed.
+        num_steps: of the run; 0 when the data say how many there are.
+        world_size: ranks of the run; None when unknown.
+        no_servers: why vLLM's profiler cannot run, empty when it can.
+
+    Raises:
+        UserError: all broken rules.
+    """
+    mistakes = Mistakes()
+    unused = sorted(name for name in given if name.startswith("profiler.") and name != "profiler.steps")
+    if unused and not profiler.steps:
+        mistakes.add(f"'{unused[0]}' is set, but profiler.steps is empty: name the steps, or remove the key")
+    if num_steps and max(profiler.steps, default=0) > num_steps:
+        mistakes.add(
+            f"'profiler.steps' has {max(profiler.steps)}, but the run ends after run.max_steps = {num_steps}: name "
+            "earlier steps"
+        )
+    if world_size is not None and max(profiler.ranks, default=0) >= world_size:
+        mistakes.add(
+            f"'profiler.ranks' has {max(profiler.ranks)}, but the last of {world_size} ranks is {world_size - 1}: name "
+            "others"
+        )
+    if profiler.vllm and no_servers:
+        mistakes.add(f"'profiler.vllm' is true, but {no_servers}: set it to false")
+    mistakes.raise_if_any()

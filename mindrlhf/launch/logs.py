@@ -20,6 +20,8 @@ HARMLESS_LINES = re.compile(
             r"^\[WARNING\] .*Skip to bind thread core",
             r"^\[WARNING\] .*deprecated",
             r"^\[WARNING\] .*Distributed job is spawned",
+            r"^\[WARNING\] .*\[mindspore/profiler/(schedule|profiler_action_controller)\.py",
+            r"^\[\d+\] (Start parsing profiling data|Parsing): ",
             r"^\S+ \S+ - mindformers\S* - (DEBUG|INFO) - ",
             r"DeprecationWarning|FutureWarning|UserWarning",
             r"^\s+warnings\.warn\(",

@@ -1,16 +1,20 @@
 """What a run is doing, said on the terminal and in logs: each stage as it begins, and a sign of life in long ones."""
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
 from typing import TextIO
 
-# A reader of a log waits no longer for a line. Later on in the same stage they come less often.
+from mindrlhf.system import heartbeat
+
+# A reader of a log waits no longer for a line. In a stage that takes very long they come less often later on.
 SILENCE_LIMIT_S = 8.0
 _LATER_LIMIT_S = 60.0
-_NUM_EARLY_SIGNS = 4
+_NUM_EARLY_SIGNS = 40  # more than five minutes
 _STEP = "step "  # the steps have lines of their own
+_AFTER_STEP = re.compile(r"step (\d+): (evaluation|checkpoint)")  # what comes between two steps is timed with the next
 
 
 class StageLines:
@@ -32,7 +36,7 @@ class StageLines:
         now_s = time.monotonic()
         if has_news:
             self._last_line_s, self._num_signs = now_s, 0
-        activity = activity or "starting Python"
+        activity = _in_words(activity)
         if activity != self._activity:
             is_announced = not activity.startswith(_STEP)
             self._activity, self._since_s, self._num_signs = activity, now_s, 0
@@ -48,6 +52,18 @@ class StageLines:
         self._last_line_s = now_s
         self._out.write(f"mindrlhf: {duration(now_s - self._start_s):>6}  {text}\n")
         self._out.flush()
+
+
+def _in_words(activity: str) -> str:
+    """Return what rank 0 does as the lines say it."""
+    if activity == heartbeat.STARTING:
+        return "loading the trainer"
+    if found := _AFTER_STEP.fullmatch(activity):
+        num_done, what = int(found[1]) - 1, found[2]
+        if what == "checkpoint":
+            return f"{_STEP}{num_done}: checkpoint"
+        return f"evaluating after step {num_done}" if num_done else "evaluating before training"
+    return activity or "starting Python"
 
 
 def duration(seconds: float) -> str:

@@ -105,6 +105,9 @@ def _reward_by_verifier(run: RunData) -> Chart | None:
         for name, series in run.series.items()
         if name.startswith(prefix) and name.endswith(suffix) and name != "reward/mean"
     ]
+    whole = run.series.get("reward/mean")
+    if len(verifiers) == 1 and whole and np.array_equal(verifiers[0].values, whole.values, equal_nan=True):
+        return None  # the only verifier, which the chart of the reward shows
     return line_chart("Mean reward by verifier", "", verifiers[:NUM_COLOURS]) if verifiers else None
 
 
@@ -117,9 +120,7 @@ def _lines(run: RunData, specs: Iterable[_Lines]) -> Iterable[Chart]:
     for spec in specs:
         series = [_named(run.series[metric], legend) for metric, legend in spec.metrics.items() if metric in run.series]
         if series:
-            yield line_chart(
-                spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy
-            )
+            yield line_chart(spec.title, spec.unit, series, from_zero=spec.from_zero, log=spec.log, noisy=spec.noisy)
 
 
 def _timings(run: RunData) -> Chart | None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from mindrlhf.system import timeline
+
 
 class StageTimer:
     """Wall time of the stages of one training step, on the monotonic clock.
@@ -32,7 +34,8 @@ class StageTimer:
         self._on_stage(name)
         start = time.perf_counter()
         try:
-            yield
+            with timeline.span(name):
+                yield
         finally:
             self._elapsed_s[name] = self._elapsed_s.get(name, 0.0) + time.perf_counter() - start
             self._running = None

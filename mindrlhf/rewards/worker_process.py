@@ -12,6 +12,7 @@ from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rewards.worker import WorkerSettings
 from mindrlhf.sandbox.worker_process import WorkerOutput, WorkerProcess
+from mindrlhf.system import timeline
 
 # A worker that holds samples, is in no call and says nothing for this long has lost them.
 MAX_SILENCE_S = 30.0
@@ -38,6 +39,7 @@ class RewardWorker(WorkerProcess):
         self.context_keywords: list[str] | None = None  # known once the worker is ready
         self.tasks: dict[int, Task] = {}
         self.counts: Counter[str] = Counter()
+        self._busy = timeline.span("start", "verifiers", f"worker {self.pid}")
 
     @property
     def is_ready(self) -> bool:
@@ -53,6 +55,9 @@ class RewardWorker(WorkerProcess):
         """Queue one batch of samples."""
         keywords = self.context_keywords
         messages = []
+        if not self.tasks:
+            self._busy.end()
+            self._busy = timeline.span("score", "verifiers", f"worker {self.pid}", samples=len(tasks))
         for task in tasks:
             sample = task.sample
             self.tasks[task.sequence] = task
@@ -81,6 +86,8 @@ class RewardWorker(WorkerProcess):
                 finished.append((task, outcomes))
         except (TypeError, ValueError, KeyError, AttributeError):
             self.is_broken = True
+        if not self.tasks:
+            self._busy.end()
         return finished
 
     def has_lost_tasks(self) -> bool:

@@ -87,6 +87,11 @@ class Replicas:
         """Take device memory again."""
         self._survive(self._all.wake)
 
+    def profile(self, step: int) -> None:
+        """Have the profilers of all servers record from now on; see :meth:`VllmGenerator.profile`."""
+        for generator in self._generators:
+            generator.profile(step)
+
     def cancel(self) -> None:
         """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
         self._all.cancel()
@@ -126,6 +131,7 @@ def start_replicas(
     device: str,
     log_dir: Path,
     load_weights: bool,
+    profile_dir: Path | None = None,
 ) -> Replicas:
     """Start the servers in the background.
 
@@ -133,6 +139,7 @@ def start_replicas(
         model_dir: Hugging Face directory; without ``load_weights`` only its config.json is read, and weights must be
             put on a board first.
         max_model_len: longest prompt and response together, in tokens.
+        profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
     """
     generators: list[VllmGenerator] = []
     try:
@@ -152,6 +159,7 @@ def start_replicas(
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
                 enable_sleep=device == "ascend",
+                profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
                 env=rollout.env,
                 start_timeout_s=rollout.start_timeout_s,
                 stall_timeout_s=rollout.stall_timeout_s,

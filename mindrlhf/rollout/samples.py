@@ -17,6 +17,7 @@ from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import split_choice
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
+from mindrlhf.system import timeline
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class Sampler:
                 waiting = self._reward_input(place, completion, texts[place], prompts, records)
                 self._submit(waiting, unscored, num_samples)
         if self._rewards is not None:
-            results = {result.index: result for result in self._rewards.results()}
+            with timeline.span("waiting for the verifiers"):
+                results = {result.index: result for result in self._rewards.results()}
         else:
             results = {place: RewardResult(place, parts={}, total=0.0) for place in completions}
         expected = len(records) * num_samples

@@ -31,7 +31,7 @@ from mindrlhf.rollout.vllm_options import (
     server_environment,
     write_plugin,
 )
-from mindrlhf.system import processes
+from mindrlhf.system import processes, timeline
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.log_tail import last_lines
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
@@ -53,6 +53,8 @@ class VllmGenerator:
     def __init__(self, options: VllmOptions):
         check_options(options)
         self.options = options
+        log = Path(options.log_path)
+        self._name = "vLLM " + (log.stem if log.parent.name == "logs" else f"{log.parent.name}/{log.stem}")
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
         self._private_dir: str | None = None
@@ -108,7 +110,7 @@ class VllmGenerator:
         self.wait_ready()
         self._is_generating = True
         self._send({"kind": "generate", "sampling": pack_sampling(sampling)}, pack_requests(requests, sampling))
-        return self._completions()
+        return self._completions(sum(request.num_samples for request in requests))
 
     def update_weights(self, version: int) -> None:
         """Load ``version`` from the board and forget all cached prefixes."""
@@ -133,6 +135,10 @@ class VllmGenerator:
     def is_running(self) -> bool:
         """Whether there is a server that has neither died nor been given up."""
         return self._process is not None and self._process.poll() is None
+
+    def profile(self, step: int) -> None:
+        """Have vLLM's profiler record from now on what is done in a step, from 1; 0 ends it and writes the trace."""
+        self._call({"kind": "profile", "step": step})
 
     def ping(self) -> None:
         """Return when the server answers."""
@@ -262,19 +268,23 @@ class VllmGenerator:
         if not self.has_weights:
             raise RunFailure("the rollout server has no weights yet: update_weights() comes before generate()")
 
-    def _completions(self) -> Iterator[Completion]:
+    def _completions(self, num_samples: int) -> Iterator[Completion]:
+        span = timeline.span("generate", self._name, samples=num_samples)
         try:
             while True:
+                timeline.count("samples to come", num_samples, self._name)
                 header, arrays = self._receive(is_cancellable=True)
                 if header["kind"] == "generated":
                     self._is_generating = False
                     return
                 if self._is_cancelled:
                     raise Cancelled
+                num_samples -= len(arrays["request_ids"])
                 yield from unpack_completions(header, arrays)
         finally:
             if self._is_generating and self._process is not None:
                 self._abort()
+            span.end()
 
     def _abort(self) -> None:
         """Bring the conversation back in step after a generation that nobody reads to its end."""
@@ -287,8 +297,9 @@ class VllmGenerator:
     def _call(self, header: dict[str, Any]) -> dict[str, Any]:
         assert not self._is_generating, f"{header['kind']} while generate() is being consumed"
         self.wait_ready()
-        self._send(header)
-        return self._receive()[0]
+        with timeline.span(header["kind"], self._name):
+            self._send(header)
+            return self._receive()[0]
 
     def _send(self, header: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         self._asked = header["kind"]

@@ -36,7 +36,8 @@ class VllmOptions:
     ``load_format`` is vLLM's: "auto" reads the safetensors of ``model_dir``; "dummy" needs its config.json only, and
     the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
     ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
-    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment.
+    ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
+    profiler writes; "" leaves it out.
     """
 
     python: str
@@ -53,6 +54,7 @@ class VllmOptions:
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = 1.0
     enable_sleep: bool = False
+    profile_dir: str = ""
     start_timeout_s: float = 300.0
     stall_timeout_s: float = 10.0
     env: Mapping[str, str] = field(default_factory=dict)

@@ -111,6 +111,11 @@ class WorkerProcess:
         self.queue(settings)
 
     @property
+    def pid(self) -> int:
+        """Of the worker."""
+        return self._process.pid
+
+    @property
     def has_unsent_bytes(self) -> bool:
         return bool(self._unsent) or bool(self._queued)
 

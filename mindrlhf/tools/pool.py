@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.sandbox.worker_process import PIPE_BROKEN, PIPES_LOST, WorkerOutput, WorkerProcess
+from mindrlhf.system import timeline
 from mindrlhf.tools.calls import ToolAnswer, ToolCall
 from mindrlhf.tools.registry import check
 
@@ -91,7 +92,8 @@ class ToolPool:
         worker = self._idle.get()
         try:
             worker.start()
-            return worker.ask(call, self._timeout_s)
+            with timeline.span(call.name[:80] or "a call", "tools", f"worker {self._workers.index(worker) + 1}"):
+                return worker.ask(call, self._timeout_s)
         except WorkerDied as death:
             worker.kill()
             return ToolAnswer(f"Error: {call.name[:80]}: {death}", is_failure=True)

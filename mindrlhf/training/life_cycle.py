@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from mindrlhf.training.checkpoints.run import (
     check_output,
     holding_directories,
 )
+from mindrlhf.training.profiling.ranks import ProfiledWorker, Servers
+from mindrlhf.training.profiling.steps import StepProfiler
 from mindrlhf.training.runtime import Rank, is_first_of_node, is_rank_0_process, start_runtime
 from mindrlhf.training.team import Team, connect, serve
 
@@ -94,6 +97,10 @@ class Training(Protocol):
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
         """On the first rank of each other node, the same; by default nothing."""
 
+    def servers(self) -> Servers | None:
+        """Return the rollout servers that this process has started, None when there are none."""
+        return None
+
     def build_worker(self, rank: Rank) -> Any:
         """Return this rank's worker, with the model that the run starts from."""
 
@@ -136,6 +143,8 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         connections = connect(rank)
         heartbeat.enter(heartbeat.JOINED)
         worker = training.build_worker(rank)
+        if config.profiler.steps:
+            worker = ProfiledWorker(worker, config.profiler, output_dir, rank, training.servers())
         if rank.is_rank_0:
             _run_rank_0(config, training, worker, connections, stack, resume, start_s)
         else:
@@ -189,13 +198,16 @@ def _run_rank_0(
         sinks.write_text("config", (output_dir / "config.yaml").read_text(encoding="utf-8"))
     steps = training.open(progress, checkpoints, first_step, stack)
     requests.listen()
-    is_complete = run_steps(steps, checkpoints, sinks)
+    profiler = StepProfiler(config.profiler, training.team, output_dir)
+    is_complete = run_steps(steps, checkpoints, sinks, profiler.step)
+    profiler.close()
     checkpoints.wait()
     if is_complete:
         sinks.close()
         heartbeat.enter("summing up and exporting the model")
         training.finish(worker, progress)
         trackers.complete(output_dir / REPORT_NAME)
+    heartbeat.enter("stopping the servers and the ranks")
 
 
 def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
@@ -205,8 +217,16 @@ def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
     writer.close()
 
 
-def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bool:
+def run_steps(
+    steps: Steps,
+    checkpoints: RunCheckpoints,
+    sinks: SinkGroup,
+    profiled: Callable[[int], contextlib.AbstractContextManager[None]] = lambda step: contextlib.nullcontext(),
+) -> bool:
     """Train to the last step, or until the run is over, evaluating, reporting and saving on the way.
+
+    Args:
+        profiled: returns a context around a step, from 1, and what follows it.
 
     Returns:
         Whether the last step was reached: a request to end may come before it.
@@ -216,21 +236,28 @@ def run_steps(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bo
     if progress.step == 0 and (metrics := steps.evaluate()):
         sinks.write(0, metrics)
     while progress.step < steps.num_steps and not steps.is_over():
-        checkpoints.begin_step(progress)
-        try:
-            metrics = steps.step()
-        except StopRequested:
-            checkpoints.save_broken_off(progress)
-            return False
-        metrics |= steps.evaluate()
-        sinks.write(progress.step, metrics)
-        if details := steps.details():
-            sinks.write_details(progress.step, details)
-        steps.check()
-        must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
-        if checkpoints.is_due(progress):
-            with steps.saving():
-                checkpoints.save(progress)
-        if must_stop:
-            return False
+        with profiled(progress.step + 1):
+            if not _run_step(steps, checkpoints, sinks):
+                return False
     return True
+
+
+def _run_step(steps: Steps, checkpoints: RunCheckpoints, sinks: SinkGroup) -> bool:
+    """Do the next step and what follows it; return whether the run may go on."""
+    progress = steps.progress
+    checkpoints.begin_step(progress)
+    try:
+        metrics = steps.step()
+    except StopRequested:
+        checkpoints.save_broken_off(progress)
+        return False
+    metrics |= steps.evaluate()
+    sinks.write(progress.step, metrics)
+    if details := steps.details():
+        sinks.write_details(progress.step, details)
+    steps.check()
+    must_stop = checkpoints.must_stop  # read first: what comes while the checkpoint is written ends the next step
+    if checkpoints.is_due(progress):
+        with steps.saving():
+            checkpoints.save(progress)
+    return not must_stop

@@ -40,6 +40,7 @@ from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
+from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.team import Team
@@ -70,12 +71,18 @@ class ReinforcementTraining(life_cycle.Training):
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
         if sandbox := check_sandbox(self._config):
             print(f"mindrlhf: {sandbox}", flush=True)
-        self._generator = _start_generator(self._config, self._inputs, stack, self._output_dir / "logs")
+        log_dir = self._output_dir / "logs"
+        print(f"mindrlhf: starting vLLM, while the trainer starts; log: {log_dir / 'rollout_0.log'}", flush=True)
+        self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
 
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
         """Start the generator of this node."""
         log_dir = self._output_dir / "logs" / f"rollout_{socket.gethostname()}"
         self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
+
+    def servers(self) -> Replicas | None:
+        """Return the rollout servers of this node on its first rank."""
+        return self._generator
 
     def build_worker(self, rank: Rank):
         """Return the actor, which trains the policy, and with some algorithms the critic."""
@@ -190,6 +197,7 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
         device=config.run.device,
         log_dir=log_dir,
         load_weights=False,
+        profile_dir=profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
     )
     stack.callback(generator.close)
     return generator

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.system import heartbeat
+from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.training.messages import decode, encode
@@ -66,12 +66,8 @@ class Team:
         for rank, connection in enumerate(self._connections, start=1):
             self._guard(rank, _send, connection, {"method": method}, arguments[rank])
         results = [getattr(self.rank_0, method)(**arguments[0])]
-        for rank, connection in enumerate(self._connections, start=1):
-            header, values = self._guard(rank, _receive, connection)
-            if "error" in header:
-                error = UserError if header["is_user_error"] else RunFailure
-                raise error(f"rank {rank}: {header['error']}")
-            results.append(values["result"])
+        with timeline.span("waiting for the other ranks", method=method):
+            results += [self._result_of(rank) for rank in range(1, self.world_size)]
         heartbeat.tick()
         return results
 
@@ -82,6 +78,13 @@ class Team:
                 _send(connection, {"method": "close"}, {})
             connection.close()
         self._connections = []
+
+    def _result_of(self, rank: int) -> Any:
+        header, values = self._guard(rank, _receive, self._connections[rank - 1])
+        if "error" in header:
+            error = UserError if header["is_user_error"] else RunFailure
+            raise error(f"rank {rank}: {header['error']}")
+        return values["result"]
 
     def _guard(self, rank: int, function: Any, *arguments: Any) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import os
 import re
 import subprocess
@@ -68,6 +69,42 @@ def test_every_command_with_overrides_explains_them():
         assert (parser.epilog == OVERRIDES_HELP) == has_overrides, path
 
 
+# What these give is a directory, a page, a text to paste, or JSON lines anyway.
+WITHOUT_JSON = {"train", "sft", "dpo", "reward-model", "report", "view", "tools", "completion", "rewards score"}
+WITHOUT_JSON |= {
+    f"weights {name}" for name in ("import", "export", "random", "merge-adapter", "shard", "reshard", "merge")
+}
+WITHOUT_JSON |= {"config new", "config import", "config docs"}
+
+
+def test_every_result_can_be_had_as_json():
+    leaves = {path for path, parser in PARSERS.items() if not parser._subparsers and path}
+    without = {path for path in leaves if "--json" not in shown_options(PARSERS[path])}
+    assert without <= WITHOUT_JSON and len(leaves) > 25
+
+
+def test_commands_that_take_long_say_so_without_a_terminal():
+    silent = {path for path in PARSERS if path.startswith(("weights ", "strategy", "plan", "data build", "rewards a"))}
+    silent |= {"eval", "replay", "rewards score", "rewards check", "view"}
+    assert {path: PARSERS[path].get_default("says") for path in silent if not PARSERS[path].get_default("says")} == {}
+    assert len(silent) > 15
+
+
+def test_a_dash_is_standard_output(tmp_path, capsys):
+    sample = {"step": 1, "prompt": "1+1?", "completion": "2", "answer": "2", "reward": 1.0, "rewards": {"a": 1.0}}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {"finish_reason": "stop"}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {n / 7}}}\n' for n in (1, 2, 3)))
+    before = sorted(tmp_path.iterdir())
+    for words, start in (
+        (["view", str(tmp_path), "--output", "-"], "<!doctype html>"),
+        (["report", str(tmp_path), "--output", "-"], "<!doctype html>"),
+        (["report", str(tmp_path), "--svg", "-"], "<svg "),
+    ):
+        assert main(words) == 0
+        assert capsys.readouterr().out.lower().startswith(start), words
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_overrides_may_stand_anywhere():
     arguments = _parse(["train", "c.yaml", "a.b=1", "--workers", "2", "c.d=2"])
     assert (arguments.config, arguments.workers, arguments.overrides) == ("c.yaml", 2, ["a.b=1", "c.d=2"])
@@ -91,6 +128,33 @@ def test_the_output_of_a_process_can_be_cut_off():
         assert os.read(process.stdout.fileno(), 10)
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+FIRST_LINE = """
+import io, sys
+
+class Terminal(io.StringIO):
+    def write(self, text):
+        if text.strip():
+            print(text.strip(), *sys.modules, sep="\\n", file=sys.__stdout__, flush=True)
+            raise SystemExit(0)
+
+from mindrlhf.cli import main
+sys.stdout = Terminal()
+main(["train", "no_such.yaml", "run.max_steps=3", "--workers", "2"])
+"""
+
+
+def test_train_speaks_before_it_loads_anything_that_takes_time():
+    """The first line is there within a second on a slow disk too: it waits for the standard library alone."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_LINE], capture_output=True, text=True, timeout=120)
+    first, *loaded = ended.stdout.splitlines()
+    assert first == "mindrlhf: checking no_such.yaml", ended.stderr
+    foreign = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"mindrlhf", "__main__"}
+    installed = {name for name in foreign if not name.startswith(("_", "sitecustomize", "usercustomize", "google"))}
+    assert installed == set()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("mindrlhf.")}
+    assert "commands" in rooms and rooms <= {"cli", "commands", "doctor", "errors", "launch", "system", "config"}
 
 
 @pytest.mark.parametrize(

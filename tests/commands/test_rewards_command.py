@@ -39,6 +39,19 @@ def test_show_tells_options_and_context(capsys):
     assert "did you mean overlong_penalty" in capsys.readouterr().err
 
 
+def test_verifiers_and_findings_as_json(tmp_path, capsys):
+    assert main(["rewards", "list", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)
+    assert len(names) == 15 and names["qwen_accuracy_reward"].startswith("1 if the content")
+    assert main(["rewards", "show", "overlong_penalty", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["reads"] == ["num_tokens"] and shown["options"]["max_length"] == {"required": True, "default": None}
+    (tmp_path / "mine.py").write_text("def zero(completion, answer):\n    return 'no number'\n")
+    assert main(["rewards", "check", f"{tmp_path}/mine.py:zero", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "error" in {finding["level"] for finding in found["findings"]} and found["verifier"].endswith("mine.py:zero")
+
+
 def test_scores_go_to_standard_output_in_order(samples, capsys):
     assert score(samples) == 0
     output = capsys.readouterr()

@@ -91,16 +91,6 @@ def test_the_command_prints_a_table(save_dir, seen, tmp_path, capsys):
     assert "--baseline goes with --model" in capsys.readouterr().err
 
 
-def test_the_command_prints_json_for_programs(save_dir, seen, tmp_path, capsys):
-    config = tmp_path / "config.yaml"
-    config.write_text("data: {tokenizer_dir: t}\nreward: {verifier_function: accuracy_reward}\n")
-    arguments = ["eval", str(config), "--data", "prompts", "--out", str(tmp_path / "out"), "--json"]
-    assert main([*arguments, "--checkpoints", str(save_dir)]) == 0
-    found = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [one["step"] for one in found] == [20, 100]
-    assert [one["scores"][0]["mean"] for one in found] == [0.25, 0.5]
-
-
 def test_the_table_has_pass_at_k_of_several_samples():
     right = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float64)
     evaluations = [Evaluation(step, "v", {"v": right}, 5.0, [], "same") for step in (1, 2)]

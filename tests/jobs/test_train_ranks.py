@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
+from trace_events import read_trace, spans
 
 from mindrlhf.system.processes import read_environment, read_status
 
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.timeout(400)
 
 NUM_STEPS = 3
 WORLD_SIZES = (1, 2, 4)
+# The run on two ranks is recorded, which must not change it.
+PROFILED = 2
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,7 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
     """The output directory of the same run on each number of ranks."""
     directories = {}
     for world_size in WORLD_SIZES:
+        profiler = {"steps": "[2,3]", "mindspore": "true", "vllm": "true"} if world_size == PROFILED else {}
         directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
         finished = sanity_inputs.train(
             inputs_dir,
@@ -42,8 +46,10 @@ def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
             timeout_s=300,
             run__max_steps=NUM_STEPS,
             observe__samples_per_step=16,
+            **{f"profiler__{name}": value for name, value in profiler.items()},
         )
         assert finished.returncode == 0, finished.stdout + finished.stderr
+        (directories[world_size].parent / "stdout").write_text(finished.stdout)
     return directories
 
 
@@ -80,6 +86,39 @@ def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(runs, world_size
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
         for name in ("reward/mean", "reward/std", "response_length/mean", "lr"):
             assert second[name] == first[name]
+
+
+def test_a_run_says_what_it_does_from_the_first_line_to_the_last(runs):
+    lines = (runs[1].parent / "stdout").read_text().splitlines()
+    said = ("checking examples/sanity/config.yaml", "starting 1 rank", "loading the trainer", "starting vLLM")
+    said += ("compiling for rows of", "  step ", f"  1/{NUM_STEPS}", f"  {NUM_STEPS}/{NUM_STEPS}", "report: ")
+    places = [next(place for place, line in enumerate(lines) if words in line) for words in said]
+    assert places == sorted(places) and places[0] == 0
+    assert lines[-1].endswith("stopping the servers and the ranks") or "report: " in lines[-1]
+
+
+def test_the_timeline_shows_where_the_time_of_chosen_steps_goes(runs):
+    trace = read_trace(runs[PROFILED] / "timeline.json")
+    found = {(process, name) for process, _, name, *_ in spans(trace)}
+    stages = {"rollout", "pack", "update", "reshard_to_infer", "step 2", "step 3", "waiting for the other ranks"}
+    expected = {("rank 0", name) for name in stages} | {("rank 1", name) for name in ("update", "waiting for rank 0")}
+    expected |= {("vLLM rollout_0", name) for name in ("generate", "update_weights")} | {("verifiers", "score")}
+    assert expected <= found and ("rank 0", "step 1") not in found
+    times = {name: (start, end) for process, _, name, start, end in spans(trace) if process == "rank 0"}
+    for line in sanity_inputs.read_lines(runs[PROFILED] / "metrics.jsonl")[1:]:
+        start_us, end_us = times[f"step {line['step']}"]
+        assert line["timing/all"] <= (end_us - start_us) / 1e6
+        rollouts = [end - start for _, _, name, start, end in spans(trace) if name == "rollout"]
+        assert any(rollout / 1e6 == pytest.approx(line["timing/rollout"], abs=0.01) for rollout in rollouts)
+    assert not (runs[1] / "timeline.json").exists() and not (runs[1] / "profile").exists()
+
+
+def test_the_profilers_of_mindspore_and_vllm_leave_traces_of_chosen_steps(runs):
+    directory = runs[PROFILED] / "profile"
+    for rank in range(PROFILED):
+        (trace,) = directory.glob(f"step_2/mindspore/rank_{rank}/*/ASCEND_PROFILER_OUTPUT/trace_view.json")
+        assert json.loads(trace.read_text())
+    assert list(directory.glob("vllm/rollout_0/step_2_*.pt.trace.json.gz"))
 
 
 def test_the_run_learns_from_its_own_samples(runs):

@@ -9,6 +9,7 @@ import pytest
 from mindrlhf.launch import logs, stages
 from mindrlhf.launch.logs import LogFollower, coloured, has_colours
 from mindrlhf.launch.stages import SILENCE_LIMIT_S, StageLines, duration, signs_of_life
+from mindrlhf.system.heartbeat import STARTING
 
 
 @pytest.fixture
@@ -26,24 +27,39 @@ def said(out: io.StringIO) -> list[str]:
 def test_each_stage_is_said_as_it_begins_and_steps_speak_for_themselves(clock):
     lines = StageLines(out := io.StringIO())
     building = "building the model"
-    for moved_s, activity in ((0, "starting"), (2, building), (1, building), (62, "step 1: data")):
+    for moved_s, activity in ((0, ""), (1, STARTING), (1, building), (1, building), (62, "step 1: data")):
         clock[0] += moved_s
         lines.update(activity, has_news=False)
-    assert said(out) == ["0 s starting", "2 s building the model"]
+    assert said(out) == ["0 s starting Python", "1 s loading the trainer", "2 s building the model"]
+
+
+def test_what_comes_between_two_steps_is_said_of_the_one_before_it(clock):
+    lines = StageLines(out := io.StringIO())
+    activities = ("step 1: evaluation", "step 1: rollout", "step 7: evaluation", "step 7: checkpoint", "step 7: pack")
+    for activity in activities:
+        lines.update(activity, has_news=False)
+    assert said(out) == ["0 s evaluating before training", "0 s evaluating after step 6"]
+    lines.update("step 7: checkpoint", has_news=False)
+    clock[0] += SILENCE_LIMIT_S
+    lines.update("step 7: checkpoint", has_news=False)
+    assert said(out)[2:] == ["8 s step 6: checkpoint (for 8 s)"]
 
 
 def test_no_silence_is_longer_than_the_limit_at_first_and_later_they_may_be(clock):
     lines = StageLines(out := io.StringIO())
     lines.update("step 1: rollout", has_news=False)
     spoken_at_s = []
-    for _ in range(int(300 / 0.5)):
+    for _ in range(int(1200 / 0.5)):
         clock[0] += 0.5
         before = out.tell()
         lines.update("step 1: rollout", has_news=False)
         if out.tell() > before:
             spoken_at_s.append(clock[0] - 100.0)
     assert SILENCE_LIMIT_S < 10
-    assert spoken_at_s[:5] == [8, 16, 24, 32, 92] and len(spoken_at_s) < 10
+    early = [end - start for start, end in zip([0, *spoken_at_s], spoken_at_s) if end <= 300]
+    late = [end - start for start, end in zip(spoken_at_s, spoken_at_s[1:]) if start > 400]
+    assert set(early) == {SILENCE_LIMIT_S} and len(early) > 30
+    assert set(late) == {60.0}
     assert said(out)[0] == "8 s step 1: rollout (for 8 s)"
 
 
@@ -65,10 +81,10 @@ def test_a_follower_tells_the_stages_of_news(tmp_path, clock):
     follower.poll(activity="starting")
     clock[0] += 7
     follower.poll(activity="starting")
-    assert said(out) == ["0 s starting", "1/3 0.5"]
+    assert said(out) == ["0 s loading the trainer", "1/3 0.5"]
     clock[0] += 2
     follower.poll(activity="starting")
-    assert said(out)[2] == "16 s starting (for 16 s)"
+    assert said(out)[2] == "16 s loading the trainer (for 16 s)"
 
 
 @pytest.mark.parametrize(

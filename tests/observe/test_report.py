@@ -128,6 +128,16 @@ def test_report_of_any_length(tmp_path, num_steps):
     assert "Better" in page.text and "beta: 0.0" in page.text
 
 
+def test_a_verifier_that_is_all_of_the_reward_has_no_chart_of_its_own(tmp_path):
+    names = []
+    for directory, share in (("same", 1.0), ("weighted", 0.5)):
+        (tmp_path / directory).mkdir()
+        records = [{"step": n, "reward/mean": n / 3, "reward/a/mean": share * n / 3} for n in (1, 2, 3)]
+        names.append(Page(write_report(make_run(tmp_path / directory, records)).read_text(encoding="utf-8")).text)
+    assert ["Mean reward by verifier" in text for text in names] == [False, True]
+    assert all("Mean reward" in text for text in names)
+
+
 @pytest.mark.parametrize("value", [10**400, 1.7e308, -1.7e308], ids=["integer", "large", "small"])
 def test_a_value_too_large_for_an_axis_is_left_out(tmp_path, value):
     records = [record | {"entropy": value if record["step"] == 2 else 1.0} for record in training_records(3)][1:-1]

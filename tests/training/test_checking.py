@@ -45,6 +45,7 @@ def damages(hint, metadata) -> list:
     return [-1, 0, 7, 10**6, "many"]
 
 
+@pytest.mark.timeout(3600)  # all of the keys, nightly
 @pytest.mark.parametrize("task", RANK_CHECKS)
 def test_what_a_run_finds_before_a_device_config_check_finds_too(task, contents, run, tmp_path):
     num_found = 0

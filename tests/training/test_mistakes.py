@@ -59,6 +59,11 @@ CONFIG_MISTAKES = [
     ("evaluation.every_steps=5", "'evaluation.every_steps' is set", "no data.eval_file"),
     ("guard.grad_spike_factor=0.5", "'guard.grad_spike_factor' is 0.5", "raise it above 1"),
     ("critic.path={inputs}/model", "use no critic", "set algorithm.name to ppo"),
+    ("profiler.mindspore=true", "'profiler.mindspore' is set, but profiler.steps is empty", "name the steps"),
+    ("profiler.steps=0", "'profiler.steps[0]' is 0", "at least 1"),
+    ("profiler.steps=9 run.max_steps=3", "'profiler.steps' has 9, but the run ends after run.max_steps = 3", "earlier"),
+    ("profiler.steps=1 profiler.ranks=2", "'profiler.ranks' has 2, but the last of 1 ranks is 0", "name others"),
+    ("profiler.steps=1 profiler.vllm=true rollout.ahead=1", "'profiler.vllm' is true, but with rollout.ahead", "false"),
     ("observe.samples_per_step=many", "'observe.samples_per_step' must be an integer", "'many'"),
 ]
 # The words after `mindrlhf`, and words of the line.

@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.compile.collectives import summarize
@@ -13,6 +15,39 @@ from mindrlhf.system.sizes import format_size
 from mindrlhf.weights.hf import read_hf_config
 
 
+@dataclass(frozen=True)
+class StrategyReport:
+    """What `mindrlhf strategy` has compiled, and where it is."""
+
+    compiled: CompiledStrategy
+    layout: Layout
+    directory: Path
+
+    def text(self) -> str:
+        """Return it in a few lines."""
+        return "\n".join(_lines(self.compiled, self.layout, self.directory))
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON values; sizes are bytes."""
+        return {
+            "directory": str(self.directory),
+            "layout": str(self.layout),
+            "num_ranks": self.layout.world_size,
+            "is_simulated": self.compiled.reports[0].simulated,
+            "extent": self.compiled.extent,
+            "stages": [
+                {
+                    "stage": report.stage,
+                    "num_parameters": len(report.parameters),
+                    "seconds": report.seconds,
+                    "peak_rss_bytes": report.peak_rss_bytes,
+                    "collectives": None if report.collectives is None else _plain_collectives(report.collectives),
+                }
+                for report in self.compiled.reports
+            ],
+        }
+
+
 def report_strategy(
     config_path: str | Path,
     overrides: Iterable[str],
@@ -20,7 +55,7 @@ def report_strategy(
     world_size: int,
     directory: str | Path,
     layers_per_stage: int | str,
-) -> str:
+) -> StrategyReport:
     """Compile a config's strategy files into ``directory`` and return a summary.
 
     Args:
@@ -42,7 +77,12 @@ def report_strategy(
     compiled = compile_strategy(
         config, hf_config, layout, directory, layers_per_stage=per_stage, on_progress=_print_progress
     )
-    return "\n".join(_lines(compiled, layout, directory))
+    return StrategyReport(compiled, layout, directory)
+
+
+def _plain_collectives(collectives: Iterable[Any]) -> list[dict[str, Any]]:
+    names = ("kind", "num_ranks", "count", "total_bytes")
+    return [dict(zip(names, one, strict=True)) for one in summarize(collectives)]
 
 
 def _print_progress(line: str) -> None:

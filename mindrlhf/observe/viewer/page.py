@@ -21,12 +21,22 @@ MAX_TEXT = 20_000  # characters of a prompt or completion that the page keeps
 def write_page(run_dirs: list[Path], out_file: Path) -> Path:
     """Write the page of one run, or of two, and return its path.
 
+    Raises:
+        UserError: see ``render_page``.
+        RunFailure: the page cannot be written.
+    """
+    replace_file(out_file, render_page(run_dirs))
+    return out_file
+
+
+def render_page(run_dirs: list[Path]) -> str:
+    """Return the page of one run, or of two.
+
     The samples are in it, compressed; its content security policy forbids it to load anything, or to run any script
     but its own, whatever the samples contain.
 
     Raises:
         UserError: a directory has no samples, or its file is broken.
-        RunFailure: the page cannot be written.
     """
     data = {"runs": [_read_run(path) for path in run_dirs]}
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
@@ -34,7 +44,7 @@ def write_page(run_dirs: list[Path], out_file: Path) -> Path:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         package_text("viewer/viewer.html")
     )
-    text = template.render(
+    return template.render(
         title=" and ".join(run["name"] for run in data["runs"]),
         version=mindrlhf.__version__,
         script_hash=content_hash(script),
@@ -42,8 +52,6 @@ def write_page(run_dirs: list[Path], out_file: Path) -> Path:
         script=Markup(script),
         data=packed,
     )
-    replace_file(out_file, text)
-    return out_file
 
 
 def _read_run(run_dir: Path) -> dict[str, Any]:

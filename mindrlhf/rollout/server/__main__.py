@@ -9,6 +9,7 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
     abort           (during generate) ends it early -> generated
     update_weights  {version, board_path} -> done
     sleep, wake     -> done
+    profile         {step} starts vLLM's profiler, step 0 ends it -> done
     ping            -> done
     stats           -> done, with counters
     shutdown        -> done, and the process ends
@@ -106,6 +107,9 @@ class Server:
             self._send("done")
         elif kind in ("sleep", "wake"):
             getattr(self._engine, kind)()
+            self._send("done")
+        elif kind == "profile":
+            self._engine.profile(header["step"])
             self._send("done")
         elif kind in ("ping", "stats"):
             self._send("done", stats=self._stats)

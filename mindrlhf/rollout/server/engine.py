@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class VllmEngine:
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
+        self._profile_dir = Path(config["profile_dir"])
+        self._profiled_step = 0
         self._pending: dict[str, tuple[int, int]] = {}
         self._num_submitted = 0
 
@@ -71,6 +74,11 @@ class VllmEngine:
             "generation_config": "vllm",
             "worker_extension_cls": "mindrlhf.rollout.server.worker.WorkerExtension",
         }
+        if config["profile_dir"]:
+            from vllm.config import ProfilerConfig
+
+            options = {"profiler": "torch", "torch_profiler_dir": config["profile_dir"]}
+            arguments["profiler_config"] = ProfilerConfig(**options, torch_profiler_with_stack=False)
         if config["kv_cache_gib"] is not None:
             arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
         if self._is_cpu:
@@ -147,6 +155,17 @@ class VllmEngine:
         if self._uses_sleep:
             self._engine.wake_up(tags=["weights"])
             self._kv_cache_is_asleep = True
+
+    def profile(self, step: int) -> None:
+        """Start vLLM's profiler for a step, from 1; with 0 end it, and call what it wrote after the step."""
+        if step:
+            self._profiled_step = step
+            self._engine.start_profile()
+            return
+        self._engine.stop_profile()
+        for trace in self._profile_dir.glob("*"):
+            if not trace.name.startswith("step_"):
+                trace.rename(trace.with_name(f"step_{self._profiled_step}_{trace.name}"))
 
     def close(self) -> None:
         """Stop vLLM's worker processes, if it has any."""

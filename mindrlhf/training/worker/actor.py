@@ -7,6 +7,7 @@ from pathlib import Path
 from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.rollout.remote import ReplicatedGenerator, answer
+from mindrlhf.system import heartbeat
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import (
     PolicyUpdateResult,
@@ -48,11 +49,14 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
         for rows in shapes:
+            size = f"rows of {rows.labels.shape[1]} tokens"
             for name in graphs:
                 if _is_known_ahead(self._model_of(name)):
+                    heartbeat.enter(f"compiling for {size}: {name}")
                     self.learner.count_compile(name, rows)
                     self._model_of(name).logprobs(rows)
             if _is_known_ahead(self.model):
+                heartbeat.enter(f"compiling for {size}: update")
                 self.learner.warm_up(rows)
 
     def receive_batch(self, share: Share, is_first: bool) -> None:

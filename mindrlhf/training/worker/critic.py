@@ -15,6 +15,7 @@ from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateW
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.load import load_scorer
+from mindrlhf.system import heartbeat
 from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.records import ProcessStatistics, Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
@@ -101,6 +102,7 @@ class ActorCritic(Actor):
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
         self._turns.take("critic")
         for rows in shapes:
+            heartbeat.enter(f"compiling for rows of {rows.labels.shape[1]} tokens: critic")
             self.critic.warm_up(rows)
         self._turns.take("actor")
         super().warm_up(shapes, graphs)

@@ -10,6 +10,7 @@ from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Ma
 from mindrlhf.training.team import rank_0_host
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.exchange.carrier import Carrier
 from mindrlhf.weights.exchange.plan import Piece, to_box
 from mindrlhf.weights.exchange.tcp import TcpCarrier
 
@@ -28,7 +29,7 @@ class NodeBoard:
         self._node = 0
         self._ranks_of_node: Sequence[int] | None = None
         self._node_generator: ReplicatedGenerator | None = None
-        self._carrier: TcpCarrier | None = None
+        self._carrier: Carrier | None = None
 
     def create_board(self) -> WeightBoard:
         """Make the weight board of this node; called on rank 0."""

@@ -1,12 +1,33 @@
-"""What brings the pieces of an exchange from node to node; over TCP see :mod:`mindrlhf.weights.exchange.tcp`."""
+"""What brings the pieces of an exchange from node to node; over TCP it is :mod:`mindrlhf.weights.exchange.tcp`."""
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mindrlhf.weights.exchange.plan import Box
+from mindrlhf.weights.exchange.plan import Box, Piece
+
+Address = tuple[str, int]
 
 
 class Carrier(Protocol):
-    """The way of the weights into the board of this node and out of it; one per node."""
+    """The way of the weights into the board of this node and out of it; one per node.
+
+    Attributes:
+        address: host and port where the other nodes reach this one.
+    """
+
+    address: Address
+
+    def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes) -> None:
+        """Make ready for the exchange of some pieces, in place of others; all nodes do it at the same time.
+
+        Args:
+            pieces: of all nodes.
+            addresses: by node.
+            token: a secret of the nodes.
+
+        Raises:
+            RunFailure: a node cannot be reached, or does not come.
+        """
 
     def exchange(self, version: int) -> dict[tuple[str, Box], int]:
         """Send what other nodes lack of ``version`` and receive what this one lacks, into the memory of its board.

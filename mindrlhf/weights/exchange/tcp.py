@@ -20,6 +20,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 from mindrlhf.weights.board import WeightBoard, sum_bits
+from mindrlhf.weights.exchange.carrier import Address
 from mindrlhf.weights.exchange.delta import apply_changes, find_changes, may_repeat
 from mindrlhf.weights.exchange.plan import Box, Piece
 
@@ -27,8 +28,6 @@ from mindrlhf.weights.exchange.plan import Box, Piece
 NUM_STREAMS = 4
 _CHUNK_BYTES = 1 << 20  # summed while it is in the cache
 _CONNECT_TIMEOUT_S = 60.0
-
-Address = tuple[str, int]
 
 
 class TcpCarrier:
@@ -64,16 +63,7 @@ class TcpCarrier:
         return self._listener.getsockname()[:2]
 
     def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes) -> None:
-        """Open the connections for an exchange, in place of those for another; all nodes do it at the same time.
-
-        Args:
-            pieces: of all nodes.
-            addresses: by node.
-            token: a secret of the nodes.
-
-        Raises:
-            RunFailure: a node cannot be reached, or does not come.
-        """
+        """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`."""
         self._hang_up()
         self._pieces, self._sent, self._last_version = pieces, {}, None
         streams = [(index % NUM_STREAMS, piece) for index, piece in enumerate(pieces)]
@@ -166,7 +156,7 @@ class TcpCarrier:
             with self._lock:
                 key = (piece.name, piece.region)
                 sums[key] = sums.get(key, 0) + checksum
-                if since is not None:
+                if since is not None and self._hop(piece)[1] is not None:
                     self._passing[index] = changes
             arrived[index].set()
 

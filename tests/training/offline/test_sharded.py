@@ -65,22 +65,41 @@ class Ranks:
         return [getattr(worker, method)(**common, **own) for worker, own in zip(self.workers, arguments)]
 
 
-def make_sharded(learner_of, make_trainer, token_inputs, *, after_token=False, reference_of=None):
+class NoGraphs:
+    """Those of a rank whose results another one of its replica has too."""
+
+    def outputs(self, *inputs):
+        import mindspore as ms
+
+        return (ms.Tensor(np.zeros(inputs[3].shape, np.float32)),)
+
+    def update(self, *inputs):
+        import mindspore as ms
+
+        return ms.Tensor([0.0, 0.0], ms.float32), ms.Tensor([0.0], ms.float32)
+
+
+def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, reference=None):
+    """Return a trainer over two ranks, of which the last, whose results count, computes.
+
+    Args:
+        whole: learner of a whole model that stands for the graphs of the last rank; ``reference`` for its reference's.
+    """
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
     from mindrlhf.training.sharded.model import ShardedModel
     from mindrlhf.training.sharded.offline import ShardedOffline
 
+    computing = WholeGraphs(whole)
     workers = []
-    for rank in (0, 1):
-        graphs = WholeGraphs(learner_of())
-        model = ShardedModel(graphs.learner.network, graphs.outputs, PARALLEL, rank, {}, after_token=after_token)
-        graph = UpdateGraph(graphs.update, graphs.learning_rate, graphs.is_last, {}, token_inputs)
-        reference = None
-        if reference_of is not None:
-            whole = WholeGraphs(reference_of())
-            reference = ShardedModel(whole.learner.network, whole.outputs, PARALLEL, rank, {})
-        workers.append(ShardedOffline(ShardedLearner(model, graph), reference))
+    for rank, graphs in enumerate((NoGraphs(), computing)):
+        model = ShardedModel(whole.network, graphs.outputs, PARALLEL, rank, {}, after_token=after_token)
+        graph = UpdateGraph(graphs.update, computing.learning_rate, computing.is_last, {}, token_inputs)
+        frozen = None
+        if reference is not None:
+            outputs = WholeGraphs(reference).outputs if rank else graphs.outputs
+            frozen = ShardedModel(reference.network, outputs, PARALLEL, rank, {})
+        workers.append(ShardedOffline(ShardedLearner(model, graph), frozen))
     return make_trainer(with_replicas(PARALLEL, Ranks(workers)))
 
 
@@ -116,10 +135,10 @@ def test_dpo_is_that_of_one_process(model_dir, tmp_path, reference):
 
     plain = PreferenceTrainer(config, inputs, Team(learner(), []))
     sharded = make_sharded(
-        learner,
+        learner(),
         lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
         ("coefficients",),
-        reference_of=learner if reference == "live" else None,
+        reference=learner() if reference == "live" else None,
     )
     assert_same_runs(plain, sharded)
 
@@ -137,14 +156,11 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
     config = load_reward_model_config(path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
 
-    def learner():
-        network = load_scorer(config.model, config.model.path, config.run, 32)
-        loss = CoefficientLoss(TokenScores(network, after_token=False))
-        return PreferenceLearner(network, loss, config, Rank(0, 1), None)
-
+    network = load_scorer(config.model, config.model.path, config.run, 32)
+    loss = CoefficientLoss(TokenScores(network, after_token=False))
     plain = PreferenceTrainer(config, inputs, Team(_build_learner(config, 32, Rank(0, 1)), []))
     sharded = make_sharded(
-        learner,
+        PreferenceLearner(network, loss, config, Rank(0, 1), None),
         lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
         ("coefficients",),
         after_token=True,
@@ -169,5 +185,5 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
         return build_learner(config, 32, Rank(0, 1))
 
     plain = SupervisedTrainer(config, inputs, Team(learner(), []))
-    sharded = make_sharded(learner, lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
+    sharded = make_sharded(learner(), lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
     assert_same_runs(plain, sharded)
