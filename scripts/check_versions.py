@@ -120,6 +120,9 @@ def _outer_keys(function: ast.FunctionDef) -> list[str]:
     assignments that no condition on the key itself guards."""
     dictionaries = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
     inner = {part for one in dictionaries for value in one.values for part in ast.walk(value)}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) != "arguments":
+            inner |= set(ast.walk(node.value))
     keys = [key.value for one in dictionaries if one not in inner for key in one.keys if isinstance(key, ast.Constant)]
     conditions = [node.test for node in ast.walk(function) if isinstance(node, ast.If)]
     guarded = {part.value for one in conditions for part in ast.walk(one) if isinstance(part, ast.Constant)}

@@ -12,7 +12,7 @@ Episodes live in tool processes, which call them by the functions of ``episode_t
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,16 @@ MAX_OBSERVATION_CHARS = 3000
 MAX_REWARD = 1e15
 
 
-def check_environment(name: str) -> None:
-    """Check what can be known without running a user's file.
+def check_environment(name: str, verifiers: Sequence[str] = ()) -> None:
+    """Check what can be known without running a user's file; ``name`` is empty where there is no environment.
 
     Raises:
-        UserError: no such file, or gymnasium is not installed.
+        UserError: no such file, gymnasium is not installed, or a verifier needs an environment and there is none.
     """
+    if not name:
+        if "environment_reward" in verifiers:
+            raise UserError("verifier environment_reward needs 'tools.environment': set it, or leave the verifier out")
+        return
     if name == GYMNASIUM:
         if importlib.util.find_spec("gymnasium") is None:
             raise UserError("environment 'gymnasium' is not installed: python -m pip install 'mindrlhf[environments]'")

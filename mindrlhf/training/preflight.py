@@ -86,8 +86,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
     check(check_tools, config.tools.names)
-    if config.tools.environment:
-        check(check_environment, config.tools.environment)
+    check(check_environment, config.tools.environment, config.reward.verifier_function)
     files = _Files.open(config.data, "prompts", mistakes, config.evaluation.sets)
     if selection is not None:
         held_out = {"": files.held_out, **files.more}

@@ -175,12 +175,6 @@ RULES = {
         ["tools.environment=''"],
         1,
     ),
-    "the reward of no environment": (
-        ["reward.verifier_function=environment_reward"],
-        ["environment_reward needs 'tools.environment'"],
-        ["tools.environment=gymnasium"],
-        1,
-    ),
     "spans and tools": (
         ["rollout.span_tokens=128", "tools.names=calculator"],
         ["does not work with tools.names"],

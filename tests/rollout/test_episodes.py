@@ -146,5 +146,8 @@ def test_environments_are_checked_before_the_run(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             check_environment(name)
+    check_environment("", ["accuracy_reward"])
+    with pytest.raises(UserError, match="environment_reward needs 'tools.environment'"):
+        check_environment("", ["environment_reward"])
     with pytest.raises(UserError, match="has no method step"):
         EpisodePool(f"{tmp_path / 'half.py'}:Half", 1, 5.0, 1024)
