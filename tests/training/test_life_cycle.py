@@ -1,6 +1,7 @@
 """The life of a run on rank 0: what is called when, and what is on disk by then."""
 
 import contextlib
+import dataclasses
 import json
 import signal
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
+from mindrlhf.observe.trackers import background
 from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.run import newest_checkpoint
 from mindrlhf.training.runtime import Rank
@@ -106,10 +108,10 @@ def run(tmp_path, monkeypatch):
         observe=watching_sections.ObserveSection(tensorboard=False),
     )
 
-    def run_one(resume=False, **options):
+    def run_one(resume=False, observe=config.observe, **options):
         training = Fake(tmp_path / "run", **options)
         with contextlib.nullcontext() if not training.fails_at else pytest.raises(RunFailure):
-            life_cycle.run_rank(config, training, resume=resume)
+            life_cycle.run_rank(dataclasses.replace(config, observe=observe), training, resume=resume)
         return training, newest_checkpoint(config)
 
     yield run_one
@@ -156,3 +158,30 @@ def test_the_step_that_fails_a_run_is_reported_and_not_saved(run):
     training, checkpoint = run(fails_at=2)
     assert training.journal[-3:] == ["step 2", "check", "closed"] and checkpoint is None
     assert training.metrics()[-1]["step"] == 2
+
+
+def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypatch):
+    heard = []
+
+    class Tracker:
+        def __init__(self, run):
+            heard.append((run.project, run.name, run.config["checkpoint"]["every_steps"]))
+
+        def __getattr__(self, method):
+            return lambda *arguments, **options: heard.append((method, *arguments, *options.values()))
+
+    monkeypatch.setattr(background, "load_tracker", lambda name: Tracker)
+    observe = watching_sections.ObserveSection(sinks=("wandb",), project="numbers", run_name="one")
+    training, _ = run(observe=observe, ends_at=1)
+    directory = training.output_dir
+    assert heard == [
+        ("numbers", "one", 2),
+        ("write", 0, {"eval/loss": 0.25}),
+        ("write", 1, {"loss": 0.5}),
+        ("close", False),
+    ]
+    assert not (directory / "tensorboard").exists()
+    heard.clear()
+    run(resume=True, observe=observe)
+    assert heard[0] == ("numbers", "one", 2) and [step[1] for step in heard if step[0] == "write"] == [2, 3]
+    assert heard[-2:] == [("write_report", directory / "report.html"), ("close", True)]
