@@ -32,10 +32,13 @@ EXTRAS = {
     "cpu": TRAINING,
     # The training environment on Ascend, CANN beside it.
     "ascend-train": [*TRAINING, *DEBUGGING],
-    # The rollout environment on Ascend: an interpreter of its own, since vLLM needs numpy 2.
-    "ascend": ["vllm==0.23.0", "vllm-ascend==0.23.0"],
+    # The rollout environment on Ascend: an interpreter of its own, since vLLM needs numpy 2. vLLM 0.23.0 comes before
+    # it, built for no device: its wheel pins another torch than vLLM-Ascend does (docs/versions.md).
+    "ascend": ["vllm-ascend==0.23.0"],
     # Precision debugging; to be resolved together with MindSpore, which keeps NumPy below 2.
     "debug": DEBUGGING,
+    # Environments to act in (docs/tools.md).
+    "environments": ["gymnasium>=1.0,<2"],
     # Where a run can report to, `observe.sinks`. MLflow's own database needs the last two; a server does not.
     "wandb": ["wandb>=0.17"],
     "swanlab": ["swanlab>=0.10"],

@@ -16,6 +16,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe import metrics as measure
 from mindrlhf.observe.timing import throughput
+from mindrlhf.rewards.judges.accounting import COUNTED
 from mindrlhf.training.batch import RowOptions, make_batch
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +128,7 @@ def _reported_metrics() -> set[str]:
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
     others |= set(re.findall(r'"(value/\w+)"', modules["value_function"]))
-    others |= set(re.findall(r'"(guard/\w+)"', loop))
+    others |= set(re.findall(r'"(guard/\w+)"', loop)) | {f"judge/{name}" for name in COUNTED}
     others |= set(re.findall(r'"(samples/\w+)"', modules["dynamic_sampling"]))
     others |= set(re.findall(r'"((?:ahead|spans|staleness)/\w+)": ', loop))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")

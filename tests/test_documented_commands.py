@@ -31,6 +31,7 @@ NOT_RUN = {
     "python examples/quickstart/make_tokenizer.py": "on 20,000 problems",
     "python examples/vision/make_checkpoint.py": "trains",
     "python -m pip": "installs",
+    "python scripts/check_versions.py": "needs the wheels; in tests/test_versions.py",
     "mindrlhf doctor": "asks both environments; in tests/test_doctor.py",
     "mindrlhf train": "trains; configs of examples are checked below",
     "mindrlhf eval": "starts vLLM",
@@ -40,6 +41,11 @@ NOT_RUN = {
     "mindrlhf replay": "needs a run",
     "mindrlhf report": "needs a run; in tests/observe/test_report.py",
     "mindrlhf rewards audit": "needs a run; in tests/evaluation/test_reward_audit.py",
+    "mindrlhf rewards serve": "serves until it is ended; in tests/jobs/test_judge_served.py",
+    "mindrlhf tools --names mcp:python": "starts `python`, wherever that is; in tests/tools/test_mcp.py",
+    "python examples/environments/lake_prompts.py": "needs gymnasium; in tests/tools/test_gymnasium_text.py",
+    "mindrlhf data build --input runs/lake/train.jsonl": "needs the prompts of the line before",
+    "mindrlhf data build --input runs/lake/test.jsonl": "needs the prompts of the line before",
     "mindrlhf weights merge-adapter": "needs an adapter; in tests/weights/adapters",
     "mindrlhf config check ours.yaml": "paths of a taken-over config are the user's to fill in",
     **dict.fromkeys(
@@ -95,6 +101,8 @@ def workshop(tmp_path, monkeypatch, model_dir, capsys) -> Path:
     record |= {"reward_model": {"ground_truth": "7"}}
     for name in ("train.jsonl", "test.jsonl", "problems.jsonl", "gsm8k_train.jsonl"):
         (tmp_path / name).write_text(f"{json.dumps(record)}\n" * 8)
+    rubric = [{"criterion": "names a drug", "weight": 5}, "is polite"]
+    (tmp_path / "care.jsonl").write_text(json.dumps({"question": "What helps?", "rubric": rubric}) + "\n")
     (tmp_path / "samples.jsonl").write_text(json.dumps({"completion": "#### 7", "answer": "7"}) + "\n")
     (tmp_path / "path" / "to").mkdir(parents=True)
     source = "def brief(completion, answer):\n    return 1.0 / (1 + len(completion))\n"

@@ -61,6 +61,7 @@ YOUNGER_KEYS = {
     "rollout.max_spans": 4,
     "rollout.replay_order": "",
     "rollout.span_tokens": 0,
+    "tools.environment": "",
     "training.packing": "first_fit",
     "training.replay_routing": False,
 }

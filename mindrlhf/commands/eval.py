@@ -20,7 +20,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         type=model_directory,
         help="another Hugging Face directory: is --model better on the same prompts?",
     )
-    parser.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--data", help="MindRecord file of prompts (default: data.eval_file)")
+    prompts.add_argument("--set", metavar="NAME", default="", help="a set of evaluation.sets, with its own verifier")
     parser.add_argument("--num-samples", type=int, help="samples per prompt (default: evaluation.num_samples)")
     parser.add_argument("--temperature", type=float, help="sampling temperature (default: evaluation.temperature)")
     parser.add_argument("--max-prompts", type=int, help="use only the first prompts (default: all)")
@@ -45,6 +47,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     needed = [f"model.path={arguments.model or arguments.checkpoints}", f"data.train_file={arguments.data or 'none'}"]
     config = load_grpo_config(arguments.config, [*needed, *arguments.overrides], world_size=None)
     data_file = arguments.data or config.data.eval_file
+    if arguments.set:
+        if arguments.set not in config.evaluation.sets:
+            names = ", ".join(config.evaluation.sets) or "empty"
+            raise UserError(f"'{arguments.set}' is not in evaluation.sets ({names}): name one of them, or give --data")
+        data_file = config.evaluation.sets[arguments.set]
     if not data_file:
         raise UserError("no prompts to evaluate on: give --data FILE, or set data.eval_file")
     section = config.evaluation
@@ -54,6 +61,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         num_samples=section.num_samples if arguments.num_samples is None else arguments.num_samples,
         temperature=section.temperature if arguments.temperature is None else arguments.temperature,
         max_prompts=section.max_prompts if arguments.max_prompts is None else arguments.max_prompts,
+        set_name=arguments.set,
     )
     if arguments.checkpoints:
         return _evaluate_checkpoints(job, arguments)

@@ -33,6 +33,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     score.add_argument("--failure-value", type=float, default=0.0, help="reward where a verifier fails (default: 0)")
     score.add_argument("--skip-bad", action="store_true", help="report malformed lines and leave them out")
     score.set_defaults(run=_score, says="scoring")
+    _add_serve(actions)
     audit = actions.add_parser("audit", help="what the rewards of a run follow besides correctness")
     audit.add_argument("run_dir", metavar="RUN", help="directory of the run, with samples.jsonl and config.yaml")
     audit.add_argument("--max-rescored", type=int, default=200, help="samples to score again, rewritten (default: 200)")
@@ -48,6 +49,25 @@ def register(subparsers: argparse._SubParsersAction) -> None:
             "--allow-weak", action="store_true", help="run programs also where the sandbox has too few locks (doctor)"
         )
         action.add_argument("--timeout-s", type=float, default=10.0, help="limit per sample and verifier (default: 10)")
+
+
+def _add_serve(actions: argparse._SubParsersAction) -> None:
+    serve = actions.add_parser("serve", help="serve a model as judge, to the verifiers of this machine")
+    serve.add_argument("model", help="Hugging Face directory, with a chat template")
+    serve.add_argument("--port", type=int, default=8000, help="on 127.0.0.1; 0 takes any free one (default: 8000)")
+    serve.add_argument("--max-length", type=int, default=8192, help="of prompt and reply, in tokens (default: 8192)")
+    serve.add_argument("--device", choices=("cpu", "ascend"), default="cpu", help="(default: cpu)")
+    serve.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)")
+    serve.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the weights (default: 1)")
+    serve.add_argument("--memory", type=float, default=0.9, help="share of device memory to take (default: 0.9)")
+    serve.add_argument("--kv-cache-gib", type=int, default=1, help="key-value cache on a CPU (default: 1)")
+    serve.add_argument("--threads", type=int, default=1, help="on a CPU (default: 1)")
+    serve.add_argument("--python", default="", help="of the rollout environment (default: as for rollout.python)")
+    serve.add_argument("--log-dir", default=".", help="directory of rollout_0.log (default: the current one)")
+    serve.add_argument(
+        "--api-key-variable", default="OPENAI_API_KEY", help="variable whose value, if any, requests must bear"
+    )
+    serve.set_defaults(run=_serve)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -133,7 +153,48 @@ def _score(arguments: argparse.Namespace) -> int:
     ):
         for line, result in score_lines(pool, lines):
             writer.write(line, result)
-    print("\n".join([*writer.summary(), *lines.summary()]), file=sys.stderr)
+        judges = [f"  judge {name}: {count:.6g}" for name, count in pool.take_counts().items()]
+    print("\n".join([*writer.summary(), *judges, *lines.summary()]), file=sys.stderr)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    import os
+    from pathlib import Path
+
+    from mindrlhf.config.sections import RolloutSection
+    from mindrlhf.data.tokenizers import load_tokenizer
+    from mindrlhf.rollout.chat_server import ChatServer
+    from mindrlhf.rollout.replicas import start_replicas
+
+    rollout = RolloutSection(
+        python=arguments.python,
+        dtype=arguments.dtype,
+        num_threads=arguments.threads,
+        tensor_parallel=arguments.tensor_parallel,
+        gpu_memory_utilization=arguments.memory,
+        kv_cache_gib=arguments.kv_cache_gib,
+    )
+    tokenizer = load_tokenizer(arguments.model)
+    generator = start_replicas(
+        rollout,
+        model_dir=arguments.model,
+        max_model_len=arguments.max_length,
+        seed=0,
+        device=arguments.device,
+        log_dir=Path(arguments.log_dir),
+        load_weights=True,
+    )
+    try:
+        api_key = os.environ.get(arguments.api_key_variable, "")
+        server = ChatServer(
+            generator, tokenizer, arguments.model, arguments.max_length, port=arguments.port, api_key=api_key
+        )
+        generator.wait_ready()
+        print(f"serving {arguments.model} at {server.url}; end with Ctrl-C", flush=True)
+        server.run()
+    finally:
+        generator.close()
     return 0
 
 

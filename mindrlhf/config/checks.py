@@ -43,7 +43,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_rollout_dtype, config)
     check(_check_guard, config.guard)
     check(_check_trackers, config.observe, given)
-    check(_check_tools, config.tools, config.rollout, given)
+    check(_check_tools, config, given)
     check(_check_msprobe, config, given)
     waits = "with rollout.ahead servers work on several steps at once" if config.rollout.ahead else ""
     check(check_profiler, config.profiler, given, config.run.max_steps, world_size, waits)
@@ -261,6 +261,7 @@ def _check_spans(config: GrpoConfig) -> None:
         "rollout.ahead (without rollout.asynchronous)": config.rollout.ahead > 0 and not config.rollout.asynchronous,
         "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
         "tools.names": bool(config.tools.names),
+        "tools.environment": bool(config.tools.environment),
         "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
     }
     for name, is_set in others.items():
@@ -360,14 +361,17 @@ def _check_guard(guard: watching_sections.GuardSection) -> None:
     mistakes.raise_if_any()
 
 
-def _check_tools(tools: sections.ToolSection, rollout: sections.RolloutSection, given: frozenset[str]) -> None:
-    unused = sorted(name for name in given if name.startswith("tools.") and name != "tools.names")
-    if unused and not tools.names:
+def _check_tools(config: GrpoConfig, given: frozenset[str]) -> None:
+    tools, longest = config.tools, config.rollout.max_response_length
+    unused = sorted(name for name in given - {"tools.names", "tools.environment"} if name.startswith("tools."))
+    if tools.names and tools.environment:
+        raise UserError("'tools.environment' and tools.names are both set: leave one of them out")
+    if unused and not (tools.names or tools.environment):
         raise UserError(f"'{unused[0]}' is set, but tools.names is empty: name the tools, or remove the key")
-    if tools.names and tools.max_response_tokens >= rollout.max_response_length:
+    if (tools.names or tools.environment) and tools.max_response_tokens >= longest:
         raise UserError(
-            f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = "
-            f"{rollout.max_response_length} holds all turns and answers of a response: lower the one or raise the other"
+            f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = {longest} "
+            "holds all turns and answers of a response: lower the one or raise the other"
         )
 
 

@@ -137,8 +137,9 @@ class ToolSection:
     """Tools that the model may call between its turns; see docs/tools.md."""
 
     names: tuple[str, ...] = key(
-        (), "tools the model may call: calculator, python, path/to/file.py:function; empty means no tools"
+        (), "tools the model may call: calculator, python, path/to/file.py:function, mcp:COMMAND; empty means none"
     )
+    environment: str = key("", "what it acts in, in the place of tools: gymnasium, or path/to/file.py:Class")
     max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)
     max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
     timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)

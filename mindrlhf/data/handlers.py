@@ -4,6 +4,7 @@ A handler is a function of the record's fields. What the record lacks is a ``Rec
 reason, which the builder reports with file and line.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,7 +175,7 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
         images = _images(fields, key_map["images"]) if "images" in key_map else None
         return Example(
             messages=_question_messages(_required(fields, question_key), question_key, images),
-            answer=_answer(fields, key_map["answer"]) if "answer" in key_map else "",
+            answer=_structured_answer(fields, key_map["answer"]) if "answer" in key_map else "",
             response=_text(fields, key_map["response"]) if "response" in key_map else None,
             rejected=_text(fields, key_map["rejected"]) if "rejected" in key_map else None,
             verifier=_verifier(fields, key_map["verifier"]) if "verifier" in key_map else "",
@@ -224,6 +225,14 @@ def _answer(fields: Mapping, key: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     return _text(fields, key).strip()
+
+
+def _structured_answer(fields: Mapping, key: str) -> str:
+    """Return an answer; a list or an object, such as a rubric or the tests of a program, as JSON."""
+    value = _required(fields, key)
+    if isinstance(value, (list, dict)) and value:
+        return json.dumps(value, ensure_ascii=False)
+    return _answer(fields, key)
 
 
 def _question_messages(value: object, key: str, images: Sequence[object] | None = None) -> tuple[Message, ...]:

@@ -160,7 +160,7 @@ def check_training(python: str, probe: Mapping[str, object] | str) -> list[Check
 
 def check_rollout(python: str, probe: Mapping[str, object] | str, device: str) -> list[Check]:
     """Return the findings on the rollout environment for a device from what its interpreter answered."""
-    fix = f"{_SETUP} --rollout-only" if device == "cpu" else f"{python} -m pip install '.[ascend]'"
+    fix = f"{_SETUP} --rollout-only" if device == "cpu" else "install vllm and vllm-ascend as docs/install.md says"
     if isinstance(probe, str):
         fix += ", or name another interpreter in rollout.python or MINDRLHF_ROLLOUT_PYTHON"
         return [Check("rollout", "interpreter", "error", f"{python}: {probe}", fix)]

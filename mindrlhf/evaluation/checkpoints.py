@@ -12,6 +12,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.evaluation.comparison import compare, difference_text
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.evaluation.models import EvaluationJob, evaluate_models
+from mindrlhf.evaluation.statistics import pass_at_k
 from mindrlhf.observe.learning_curve import write_learning_curve
 from mindrlhf.observe.records import replace_file
 from mindrlhf.shards.merge import merge_directory
@@ -81,14 +82,16 @@ def whole_model(model_dir: Path, scratch_parent: Path) -> Iterator[Path]:
 
 
 def table_lines(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return a line for each evaluation: accuracy, and the difference to the first, with 95 % intervals."""
+    """Return a line for each evaluation: accuracy, with several samples pass@k, and the difference to the first."""
     first = evaluations[0]
-    lines = [f"{'step':>8s}  {'accuracy':>8s}  {'95 % interval':18s}  against step {first.step}"]
+    k = first.num_samples
+    pass_title = f"  {f'pass@{k}':>8s}" if k > 1 else ""
+    lines = [f"{'step':>8s}  {'accuracy':>8s}  {'95 % interval':18s}{pass_title}  against step {first.step}"]
     for one in evaluations:
         metrics = one.metrics()
         low, high = metrics["eval/accuracy_low"], metrics["eval/accuracy_high"]
         against = "" if one is first else difference_text(compare(first, one)["difference"])
-        lines.append(
-            f"{one.step:8d}  {metrics['eval/accuracy']:8.1%}  {f'{low:.1%} to {high:.1%}':18s}  {against}".rstrip()
-        )
+        passed = f"  {pass_at_k(one.scores > 0.5, k).mean():8.1%}" if k > 1 else ""
+        accuracy = f"{metrics['eval/accuracy']:8.1%}  {f'{low:.1%} to {high:.1%}':18s}"
+        lines.append(f"{one.step:8d}  {accuracy}{passed}  {against}".rstrip())
     return lines

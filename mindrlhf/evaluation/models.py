@@ -33,6 +33,7 @@ class EvaluationJob:
     num_samples: int
     temperature: float
     max_prompts: int  # 0 means all
+    set_name: str = ""  # of evaluation.sets, whose verifier then counts as accuracy
 
     def held_out(self) -> tuple[HeldOut, Any, int]:
         """Open the prompts; return them, the tokenizer and the longest prompt and response together.
@@ -53,7 +54,7 @@ class EvaluationJob:
         if not len(file):
             raise UserError(f"{self.data_file} holds no prompts: build it again")
         count = min(len(file), self.max_prompts or len(file))
-        verifier = accuracy_verifier(config)
+        verifier = accuracy_verifier(config, self.set_name)
         if verifier == REWARD_MODEL_NAME:
             raise UserError(
                 "accuracy is the score of the reward model here, which is computed during training only: set "

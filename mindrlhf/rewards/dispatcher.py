@@ -6,7 +6,7 @@ import queue
 import selectors
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -32,7 +32,9 @@ class Dispatcher(threading.Thread):
     """Hands tasks to workers and results to ``finished``; replaces workers that die or exceed the limit.
 
     It starts every worker itself, since the kernel ties a worker's life to the thread that started it.
-    ``started`` gets a value when the first worker is ready, or the reason why the workers cannot start.
+    ``started`` gets what of a sample's context the verifiers read when the first worker is ready, or the reason why the
+    workers cannot start.
+    ``take_counts`` tells what the scoring took (``judges.accounting``).
     ``finished`` gets lists of ``(sequence, RewardResult)``, or once, as the last item, an exception.
     """
 
@@ -46,7 +48,7 @@ class Dispatcher(threading.Thread):
         failure_log: FailureLog | None,
     ):
         super().__init__(name="mindrlhf-reward-dispatcher", daemon=True)
-        self.started: Future[None] = Future()
+        self.started: Future[tuple[str, ...]] = Future()
         self.finished: queue.SimpleQueue[list[tuple[int, RewardResult]] | BaseException] = queue.SimpleQueue()
         self._settings = WorkerSettings(
             verifiers=list(selection.verifiers),
@@ -70,6 +72,8 @@ class Dispatcher(threading.Thread):
         self._wake_is_due = False
         self._is_stopping = False
         self._num_unexplained_deaths = 0
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Queue tasks (from any thread)."""
@@ -180,6 +184,7 @@ class Dispatcher(threading.Thread):
         for message in worker.receive():
             if worker.is_ready:
                 finished = worker.take_finished(message)
+                self._add_counts(worker.counts)
                 if finished:
                     self._num_unexplained_deaths = 0
                 self._publish([self._finish(task, outcomes) for task, outcomes in finished])
@@ -190,7 +195,18 @@ class Dispatcher(threading.Thread):
             else:
                 worker.context_keywords = message["context"]
                 if not self.started.done():
-                    self.started.set_result(None)
+                    self.started.set_result(tuple(message["context"]))
+
+    def take_counts(self) -> Counter[str]:
+        """Return what the scoring has taken since this was last asked (from any thread)."""
+        with self._counts_lock:
+            taken, self._counts = self._counts, Counter()
+        return taken
+
+    def _add_counts(self, counts: Counter[str]) -> None:
+        with self._counts_lock:
+            self._counts.update(counts)
+        counts.clear()
 
     def _publish(self, results: list[tuple[int, RewardResult]]) -> None:
         if results:
@@ -279,4 +295,5 @@ class Dispatcher(threading.Thread):
 
 
 def _num_chars(task: Task) -> int:
-    return len(task.sample.completion) + len(task.sample.prompt)
+    sample = task.sample
+    return len(sample.completion) + len(sample.prompt) + sum(map(len, sample.completions))

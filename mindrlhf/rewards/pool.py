@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.dispatcher import Dispatcher
 from mindrlhf.rewards.failure_log import FailureLog
+from mindrlhf.rewards.registry import COMPLETIONS
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rewards.worker_process import Task
@@ -64,7 +65,7 @@ class RewardPool:
         self._dispatcher = Dispatcher(selection, num_workers, timeout_s, failure_value, memory_limit_mib << 20, log)
         self._dispatcher.start()
         try:
-            self._dispatcher.started.result()
+            self._context = self._dispatcher.started.result()
         except BaseException:
             self.close()
             raise
@@ -86,6 +87,18 @@ class RewardPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def compares(self) -> bool:
+        """Whether a verifier reads ``RewardInput.completions``."""
+        return COMPLETIONS in self._context
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what judges have taken since this was last asked, summed over the samples (``judges.accounting``).
+
+        Empty when no judge was asked. What a worker had asked when it was killed is not counted.
+        """
+        return dict(self._dispatcher.take_counts())
 
     def submit(self, sample: RewardInput) -> None:
         """Queue one sample and return at once. Its result comes out of ``results``.

@@ -1,8 +1,10 @@
 """Verifiers by name: the built-in ones, and a user's own by ``path/to/file.py:function``.
 
 A verifier is ``def f(completion: str, answer: str, **context) -> float``. Of the context (``prompt``,
-``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it
-takes ``**context``. Its other keyword-only parameters are options, which the run's config may set.
+``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it takes
+``**context``; ``completions``, the texts of all samples of the prompt, and ``episode_return``, the sum of an
+environment's rewards, only if it names them. Its other keyword-only parameters are options, which the run's config may
+set.
 
 Built-in verifiers are the functions marked with ``@register`` in the modules of ``mindrlhf.rewards.verifiers``.
 """
@@ -20,7 +22,10 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 
-CONTEXT_KEYWORDS = ("prompt", "finish_reason", "num_tokens")
+COMPLETIONS = "completions"
+# What only those get that name it: it is large, or not there in most runs.
+_BY_NAME = frozenset({COMPLETIONS, "episode_return"})
+CONTEXT_KEYWORDS = ("prompt", "finish_reason", "num_tokens", COMPLETIONS, "episode_return")
 
 _registered: dict[str, Callable[..., float]] = {}
 
@@ -52,7 +57,7 @@ def built_in_names() -> list[str]:
     """The names of all built-in verifiers, sorted."""
     from mindrlhf.rewards import verifiers
 
-    for module in pkgutil.iter_modules(verifiers.__path__, verifiers.__name__ + "."):
+    for module in pkgutil.walk_packages(verifiers.__path__, verifiers.__name__ + "."):
         importlib.import_module(module.name)
     return sorted(_registered)
 
@@ -153,11 +158,11 @@ def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
 
 
 def context_of(function: Callable[..., float]) -> tuple[str, ...]:
-    """Return what of the context a verifier reads; for one that takes ``**context``, all of it."""
+    """Return what of the context a verifier reads; for one that takes ``**context``, all but what must be named."""
     parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return CONTEXT_KEYWORDS
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named |= {*CONTEXT_KEYWORDS} - _BY_NAME
     return tuple(keyword for keyword in CONTEXT_KEYWORDS if keyword in named)
 
 

@@ -24,6 +24,8 @@ MAX_WINDOW_CHARS = 32 << 20
 NUM_FAILURES_SHOWN = 5
 
 _FIELDS = {"completion": str, "answer": str, "prompt": str, "finish_reason": str, "num_tokens": int}
+_FIELDS |= {"completions": list}
+_KIND_WORDS = {str: "text", int: "an integer", list: "a list of texts"}
 _REQUIRED = ("completion", "answer")
 
 
@@ -39,8 +41,9 @@ class SampleLine:
 def read_samples(path: Path, needed: Container[str] = ()) -> Iterator[SampleLine | UserError]:
     """Yield the samples of a file, one at a time, and in place of each malformed line the error that names it.
 
-    A line is a JSON object with ``completion`` and ``answer``, and perhaps ``prompt``, ``finish_reason`` and
-    ``num_tokens``; other fields are carried along. Blank lines are left out.
+    A line is a JSON object with ``completion`` and ``answer``, and perhaps ``prompt``, ``finish_reason``,
+    ``num_tokens`` and ``completions`` (of all samples of the prompt); other fields are carried along. Blank lines are
+    left out.
 
     Args:
         path: the file.
@@ -174,7 +177,10 @@ def _sample_line(line: JsonLine, needed: Container[str]) -> SampleLine:
         if name == "answer" and isinstance(value, (int, float)) and not isinstance(value, bool):
             value = str(value)
         if not isinstance(value, kind) or isinstance(value, bool):
-            words = "text" if kind is str else "an integer"
-            raise UserError(f"field '{name}' must be {words}, found {type(value).__name__}")
+            raise UserError(f"field '{name}' must be {_KIND_WORDS[kind]}, found {type(value).__name__}")
+        if kind is list:
+            if not all(isinstance(text, str) for text in value):
+                raise UserError(f"field '{name}' must be {_KIND_WORDS[kind]}, found other items in it")
+            value = tuple(value)
         values[name] = value
     return SampleLine(line.number, fields, RewardInput(index=line.number, **values))

@@ -14,6 +14,8 @@ class RewardInput:
     finish_reason: str = "stop"  # "stop" or "length"
     num_tokens: int = 0  # response tokens, stop token included
     verifiers: tuple[str, ...] = ()  # names of the chosen verifiers, for those that apply by choice only
+    completions: tuple[str, ...] = ()  # of all samples of the prompt, for verifiers that compare them
+    episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed positions, skipped positions,
 completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or ``{"error": message}``, then
-batches of ``[[sequence, [outcome of each verifier, ...]], ...]``, where an outcome is a number, null (failed before, or
-skipped) or ``{"failed": reason}``.
+batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an outcome is a number, null (failed
+before, or skipped) or ``{"failed": reason}``, and counts say what it took (``judges.accounting``).
 """
 
 import math
@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 from mindrlhf.errors import UserError
+from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.sandbox.worker import PoolConnection
@@ -81,7 +82,7 @@ def _score_batch(
                 finished = []
                 flushed_at_s = monotonic()
             outcomes.append(pool.call(sequence, position, _outcome, verifier, completion, answer, context))
-        finished.append([sequence, outcomes])
+        finished.append([sequence, outcomes, accounting.take()])
     pool.send(finished)
 
 

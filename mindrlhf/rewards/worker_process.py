@@ -1,10 +1,13 @@
 """The pool's side of one reward worker: the samples it holds, and what it may say of them."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mindrlhf.rewards.judges.accounting import COUNTED
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rewards.worker import WorkerSettings
@@ -35,6 +38,7 @@ class RewardWorker(WorkerProcess):
         self._last_sign_s = time.monotonic()
         self.context_keywords: list[str] | None = None  # known once the worker is ready
         self.tasks: dict[int, Task] = {}
+        self.counts: Counter[str] = Counter()
         self._busy = timeline.span("start", "verifiers", f"worker {self.pid}")
 
     @property
@@ -64,19 +68,23 @@ class RewardWorker(WorkerProcess):
         self.queue(messages)
 
     def take_finished(self, message: Any) -> list[tuple[Task, list[Any]]]:
-        """Return the tasks that a message finishes, with their outcomes; one that makes no sense breaks the worker."""
+        """Return the tasks that a message finishes, with their outcomes; one that makes no sense breaks the worker.
+
+        What they took is added to ``counts``.
+        """
         finished = []
         self._last_sign_s = time.monotonic()
         try:
-            for sequence, outcomes in message:
+            for sequence, outcomes, counts in message:
                 task = self.tasks[sequence]
                 if len(outcomes) != self._num_verifiers or not all(
                     _is_outcome(outcome, position, task) for position, outcome in enumerate(outcomes)
                 ):
                     raise ValueError("these are no outcomes")
+                self.counts.update({name: number for name, number in counts.items() if _is_count(name, number)})
                 del self.tasks[sequence]
                 finished.append((task, outcomes))
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, AttributeError):
             self.is_broken = True
         if not self.tasks:
             self._busy.end()
@@ -89,6 +97,10 @@ class RewardWorker(WorkerProcess):
         if time.monotonic() - self._last_sign_s <= MAX_SILENCE_S:
             return False
         return not self.is_runnable()  # on a busy machine it may have waited for a processor
+
+
+def _is_count(name: str, number: Any) -> bool:
+    return name in COUNTED and isinstance(number, (int, float)) and 0 <= number < math.inf
 
 
 def _is_outcome(outcome: Any, position: int, task: Task) -> bool:

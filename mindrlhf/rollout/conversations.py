@@ -5,6 +5,8 @@ exact by token: each request after the first begins with the very tokens that we
 """
 
 import contextlib
+import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -16,7 +18,8 @@ import numpy as np
 from mindrlhf.data.control_tokens import control_token_pattern, written_apart
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
-from mindrlhf.tools.calls import TURN_END, TURN_START, ToolAnswer, ToolCall, answer_turn, parse_calls
+from mindrlhf.tools.calls import TURN_END, TURN_START, ToolAnswer, ToolCall, answer_turn, observation_turn, parse_calls
+from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ class _Conversation:
     num_failures: int = 0
     num_neutralised: int = 0  # answers that held control tokens
     weights_version: int = 0
+    episode: int = 0  # number of it among all episodes
+    episode_return: float | None = None
 
     def add_turn(self, completion: Completion) -> None:
         self.tokens += completion.token_ids.tolist()
@@ -84,6 +89,7 @@ class _Conversation:
             num_turns=self.num_turns,
             num_tool_calls=self.num_calls,
             num_tool_failures=self.num_failures,
+            episode_return=self.episode_return,
             num_neutralised_answers=self.num_neutralised,
         )
 
@@ -91,7 +97,9 @@ class _Conversation:
 class Conversations:
     """Samples conversations: turns come from ``generator``, answers from ``tools``."""
 
-    def __init__(self, generator: CompletionSource, tools: ToolPool, tokenizer: Tokenizer, limits: ConversationLimits):
+    def __init__(
+        self, generator: CompletionSource, tools: ToolPool | None, tokenizer: Tokenizer, limits: ConversationLimits
+    ):
         self._generator = generator
         self._tools = tools
         self._tokenizer = tokenizer
@@ -118,10 +126,13 @@ class Conversations:
             following: list[GenerationRequest] = []
             for conversation, answers in waiting:
                 token_ids = self._answer_ids(conversation, answers)
+                if isinstance(token_ids, str):
+                    yield self._end(conversation, token_ids)
+                    continue
                 limit = conversation.request.token_limit(sampling)
                 room = limit - len(conversation.tokens) - len(token_ids)
                 if room < 1:
-                    yield conversation.completion("length")
+                    yield self._end(conversation, "length")
                     continue
                 conversation.add_answers(token_ids)
                 following.append(conversation.next_request(len(ongoing), room))
@@ -137,11 +148,14 @@ class Conversations:
         if completion.finish_reason == "stop":
             calls = parse_calls(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=False))
         if not calls:
-            yield conversation.completion(completion.finish_reason)
+            yield self._end(conversation, completion.finish_reason)
         elif conversation.num_turns >= self._limits.max_turns:
-            yield conversation.completion("length")
+            yield self._end(conversation, "length")
         else:
             waiting.append((conversation, [self._start(conversation, call) for call in calls]))
+
+    def _end(self, conversation: _Conversation, finish_reason: str) -> Completion:
+        return conversation.completion(finish_reason)
 
     def _start(self, conversation: _Conversation, call: ToolCall | ToolAnswer) -> "Future[ToolAnswer] | ToolAnswer":
         conversation.num_calls += 1
@@ -149,7 +163,8 @@ class Conversations:
             return ToolAnswer(f"Error: there are {self._limits.max_calls} calls, and all are used", is_failure=True)
         return call if isinstance(call, ToolAnswer) else self._tools.submit(call)
 
-    def _answer_ids(self, conversation: _Conversation, answers: Sequence["Future | ToolAnswer"]) -> list[int]:
+    def _answer_ids(self, conversation: _Conversation, answers: Sequence["Future | ToolAnswer"]) -> list[int] | str:
+        """Return what is inserted before the model's next turn, or the finish reason of a conversation that is over."""
         texts = []
         for pending in answers:
             answer = pending if isinstance(pending, ToolAnswer) else pending.result()
@@ -180,13 +195,58 @@ class Conversations:
         return self._tokenizer.decode(token_ids[:limit], skip_special_tokens=False) + CUT_MARK
 
 
+class Episodes(Conversations):
+    """Samples episodes: every turn of the model is an action in an environment, whose observation comes next."""
+
+    def __init__(
+        self, generator: CompletionSource, episodes: EpisodePool, tokenizer: Tokenizer, limits: ConversationLimits
+    ):
+        super().__init__(generator, None, tokenizer, limits)
+        self._episodes = episodes
+        self._numbers = itertools.count()
+
+    def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
+        if conversation.num_turns == 0:
+            conversation.episode, conversation.episode_return = next(self._numbers), 0.0
+            self._episodes.begin(conversation.episode, conversation.request.answer)
+        conversation.add_turn(completion)
+        if completion.finish_reason != "stop":  # half an action is none
+            yield self._end(conversation, completion.finish_reason)
+            return
+        conversation.num_calls += 1
+        action = self._tokenizer.decode(completion.token_ids.tolist())
+        waiting.append((conversation, [self._episodes.step(conversation.episode, action)]))
+
+    def _end(self, conversation: _Conversation, finish_reason: str) -> Completion:
+        self._episodes.end(conversation.episode)
+        return conversation.completion(finish_reason)
+
+    def _answer_ids(self, conversation: _Conversation, answers: Sequence["Future | ToolAnswer"]) -> list[int] | str:
+        step = read_step(answers[0].result())
+        if step.failure:
+            conversation.num_failures += 1
+            conversation.episode_return = math.nan
+            print(f"mindrlhf: an episode has ended early: {step.failure[:500]}", file=sys.stderr, flush=True)
+            return "stop"
+        conversation.episode_return += step.reward
+        if step.is_over:
+            return "stop"
+        if conversation.num_turns >= self._limits.max_turns:
+            return "length"
+        shown = self._cut(self._as_data(step.observation, conversation))
+        return self._tokenizer.encode(observation_turn(shown, is_chat=self._is_chat))
+
+
 def with_tools(
     tools: "ToolSection", generator: CompletionSource, tokenizer: Tokenizer, stack: contextlib.ExitStack
 ) -> CompletionSource:
-    """Return the generator, with the tools of a config's section before it if there are any; ``stack`` ends them."""
+    """Return the generator, with the tools or the environment of a config's section before it if there are any;
+    ``stack`` ends them."""
+    limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
+    if tools.environment:
+        return Episodes(generator, stack.enter_context(EpisodePool.from_config(tools)), tokenizer, limits)
     if not tools.names:
         return generator
-    limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
     return Conversations(generator, stack.enter_context(ToolPool.from_config(tools)), tokenizer, limits)
 
 

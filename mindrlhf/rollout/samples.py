@@ -106,6 +106,7 @@ class Sampler:
                 num_samples,
                 _seed(seed_path, first_group + index),
                 images=record.images,
+                answer=record.answer,
             )
             for index, record in enumerate(records)
         ]
@@ -133,6 +134,7 @@ class Sampler:
         images = [record.images for record in records]  # unpacked once for all samples of a prompt
         completions: dict[int, Completion] = {}
         texts: dict[int, str] = {}
+        unscored: dict[int, list[RewardInput]] = {}  # samples of prompts that are not complete
         for completion in found:
             place = completion.request_id * num_samples + completion.sample_index
             if len(completion.token_ids) == 0:
@@ -143,7 +145,8 @@ class Sampler:
             completions[place] = completion
             texts[place] = self._tokenizer.decode(completion.token_ids.tolist())
             if self._rewards is not None:
-                self._rewards.submit(self._reward_input(place, completion, texts[place], prompts, records))
+                waiting = self._reward_input(place, completion, texts[place], prompts, records)
+                self._submit(waiting, unscored, num_samples)
         if self._rewards is not None:
             with timeline.span("waiting for the verifiers"):
                 results = {result.index: result for result in self._rewards.results()}
@@ -161,6 +164,22 @@ class Sampler:
         if first_group:
             samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
         return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
+
+    def take_judge_counts(self) -> dict[str, float]:
+        """Return what judges took since this was last asked; see ``RewardPool.take_counts``."""
+        return {} if self._rewards is None else self._rewards.take_counts()
+
+    def _submit(self, one: RewardInput, unscored: dict[int, list[RewardInput]], num_samples: int) -> None:
+        """Have a sample verified; where a verifier compares, when the prompt's last sample is there."""
+        if not self._rewards.compares:
+            self._rewards.submit(one)
+            return
+        group = unscored.setdefault(one.index // num_samples, [])
+        group.append(one)
+        if len(group) == num_samples:
+            completions = tuple(other.completion for other in sorted(group, key=lambda other: other.index))
+            for member in unscored.pop(one.index // num_samples):
+                self._rewards.submit(dataclasses.replace(member, completions=completions))
 
     def token_values(self, sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, list]:
         """Return the response token by token, as ``SampleRecord.tokens`` has it.
@@ -192,6 +211,7 @@ class Sampler:
             finish_reason=completion.finish_reason,
             num_tokens=len(completion.token_ids),
             verifiers=split_choice(records[completion.request_id].verifier),
+            episode_return=completion.episode_return,
         )
 
 

@@ -37,6 +37,7 @@ class GenerationRequest:
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
+    answer: str = ""  # of the record; no generator reads it, an environment begins its episodes by it
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""
@@ -62,6 +63,7 @@ class Completion:
     # uint8 or uint16 [prompt + response - 1, layers with experts, active experts]: where the generator sent each token
     # but the last, which it never read; None where it does not say.
     experts: np.ndarray | None = None
+    episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
 
 
 class Cancelled(Exception):

@@ -75,6 +75,14 @@ def answer_turn(texts: Iterable[str], *, is_chat: bool) -> str:
     return f"\n{TURN_START}user\n{answers}{TURN_END}\n{TURN_START}assistant\n"
 
 
+def observation_turn(text: str, *, is_chat: bool) -> str:
+    """Return the text between two turns of a model that acts in an environment; see ``answer_turn``."""
+    shown = _MARKUP.sub("< ", text)
+    if not is_chat:
+        return f"\n{shown}\n"
+    return f"\n{TURN_START}user\n{shown}{TURN_END}\n{TURN_START}assistant\n"
+
+
 def system_prompt(descriptions: Sequence[Mapping[str, Any]], instructions: str = "You are a helpful assistant.") -> str:
     """Return the content of the system turn that Qwen2.5's chat template makes of these tools.
 

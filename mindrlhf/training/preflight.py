@@ -24,6 +24,7 @@ from mindrlhf.rollout.vllm_options import check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
+from mindrlhf.tools.environments import check_environment
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
@@ -88,6 +89,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
     check(check_tools, config.tools.names)
+    check(check_environment, config.tools.environment, config.reward.verifier_function)
     files = _Files.open(config.data, "prompts", mistakes, config.evaluation.sets)
     if selection is not None:
         held_out = {"": files.held_out, **files.more}

@@ -26,7 +26,7 @@ def score(path, *more):
 def test_list_names_every_verifier(capsys):
     assert main(["rewards", "list"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert len(lines) == 15
+    assert len(lines) == 19
     assert lines["qwen_accuracy_reward"].startswith("1 if the content of the last \\boxed{...} equals answer")
 
 

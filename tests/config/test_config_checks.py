@@ -163,6 +163,18 @@ RULES = {
         ["algorithm.dynamic_sampling=false"],
         1,
     ),
+    "spans and an environment": (
+        ["rollout.span_tokens=128", "tools.environment=gymnasium"],
+        ["does not work with tools.environment"],
+        ["tools.environment=''"],
+        1,
+    ),
+    "tools and an environment": (
+        ["tools.names=calculator", "tools.environment=gymnasium"],
+        ["'tools.environment' and tools.names are both set"],
+        ["tools.environment=''"],
+        1,
+    ),
     "spans and tools": (
         ["rollout.span_tokens=128", "tools.names=calculator"],
         ["does not work with tools.names"],

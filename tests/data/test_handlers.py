@@ -159,3 +159,13 @@ def test_ultrafeedback_takes_the_last_message_of_both_chats():
 def test_ultrafeedback_records_that_cannot_be_used(chosen, message):
     with pytest.raises(RecordError, match=message):
         load_handler("ultrafeedback")({"chosen": chosen, "rejected": _chat("a", "bad")})
+
+
+def test_an_answer_with_structure_is_kept_as_json():
+    handler = load_handler("map_keys", {"question": "q", "answer": "rubric"})
+    rubric = [{"criterion": "names the café", "weight": 2}, "is short"]
+    assert json.loads(handler({"q": "Where?", "rubric": rubric}).answer) == rubric
+    assert handler({"q": "Where?", "rubric": "42 "}).answer == "42"
+    for empty in ([], {}, None, True):
+        with pytest.raises(RecordError):
+            handler({"q": "Where?", "rubric": empty})

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from mindrlhf.cli import main
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation import checkpoints
-from mindrlhf.evaluation.heldout import Evaluation
+from mindrlhf.evaluation.heldout import Evaluation, accuracy_verifier
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.weights.adapters.peft import adapter_config, adapter_shapes, write_adapter
@@ -89,6 +89,35 @@ def test_the_command_prints_a_table(save_dir, seen, tmp_path, capsys):
     assert (first[0], first[1], second[0], second[1], second[5]) == ("20", "25.0%", "100", "50.0%", "+25.0")
     assert main([*arguments, "--checkpoints", str(save_dir), "--baseline", "b"]) == 2
     assert "--baseline goes with --model" in capsys.readouterr().err
+
+
+def test_the_table_has_pass_at_k_of_several_samples():
+    right = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float64)
+    evaluations = [Evaluation(step, "v", {"v": right}, 5.0, [], "same") for step in (1, 2)]
+    title, first, second = checkpoints.table_lines(evaluations)
+    assert "pass@3" in title
+    assert first.split()[1] == "41.7%" and first.split()[5] == "75.0%"
+    assert second.split()[5] == "75.0%"
+
+
+def test_a_set_of_the_config_is_evaluated_by_its_own_verifier(save_dir, tmp_path, monkeypatch, capsys):
+    jobs = []
+
+    def evaluate(job, model_dirs, out_dir):
+        jobs.append((job, accuracy_verifier(job.config, job.set_name)))
+        return [Evaluation(0, "format_reward", {"format_reward": np.ones((8, 1))}, 5.0, [], "same")]
+
+    monkeypatch.setattr(checkpoints, "evaluate_models", evaluate)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "data: {tokenizer_dir: t, eval_file: main}\nreward: {verifier_function: [accuracy_reward, format_reward]}\n"
+        "evaluation: {sets: {hard: hard.mindrecord}, verifiers: {hard: format_reward}}\n"
+    )
+    arguments = ["eval", str(config), "--checkpoints", str(save_dir), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--set", "hard"]) == 0
+    assert {(job.data_file, verifier) for job, verifier in jobs} == {("hard.mindrecord", "format_reward")}
+    assert main([*arguments, "--set", "easy"]) == 2
+    assert "'easy' is not in evaluation.sets (hard)" in capsys.readouterr().err
 
 
 def test_a_directory_without_checkpoints_is_refused(tmp_path):

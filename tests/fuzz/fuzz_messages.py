@@ -106,7 +106,7 @@ def tool_call(directory: Path) -> Case:
 
 
 def judge_reply(directory: Path) -> Case:
-    from mindrlhf.rewards import chat_client
+    from mindrlhf.rewards.judges import chat_client
 
     reply = {"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": "Good.\nScore: 7"}}]}
 

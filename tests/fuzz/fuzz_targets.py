@@ -22,7 +22,7 @@ from fuzz_weights import (
 
 from mindrlhf.data.handlers import RecordError
 from mindrlhf.errors import UserError
-from mindrlhf.rewards.chat_client import ChatError
+from mindrlhf.rewards.judges.chat_client import ChatError
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _LINES = b"\n".join(json.dumps(record).encode() for record in RECORDS) + b"\n"

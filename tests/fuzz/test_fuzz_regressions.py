@@ -13,7 +13,7 @@ from mindrlhf.debugging.dump_diff import _read_array
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import read_jsonl
 from mindrlhf.observe.run_data import read_run
-from mindrlhf.rewards.chat_client import ChatError, _content
+from mindrlhf.rewards.judges.chat_client import ChatError, _content
 from mindrlhf.rewards.sample_files import read_samples
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions

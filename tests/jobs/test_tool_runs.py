@@ -2,9 +2,14 @@
 
 import json
 import math
+import re
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import sanity_inputs
+from slow_tests import SLOW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytestmark = pytest.mark.timeout(500)
@@ -56,14 +61,19 @@ def make(directory):
         assert finished.returncode == 0, finished.stderr
 
 
-def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(tmp_path, rollout_python):
+SERVER = shlex.join([sys.executable, str(Path(__file__).parents[2] / "examples" / "tools" / "mcp_server.py")])
+TOOLS = ["calculator", pytest.param(f"mcp:{SERVER}", marks=SLOW)]
+
+
+@pytest.mark.parametrize("tools", TOOLS, ids=["ours", "of an MCP server"])
+def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(tools, tmp_path, rollout_python):
     make(tmp_path)
     finished = sanity_inputs.train(
         tmp_path,
         tmp_path / "run",
         timeout_s=400,
         run__max_steps=2,
-        tools__names="calculator",
+        tools__names=tools,
         tools__max_response_tokens=64,
         rollout__max_response_length=MAX_LENGTH,
         observe__samples_per_step=16,
@@ -83,3 +93,43 @@ def test_training_reads_what_tools_wrote_and_learns_from_what_the_model_wrote(tm
     texts = [sample["completion"] for sample in samples]
     assert any("<tool_response>\n42\n</tool_response>\n" in text for text in texts)
     assert any("<tool_response>\nError: division by zero\n</tool_response>\n" in text for text in texts)
+
+
+# Earns the share of digits in what the model wrote, and is over once that holds a 7.
+ENVIRONMENT = """
+class Digits:
+    def reset(self, answer):
+        self.count = int(answer) * 0
+
+    def step(self, action):
+        self.count += 1
+        share = sum(letter.isdigit() for letter in action) / max(1, len(action))
+        return f"seen {self.count}", share, "7" in action
+"""
+
+
+def test_training_in_an_environment_learns_from_its_rewards_and_from_what_the_model_wrote(tmp_path, rollout_python):
+    make(tmp_path)
+    (tmp_path / "digits.py").write_text(ENVIRONMENT)
+    finished = sanity_inputs.train(
+        tmp_path,
+        tmp_path / "run",
+        timeout_s=400,
+        run__max_steps=2,
+        tools__environment=f"{tmp_path / 'digits.py'}:Digits",
+        tools__max_response_tokens=32,
+        reward__verifier_function="environment_reward",
+        rollout__max_response_length=MAX_LENGTH,
+        observe__samples_per_step=16,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for line in sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["turns/mean"] > 1 and line["tools/failures"] == line["reward/failures"] == 0
+        assert 0 < line["reward/environment_reward/mean"] <= 4
+        assert line["rollout_diff/max_abs"] < 1e-4, "the generator went on after the very tokens that were trained"
+        assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
+    for sample in sanity_inputs.read_lines(tmp_path / "run" / "samples.jsonl"):
+        turns = re.split(r"\nseen \d\n", sample["completion"])
+        earned = sum(sum(letter.isdigit() for letter in turn) / max(1, len(turn)) for turn in turns)
+        if sample["finish_reason"] == "stop":  # a turn that is cut off earns nothing
+            assert sample["rewards"]["environment_reward"] == pytest.approx(earned)

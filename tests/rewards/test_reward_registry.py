@@ -8,6 +8,7 @@ BUILT_IN = [
     "accuracy_reward",
     "base_acc",
     "code_execution",
+    "environment_reward",
     "format_reward",
     "knights_and_knaves",
     "length_reward",
@@ -15,9 +16,12 @@ BUILT_IN = [
     "loose_format",
     "math_17k_acc",
     "overlong_penalty",
+    "pairwise_judge",
     "qwen_accuracy_reward",
+    "ranking_judge",
     "reasoning_steps",
     "repetition_penalty",
+    "rubric_judge",
     "strict_format",
 ]
 

@@ -53,6 +53,8 @@ class Script:
 class Counter:
     """A reward pool: two verifiers, the weighted sum of which is length + 10 * correct; results in reverse."""
 
+    compares = False
+
     def __init__(self):
         self.inputs = []
         self.waiting = deque()
@@ -66,6 +68,10 @@ class Counter:
     def results(self):
         while self.waiting:
             yield self.waiting.popleft()
+
+
+class Comparing(Counter):
+    compares = True
 
 
 RECORDS = [
@@ -131,6 +137,20 @@ def test_seeds_depend_on_the_path_and_the_place_alone():
     others = [*seeds((11, 5)), *seeds((12, 4)), *seeds((4, 11))]
     assert len({*first, *others}) == 12
     assert all(0 <= seed < 2**63 for seed in others)
+
+
+def test_verifiers_that_compare_see_all_samples_of_the_prompt_in_order():
+    pool = Comparing()
+    samples = Sampler(Script(), pool, Letters()).sample(RECORDS, 3, SAMPLING, (0,))
+    assert len(pool.inputs) == 9
+    for one in pool.inputs:
+        group = samples[one.index // 3 * 3 :][:3]
+        assert one.completions == tuple(sample.completion for sample in group)
+        assert one.completion == one.completions[one.index % 3]
+    plain = Counter()
+    Sampler(Script(), plain, Letters()).sample(RECORDS, 3, SAMPLING, (0,))
+    assert {one.completions for one in plain.inputs} == {()}
+
 
 
 @pytest.mark.parametrize(("chunk_size", "sizes"), [(0, [3]), (1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (8, [3])])

@@ -47,7 +47,7 @@ def step_metrics(
         span_metrics(sampled) if config.rollout.span_tokens else {},
         packing_metrics(batches),
         update_metrics(config, objective, batches, updates, lr) if updates else {},
-        tool_metrics(samples.generated) if config.tools.names else {},
+        tool_metrics(samples.generated) if config.tools.names or config.tools.environment else {},
     )
 
 

@@ -321,7 +321,8 @@ class Trainer(Steps):
         performance = performance_metrics(config, timings, sampled, self.parts.team.num_devices)
         if config.observe.performance_stats:
             performance |= self.sampling.metrics(timings)
-        metrics = combine_metrics(measured, performance) | metrics | self._keep_leftover(samples)
+        judges = {f"judge/{name}": count for name, count in self.parts.rollout.sampler.take_judge_counts().items()}
+        metrics = combine_metrics(measured, performance) | metrics | self._keep_leftover(samples) | judges
         self._reward_watch.note(metrics["reward/mean"])
         observers.guards.review_rewards(record.step, samples.generated)
         metrics |= observers.guards.review(record, metrics.get("rollout_diff/mean_abs"))

@@ -47,6 +47,7 @@ def check_vision(config: GrpoConfig) -> None:
         ),
         "rollout.span_tokens": (config.rollout.span_tokens > 0, "spans carry no images on: set it to 0"),
         "tools.names": (bool(config.tools.names), "conversations are of text only: leave tools out"),
+        "tools.environment": (bool(config.tools.environment), "episodes are of text only: leave it out"),
         f"msprobe.level={CELL_LEVEL}": (
             config.msprobe.enabled and config.msprobe.level == CELL_LEVEL,
             "cells of a vision tower are not dumped: set it to debug",

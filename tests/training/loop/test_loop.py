@@ -82,8 +82,13 @@ class Script:
 class Rewards:
     """Reward: length of the response, but a constant for prompt 0, whose group has no signal."""
 
+    compares = False
+
     def __init__(self):
         self.waiting = deque()
+
+    def take_counts(self):
+        return {"requests": 3}
 
     def submit(self, sample):
         length = 1.0 if sample.answer == "0" else float(sample.num_tokens)

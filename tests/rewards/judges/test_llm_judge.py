@@ -1,12 +1,6 @@
-import json
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
-from mindrlhf.rewards import chat_client
-from mindrlhf.rewards.chat_client import ChatError
+from mindrlhf.rewards.judges.chat_client import ChatError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
@@ -14,61 +8,6 @@ from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox import time_limit
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Judge:
-    """A local server that answers from a script of ``(status, body or content)`` and keeps what it was asked."""
-
-    def __init__(self):
-        self.script: list = []
-        self.requests: list = []
-        judge = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                judge.requests.append((self.path, dict(self.headers), body))
-                status, content = judge.script.pop(0) if len(judge.script) > 1 else judge.script[0]
-                if status == "hang":
-                    time.sleep(content)
-                    return
-                if status == "drip":
-                    self.send_response(200)
-                    self.end_headers()
-                    for _ in range(100):
-                        try:
-                            self.wfile.write(b" ")
-                            self.wfile.flush()
-                        except OSError:
-                            return
-                        time.sleep(content)
-                    return
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", judge.url + "/elsewhere")
-                self.end_headers()
-                if isinstance(content, str):
-                    content = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-                self.wfile.write(content)
-
-            do_GET = do_POST
-
-            def log_message(self, *arguments):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def judge(monkeypatch):
-    monkeypatch.setattr(chat_client, "FIRST_PAUSE_S", 0.01)
-    server = Judge()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
 
 
 def ask(judge, completion="It is 42.", answer="42", **options):

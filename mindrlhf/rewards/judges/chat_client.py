@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from mindrlhf.rewards.judges import accounting
 from mindrlhf.sandbox import time_limit
 
 MAX_REPLY_BYTES = 1 << 20
@@ -17,6 +18,7 @@ FIRST_PAUSE_S = 0.5
 MARGIN_S = 0.25
 RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SHOWN_CHARS = 200
+MAX_USAGE = 10_000_000  # tokens of one request
 
 
 class ChatError(RuntimeError):
@@ -37,10 +39,10 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
     """Post ``body`` to ``url/chat/completions`` and return the text of the first choice.
 
     Busy and failing servers are asked again, after pauses that double or that the server asks for, as long as the
-    sample's time limit allows.
+    sample's time limit allows. Attempts, tokens and seconds are counted (``accounting``).
 
     Raises:
-        ChatError: no usable answer.
+        ChatError: no usable answer, or one that the server cut off.
     """
     deadline_s = time.monotonic() + time_limit.remaining_s() - MARGIN_S
     request = _request(url, body, api_key_variable)
@@ -49,6 +51,8 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
         timeout_s = min(request_timeout_s, deadline_s - time.monotonic())
         if timeout_s <= 0:
             raise ChatError(f"{url} gave no answer within the time limit of the sample")
+        started_at_s = time.monotonic()
+        accounting.add("requests")
         try:
             return _content(url, _post(request, timeout_s))
         except urllib.error.HTTPError as error:
@@ -60,6 +64,8 @@ def ask(url: str, body: dict[str, Any], *, api_key_variable: str, request_timeou
             pause_s = max(pause_s, float(wanted)) if wanted.isascii() and wanted.isdigit() else pause_s
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
+        finally:
+            accounting.add("wait_s", time.monotonic() - started_at_s)
         if attempt == num_retries or time.monotonic() + pause_s >= deadline_s:
             break
         time.sleep(pause_s)
@@ -88,14 +94,30 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
                 raise ChatError(f"{request.full_url} answered more than {MAX_REPLY_BYTES} bytes")
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"the answer took longer than {timeout_s:.1f} s")
+        if response.length:  # read1 does not mind a connection that ends early
+            raise ConnectionError(f"the answer broke off {response.length} bytes before its end")
         return bytes(reply)
 
 
 def _content(url: str, reply: bytes) -> str:
     try:
-        content = json.loads(reply)["choices"][0]["message"]["content"]
+        answer = json.loads(reply)
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
         raise ChatError(f"{url} answered no chat completion: {reply[:MAX_SHOWN_CHARS].decode(errors='replace')!r}")
+    _count_tokens(answer)
+    if isinstance(choice, dict) and choice.get("finish_reason") == "length":
+        raise ChatError(f"{url} cut its answer off: raise the option max_reply_tokens; it ends {content[-100:]!r}")
     return content
+
+
+def _count_tokens(answer: dict[str, Any]) -> None:
+    """Count what the server says that it used; servers may leave that out, or say nonsense."""
+    usage = answer.get("usage")
+    for name, counted in (("prompt_tokens", "prompt_tokens"), ("completion_tokens", "reply_tokens")):
+        number = usage.get(name) if isinstance(usage, dict) else None
+        if type(number) is int and 0 <= number <= MAX_USAGE:
+            accounting.add(counted, number)

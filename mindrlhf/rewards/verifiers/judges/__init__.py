@@ -1,0 +1,1 @@
+"""Verifiers that ask another model."""

@@ -1,0 +1,101 @@
+"""Environments that a model acts in, one episode for each response: a user's class, or one of gymnasium.
+
+A class given as ``path/to/file.py:Class`` is made anew for each episode and has
+
+- ``reset(self, answer: str)``: begin the episode that the record's ``answer`` describes. Its first observation is the
+  prompt, which was built before the run.
+- ``step(self, action: str) -> tuple[str, float, bool]``: what the model sees next, the reward of its action, and
+  whether the episode is over.
+- ``close(self)``, if it has anything to give back.
+
+Episodes live in tool processes, which call them by the functions of ``episode_tools``.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindrlhf.errors import UserError
+from mindrlhf.tools.loading import load_named
+
+PREFIX = "environment:"  # of what tool processes are told
+GYMNASIUM = "gymnasium"
+# As JSON, an answer of a tool process is never cut: a character takes six at the most.
+MAX_OBSERVATION_CHARS = 3000
+MAX_REWARD = 1e15
+
+
+def check_environment(name: str, verifiers: Sequence[str] = ()) -> None:
+    """Check what can be known without running a user's file; ``name`` is empty where there is no environment.
+
+    Raises:
+        UserError: no such file, gymnasium is not installed, or a verifier needs an environment and there is none.
+    """
+    if not name:
+        if "environment_reward" in verifiers:
+            raise UserError("verifier environment_reward needs 'tools.environment': set it, or leave the verifier out")
+        return
+    if name == GYMNASIUM:
+        if importlib.util.find_spec("gymnasium") is None:
+            raise UserError("environment 'gymnasium' is not installed: python -m pip install 'mindrlhf[environments]'")
+        return
+    path, colon, class_name = name.rpartition(":")
+    if not colon or not class_name.isidentifier():
+        raise UserError(f"environment '{name}': write gymnasium, or path/to/file.py:Class")
+    if not Path(path).is_file():
+        raise UserError(f"environment '{name}': there is no file {path}")
+
+
+def episode_tools(name: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions by which a tool process runs episodes of an environment: reset, step and end.
+
+    Raises:
+        UserError: as ``check_environment``; a file that does not load, or a class without the methods.
+    """
+    check_environment(name)
+    if name == GYMNASIUM:
+        from mindrlhf.tools.gymnasium_text import GymnasiumText as environment
+    else:
+        path, _, class_name = name.rpartition(":")
+        environment = load_named(Path(path), class_name)
+        missing = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
+        if missing:
+            raise UserError(f"environment '{name}' has no method {missing[0]}(self, ...)")
+    episodes = _Episodes(environment)
+    return {"reset": episodes.reset, "step": episodes.step, "end": episodes.end}
+
+
+class _Episodes:
+    """The episodes under way in one process, by number."""
+
+    def __init__(self, environment: Callable[[], Any]):
+        self._environment = environment
+        self._running: dict[int, Any] = {}
+        self._failures: dict[int, str] = {}  # why an episode did not begin
+
+    def reset(self, episode: int, answer: str) -> None:
+        try:
+            environment = self._environment()
+            environment.reset(answer)
+        except Exception as error:
+            self._failures[episode] = f"{type(error).__name__}: {error}"
+            raise
+        self._running[episode] = environment
+
+    def step(self, episode: int, action: str) -> list[Any]:
+        """Return observation, reward and whether the episode is over."""
+        if episode not in self._running:
+            reason = self._failures.get(episode, "it was lost with its process")
+            raise ValueError(f"there is no such episode: {reason}")
+        observation, reward, is_over = self._running[episode].step(action)
+        value = float(reward)
+        if not isinstance(observation, str) or not abs(value) <= MAX_REWARD:
+            raise TypeError(f"step returned {observation!r:.80} and the reward {reward!r:.80}, not text and a number")
+        return [observation[:MAX_OBSERVATION_CHARS], value, bool(is_over)]
+
+    def end(self, episode: int) -> None:
+        self._failures.pop(episode, None)
+        environment = self._running.pop(episode, None)
+        if environment is not None and callable(getattr(environment, "close", None)):
+            environment.close()

@@ -1,0 +1,258 @@
+"""Tools of MCP servers: a server that misbehaves as it is told, one of the examples, and the pool around them."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.cli import main
+from mindrlhf.errors import UserError
+from mindrlhf.system.processes import descendants
+from mindrlhf.tools import mcp
+from mindrlhf.tools.calls import ToolCall
+from mindrlhf.tools.mcp import Server, ServerError
+from mindrlhf.tools.pool import ToolPool
+from mindrlhf.tools.registry import check, describe, resolve
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = f"mcp:{shlex.quote(sys.executable)} {ROOT / 'examples' / 'tools' / 'mcp_server.py'}"
+
+# Each line of ``how`` changes one thing; the tool ``do`` does what its argument says.
+SERVER = """
+import json, os, sys, time
+how = sys.argv[1] if len(sys.argv) > 1 else ""
+log = open(sys.argv[2], "a") if len(sys.argv) > 2 else None
+TOOL = {"name": "do", "description": " Does it. ", "inputSchema": {"type": "object", "properties": {"what": {}}}}
+
+def say(message):
+    sys.stdout.write(json.dumps(message) + "\\n")
+    sys.stdout.flush()
+
+def text(value, **more):
+    return {"content": [{"type": "text", "text": value}], **more}
+
+def call(what):
+    if what == "die": os._exit(7)
+    if what == "hang": time.sleep(1000)
+    if what == "error": return text("that is wrong", isError=True)
+    if what == "garbage": sys.stdout.write("hello there\\n"); sys.stdout.flush(); return text("late")
+    if what == "image": return {"content": [{"type": "image", "data": "..."}, {"type": "text", "text": "seen"}]}
+    if what == "structure": return {"content": [], "structuredContent": {"a": 1}}
+    if what == "nothing": return {"no": "content"}
+    if what == "environment": return text(json.dumps(dict(os.environ)))
+    if what == "pid": return text(str(os.getpid()))
+    if what == "chatty":
+        say({"jsonrpc": "2.0", "method": "notifications/progress", "params": {}})
+        say({"jsonrpc": "2.0", "id": "mine", "method": "sampling/createMessage", "params": {}})
+        say({"jsonrpc": "2.0", "id": "ours", "method": "ping"})
+        return text(sys.stdin.readline() + sys.stdin.readline())
+    if what == "flood":
+        while True: sys.stdout.write("x" * 65536)
+    return text(f"did {what}")
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if log: log.write(request["method"] + "\\n"); log.flush()
+    if "id" not in request: continue
+    reply = {"jsonrpc": "2.0", "id": request["id"]}
+    method, params = request["method"], request["params"]
+    if method == "initialize":
+        if how == "mute": time.sleep(1000)
+        if how == "refuses":
+            say(reply | {"error": {"code": 1, "message": "not today"}})
+            continue
+        version = "1999-01-01" if how == "old" else "2025-06-18"
+        reply["result"] = {"protocolVersion": version, "capabilities": {}, "serverInfo": {}}
+    elif method == "tools/list":
+        if how == "pages":
+            page = int(params.get("cursor", "0"))
+            reply["result"] = {"tools": [TOOL | {"name": f"do{page}"}]} | ({"nextCursor": str(page + 1)} if page < 2 else {})
+        elif how == "badname": reply["result"] = {"tools": [TOOL | {"name": "a b"}]}
+        elif how == "noschema": reply["result"] = {"tools": [{"name": "do"}]}
+        else: reply["result"] = {"tools": [TOOL]}
+    elif method == "tools/call":
+        if params["arguments"].get("what") == "rpc": reply["error"] = {"code": -32602, "message": "no such argument"}
+        else: reply["result"] = call(params["arguments"].get("what"))
+    say(reply)
+"""  # noqa: E501
+
+
+@pytest.fixture
+def server_file(tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+@pytest.fixture
+def specification(server_file):
+    def write(how="", *more):
+        return "mcp:" + shlex.join([sys.executable, str(server_file), how, *map(str, more)])
+
+    return write
+
+
+@pytest.fixture
+def open_server(specification):
+    servers = []
+
+    def start(how="", *more):
+        servers.append(Server(specification(how, *more)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_a_conversation_goes_by_the_specification(open_server, tmp_path):
+    server = open_server("", tmp_path / "log")
+    (tool,) = server.tools()
+    assert tool(what="it") == "did it"
+    assert (tmp_path / "log").read_text().split() == [
+        "initialize",
+        "notifications/initialized",
+        "tools/list",
+        "tools/call",
+    ]
+    schema = {"type": "object", "properties": {"what": {}}}
+    assert describe("do", tool) == {
+        "type": "function",
+        "function": {"name": "do", "description": "Does it.", "parameters": schema},
+    }
+
+
+def test_pages_of_tools_are_all_read(open_server):
+    assert [tool.name for tool in open_server("pages").tools()] == ["do0", "do1", "do2"]
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [("image", "[image]\nseen"), ("structure", '{"a": 1}')],
+)
+def test_results_become_text(open_server, what, answer):
+    (tool,) = open_server().tools()
+    assert tool(what=what) == answer
+
+
+@pytest.mark.parametrize(("what", "message"), [("error", "that is wrong"), ("rpc", "no such argument")])
+def test_errors_of_a_tool_are_the_models_to_read(open_server, what, message):
+    (tool,) = open_server().tools()
+    with pytest.raises(ValueError, match=message):
+        tool(what=what)
+    assert tool(what="more") == "did more"
+
+
+def test_what_a_server_asks_is_answered(open_server):
+    (tool,) = open_server().tools()
+    refused, pong = map(json.loads, tool(what="chatty").splitlines())
+    assert (refused["id"], refused["error"]["code"]) == ("mine", -32601)
+    assert pong == {"jsonrpc": "2.0", "id": "ours", "result": {}}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("die", "ended with status 7"),
+        ("garbage", "wrote what is no message: 'hello there'"),
+        ("nothing", "its result has no content"),
+        ("flood", "a message of over 8388608 bytes"),
+    ],
+)
+def test_a_server_that_breaks_the_protocol_is_started_anew(open_server, what, message):
+    (tool,) = open_server().tools()
+    with pytest.raises(ServerError, match=message):
+        tool(what=what)
+    assert tool(what="more") == "did more"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("old", "speaks version '1999-01-01' of MCP"),
+        ("refuses", "refuses to start: not today"),
+        ("badname", "a tool of the name 'a b'"),
+        ("noschema", "its tool 'do' has no inputSchema"),
+        ("mute", "gave no answer in time"),
+    ],
+)
+def test_servers_that_will_not_do_are_user_errors(open_server, monkeypatch, how, message):
+    monkeypatch.setattr(mcp, "START_TIMEOUT_S", 2.0 if how == "mute" else 60.0)
+    with pytest.raises(UserError, match=message):
+        open_server(how).tools()
+
+
+def test_commands_are_checked_before_anything_runs():
+    for command, message in (
+        ("mcp:no-such-program", "no program"),
+        ("mcp:", "no program ''"),
+        ("mcp:'a", "No closing"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check([command])
+    check(["calculator", EXAMPLE])
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(UserError, match="two tools are named 'calculator'"):
+        resolve(["calculator", EXAMPLE])
+
+
+def test_keys_do_not_reach_a_server(open_server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    (tool,) = open_server().tools()
+    environment = json.loads(tool(what="environment"))
+    assert "PATH" in environment and "OPENAI_API_KEY" not in environment
+
+
+def test_a_pool_calls_them_kills_what_hangs_and_leaves_nothing(specification):
+    def ask(what):
+        answer = pool.submit(ToolCall("do", {"what": what})).result()
+        return answer.text, answer.is_failure
+
+    with ToolPool([specification(), "calculator"], timeout_s=3.0) as pool:
+        assert ask("it") == ("did it", False)
+        assert ask("error") == ("Error: that is wrong", True)
+        assert ask("die")[1] and ask("again") == ("did again", False)
+        pid = int(ask("pid")[0])
+        assert pid in [one.pid for one in descendants(os.getpid())]
+        text, is_failure = ask("hang")
+        assert is_failure and "no answer" in text
+        assert ask("again") == ("did again", False)
+        other = int(ask("pid")[0])
+        assert other != pid
+        assert pool.submit(ToolCall("calculator", {"expression": "6*7"})).result().text == "42"
+    deadline_s = time.monotonic() + 10
+    while any(Path(f"/proc/{one}/cmdline").exists() and b"server.py" in Path(f"/proc/{one}/cmdline").read_bytes()
+              for one in (pid, other)):  # fmt: skip
+        assert time.monotonic() < deadline_s, "a server outlived the pool"
+        time.sleep(0.05)
+
+
+def test_a_server_that_does_not_start_ends_the_pool_with_one_line(specification):
+    with pytest.raises(UserError, match="speaks version"):
+        ToolPool([specification("old")])
+
+
+def test_the_example_serves_the_calculator(capsys):
+    assert main(["tools", "--names", EXAMPLE]) == 0
+    printed = capsys.readouterr().out
+    assert '"name": "calculator"' in printed and '"required": ["expression"]' in printed
+    tool = resolve([EXAMPLE])["calculator"]
+    assert tool(expression="(3 + 4) * 2") == "14"
+    with pytest.raises(ValueError, match="."):
+        tool(expression="import os")
+
+
+def test_a_server_ends_with_its_input(open_server):
+    server = open_server()
+    server.tools()
+    process = server._process
+    server.close()
+    assert process.returncode == 0 != -signal.SIGKILL
