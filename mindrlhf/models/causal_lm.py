@@ -144,12 +144,8 @@ def build_model(
     if device == "cpu":
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
-    elif dims.vision and train_vision != "none":
-        raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
-    elif dims.vision and dims.vision.deepstack_blocks:
-        raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
     else:
-        spec.check_ascend(dims)
+        _check_ascend(spec, dims, train_vision)
     config = _transformer_config(
         spec,
         dims,
@@ -169,6 +165,14 @@ def build_model(
     splits = tuple(parallel_config.get(key, 1) for key in ("data_parallel", "context_parallel", "model_parallel"))
     inputs, *seen = _decoder_inputs(cells, model, config, dims, num_image_rows, train_vision, device)
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
+
+
+def _check_ascend(spec: ModelSpec, dims: ModelDims, train_vision: str) -> None:
+    if dims.vision and train_vision != "none":
+        raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
+    if dims.vision and dims.vision.deepstack_blocks:
+        raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
+    spec.check_ascend(dims)
 
 
 def _cells_for(device: str):
