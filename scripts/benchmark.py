@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,15 +115,29 @@ def measure_trl(case: Case, directory: Path) -> Turn:
 def compare(name: str, repeats: int) -> dict:
     """Measure a case and print its table."""
     case = CASES[name]
-    print(
-        f"\n{name}: vocabulary {case.vocab_size:,}, micro-batch {case.micro_batch}, medians of {case.num_steps} steps"
-    )
+    sizes = f"vocabulary {case.vocab_size:,}, micro-batch {case.micro_batch}, medians of {case.num_steps} steps"
+
+    def measure(directory: Path, turn: int) -> tuple[Turn, Turn]:
+        return measure_mindrlhf(case, directory, turn), measure_trl(case, directory)
+
+    return take_turns(name, sizes, repeats, lambda directory: prepare(case, directory), measure)
+
+
+def take_turns(
+    name: str,
+    sizes: str,
+    repeats: int,
+    prepare_in: Callable[[Path], None],
+    measure_in: Callable[[Path, int], tuple[Turn, Turn]],
+) -> dict:
+    """Measure both sides in turn, print a table, and return its figures."""
+    print(f"\n{name}: {sizes}")
     print("  turn     MindRLHF  (rollout)  memory        TRL  (rollout)  memory   ratio")
     pairs = []
     with tempfile.TemporaryDirectory() as directory:
-        prepare(case, Path(directory))
+        prepare_in(Path(directory))
         for turn in range(repeats):
-            ours, theirs = measure_mindrlhf(case, Path(directory), turn), measure_trl(case, Path(directory))
+            ours, theirs = measure_in(Path(directory), turn)
             pairs.append((ours, theirs))
             cells = [
                 f"{side.step_s:8.3f} s {side.generation_s:8.3f} s {side.peak_gb:5.2f} GB" for side in (ours, theirs)
@@ -133,19 +148,19 @@ def compare(name: str, repeats: int) -> dict:
     return {"case": name, "ratios": ratios, "turns": [[vars(ours), vars(theirs)] for ours, theirs in pairs]}
 
 
-def main() -> None:
-    """Run the chosen cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=sorted(CASES), action="append", help="default: all")
+def run_cases(description: str, names: Sequence[str], compare_case: Callable[[str, int], dict]) -> None:
+    """Run the cases that the command line chooses."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--case", choices=sorted(names), action="append", help="default: all")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_args()
     if not BENCH_PYTHON.exists():
         sys.exit("benchmark: there is no .venv-bench; make it with: bash scripts/setup_benchmark.sh")
-    results = [compare(name, arguments.repeats) for name in arguments.case or CASES]
+    results = [compare_case(name, arguments.repeats) for name in arguments.case or names]
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__.splitlines()[0], list(CASES), compare)

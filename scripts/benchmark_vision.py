@@ -9,15 +9,13 @@ prompts x 8 samples x 32 tokens, no KL, one micro-batch and one update a step. "
 tokens. Turns and ratios are as in benchmark.py.
 """
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmark import BENCH_PYTHON, ROOT, Turn, run
+from benchmark import BENCH_PYTHON, ROOT, Turn, run, run_cases, take_turns
 
 from mindrlhf.observe.records import read_jsonl
 
@@ -119,36 +117,13 @@ def measure_trl(case: Case, directory: Path) -> Turn:
 def compare(name: str, repeats: int) -> dict:
     """Measure a case and print its table."""
     case = CASES[name]
-    print(f"\n{name}: {case.pixels // 784} tokens a picture, medians of {case.num_steps} steps")
-    print("  turn     MindRLHF  (rollout)  memory        TRL  (rollout)  memory   ratio")
-    pairs = []
-    with tempfile.TemporaryDirectory() as directory:
-        prepare(case, Path(directory))
-        for turn in range(repeats):
-            ours, theirs = measure_mindrlhf(case, Path(directory), turn), measure_trl(case, Path(directory))
-            pairs.append((ours, theirs))
-            cells = [
-                f"{side.step_s:8.3f} s {side.generation_s:8.3f} s {side.peak_gb:5.2f} GB" for side in (ours, theirs)
-            ]
-            print(f"  {turn + 1:4d} {cells[0]} {cells[1]} {ours.step_s / theirs.step_s:7.2f}", flush=True)
-    ratios = sorted(ours.step_s / theirs.step_s for ours, theirs in pairs)
-    print(f"  step time, MindRLHF / TRL: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-    return {"case": name, "ratios": ratios, "turns": [[vars(ours), vars(theirs)] for ours, theirs in pairs]}
+    sizes = f"{case.pixels // 784} tokens a picture, medians of {case.num_steps} steps"
 
+    def measure(directory: Path, turn: int) -> tuple[Turn, Turn]:
+        return measure_mindrlhf(case, directory, turn), measure_trl(case, directory)
 
-def main() -> None:
-    """Run the chosen cases."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=sorted(CASES), action="append", help="default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    arguments = parser.parse_args()
-    if not BENCH_PYTHON.exists():
-        sys.exit("benchmark_vision: there is no .venv-bench; make it with: bash scripts/setup_benchmark.sh")
-    results = [compare(name, arguments.repeats) for name in arguments.case or CASES]
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=2))
+    return take_turns(name, sizes, repeats, lambda directory: prepare(case, directory), measure)
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__.splitlines()[0], list(CASES), compare)
