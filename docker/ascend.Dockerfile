@@ -20,7 +20,9 @@ COPY . .
 RUN python3.11 -m venv .venv \
     && .venv/bin/python -m pip install --no-cache-dir -e '.[ascend-train,dev]'
 RUN python3.11 -m venv .venv-rollout \
-    && .venv-rollout/bin/python -m pip install --no-cache-dir 'vllm==0.23.0' 'vllm-ascend==0.23.0'
+    # Built without device code: the wheel of vllm asks for another torch than vllm-ascend does.
+    && VLLM_TARGET_DEVICE=empty .venv-rollout/bin/python -m pip install --no-cache-dir --no-binary vllm 'vllm==0.23.0' \
+    && .venv-rollout/bin/python -m pip install --no-cache-dir 'vllm-ascend==0.23.0'
 
 # The server's interpreter, with its own CANN loaded in the place of the trainer's.
 RUN printf '%s\n' '#!/usr/bin/env bash' \

@@ -17,7 +17,8 @@ ASCEND = (ROOT / "docker" / "ascend.Dockerfile").read_text()
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_pin_is_one_of_the_packages(path):
     pins = re.findall(r"[a-z][\w.-]*==[\w.]+", path.read_text())
-    assert [pin for pin in pins if f'"{pin}"' not in SETUP + SCRIPT] == []
+    known = {f"{name}=={version}" for packages in ROLLOUT_PINS.values() for name, version in packages.items()}
+    assert [pin for pin in pins if f'"{pin}"' not in SETUP + SCRIPT and pin not in known] == []
 
 
 def test_the_cpu_image_is_made_by_the_set_up_script_on_its_python():

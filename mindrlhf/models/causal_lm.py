@@ -64,6 +64,7 @@ class CausalLM(nn.Cell):
         self.hf_config = hf_config
         self.splits = splits
         self.layers_with_experts = tuple(dims.has_experts(layer) for layer in range(dims.num_layers))
+        self.has_experts = any(self.layers_with_experts)
         self.visual = visual
         self.images = images
         if spec.is_scorer:
@@ -88,7 +89,8 @@ class CausalLM(nn.Cell):
             segment_ids: `[B, S]`, int32: 0 is padding; tokens attend to earlier tokens of the same number, and of the
                 segment that their own continues, only.
         """
-        if isinstance(input_ids, tuple):
+        # A tower that is trained takes a tuple too; no model has both.
+        if self.has_experts and isinstance(input_ids, tuple):
             hidden_states, mask, rotary = self.inputs(input_ids[0], segment_ids)
             hidden_states = self._replay(hidden_states, mask, rotary, input_ids[1])
         else:

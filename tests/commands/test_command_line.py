@@ -75,6 +75,7 @@ WITHOUT_JSON |= {
     f"weights {name}" for name in ("import", "export", "random", "merge-adapter", "shard", "reshard", "merge")
 }
 WITHOUT_JSON |= {"config new", "config import", "config docs", "data get", "models get", "weights convert"}
+WITHOUT_JSON |= {"rewards serve"}
 
 
 def test_every_result_can_be_had_as_json():

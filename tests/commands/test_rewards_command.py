@@ -42,7 +42,7 @@ def test_show_tells_options_and_context(capsys):
 def test_verifiers_and_findings_as_json(tmp_path, capsys):
     assert main(["rewards", "list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)
-    assert len(names) == 15 and names["qwen_accuracy_reward"].startswith("1 if the content")
+    assert len(names) == 19 and names["qwen_accuracy_reward"].startswith("1 if the content")
     assert main(["rewards", "show", "overlong_penalty", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["reads"] == ["num_tokens"] and shown["options"]["max_length"] == {"required": True, "default": None}

@@ -182,12 +182,17 @@ def test_results_are_merged_field_by_field():
     checksums = [records.SavedShards({f"rank_{rank}": str(rank)}) for rank in range(2)]
     assert merge(checksums) == records.SavedShards({"rank_0": "0", "rank_1": "1"})
     written = [
-        records.Published({"a": {"regions": [[[0, 2]]], "checksum": 2**63 + 5}}),
-        records.Published({"a": {"regions": [[[2, 4]]], "checksum": 2**63 + 6}, "b": {"regions": [], "checksum": 1}}),
+        records.Published({"a": {"regions": [[[0, 2]]], "sums": [2**63 + 5], "checksum": 2**63 + 5}}),
+        records.Published(
+            {
+                "a": {"regions": [[[2, 4]]], "sums": [2**63 + 6], "checksum": 2**63 + 6},
+                "b": {"regions": [], "sums": [], "checksum": 1},
+            }
+        ),
     ]
     assert merge(written).contribution == {
-        "a": {"regions": [[[0, 2]], [[2, 4]]], "checksum": 11},
-        "b": {"regions": [], "checksum": 1},
+        "a": {"regions": [[[0, 2]], [[2, 4]]], "sums": [2**63 + 5, 2**63 + 6], "checksum": 11},
+        "b": {"regions": [], "sums": [], "checksum": 1},
     }
     assert written[0].contribution["a"]["regions"] == [[[0, 2]]], "the parts are left as they were"
     assert merge([None, None]) is None

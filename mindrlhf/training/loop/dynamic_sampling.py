@@ -19,6 +19,8 @@ from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.rollout.samples import Sample
 
+# What samples in checkpoints of earlier releases do not say.
+_YOUNGER = {"weights_version": 0, "spans": (), "experts": None, "num_neutralised_answers": 0}
 _IMAGE = "image"  # with a number, the name of one of a leftover sample's images
 
 Group = list[Sample]
@@ -162,8 +164,7 @@ def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
     fields = {field.name for field in dataclasses.fields(Sample)} - {"images"}
     samples = []
     for index, item in enumerate(leftover):
-        # Checkpoints of earlier releases do not say these.
-        values: dict[str, Any] = {"weights_version": 0, "spans": (), "experts": None, **item.record, **item.arrays}
+        values: dict[str, Any] = {**_YOUNGER, **item.record, **item.arrays}
         numbers = sorted(int(name.removeprefix(_IMAGE)) for name in values if re.fullmatch(rf"{_IMAGE}\d+", name))
         images = tuple(values.pop(f"{_IMAGE}{number}") for number in numbers)
         if values.keys() != fields:

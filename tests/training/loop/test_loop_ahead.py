@@ -151,7 +151,7 @@ def test_weights_are_replaced_when_the_samples_of_the_next_step_are_there(monkey
 
     monkeypatch.setattr(test_loop.Board, "seal", seal_and_look)
     run = start(1, steps=4)
-    board = run.trainer.policy._board
+    board = run.trainer.parts.policy._publication._board
     board.counts, board.server = [], run.generator
     board.num_left = lambda: sum(not step.done() for step in run.trainer.sampling._steps.values())
     finish(run)

@@ -68,7 +68,7 @@ class Rank:
 class LocalTeam:
     def __init__(self, world_size):
         self.ranks = [Rank() for _ in range(world_size)]
-        self.world_size = world_size
+        self.world_size = self.num_devices = world_size
 
     def call(self, method, per_rank=None, **common):
         own = per_rank or [{}] * self.world_size
