@@ -55,11 +55,11 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
             size = f"rows of {rows.labels.shape[1]} tokens"
             for name in graphs:
                 if _is_known_ahead(self._model_of(name)):
-                    heartbeat.enter(f"compiling for {size}: {name}")
+                    heartbeat.enter(f"compiling {name} for {size}")
                     self.learner.count_compile(name, rows)
                     self._logprobs(name, rows)
             if _is_known_ahead(self.model):
-                heartbeat.enter(f"compiling for {size}: update")
+                heartbeat.enter(f"compiling the update for {size}")
                 self.learner.warm_up(rows)
 
     def receive_batch(self, share: Share, is_first: bool) -> None:

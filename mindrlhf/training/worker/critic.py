@@ -102,7 +102,7 @@ class ActorCritic(Actor):
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
         self._turns.take("critic")
         for rows in shapes:
-            heartbeat.enter(f"compiling for rows of {rows.labels.shape[1]} tokens: critic")
+            heartbeat.enter(f"compiling the critic for rows of {rows.labels.shape[1]} tokens")
             self.critic.warm_up(rows)
         self._turns.take("actor")
         super().warm_up(shapes, graphs)
