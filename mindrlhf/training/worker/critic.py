@@ -102,7 +102,8 @@ class ActorCritic(Actor):
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
         self._turns.take("critic")
         for rows in shapes:
-            heartbeat.enter(f"compiling the critic for rows of {rows.labels.shape[1]} tokens")
+            size = f"rows of {rows.labels.shape[1]} tokens"
+            heartbeat.enter(f"compiling the critic for {size}")
             self.critic.warm_up(rows)
         self._turns.take("actor")
         super().warm_up(shapes, graphs)
