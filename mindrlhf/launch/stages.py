@@ -38,7 +38,8 @@ class StageLines:
             self._last_line_s, self._num_signs = now_s, 0
         activity = _in_words(activity)
         if activity != self._activity:
-            is_announced = not activity.startswith(_STEP)
+            # How a run ended is its last line, unless stopping takes long.
+            is_announced = not activity.startswith(_STEP) and activity != heartbeat.STOPPING
             self._activity, self._since_s, self._num_signs = activity, now_s, 0
             if is_announced:
                 self._write(activity, now_s)

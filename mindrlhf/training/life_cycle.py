@@ -207,7 +207,7 @@ def _run_rank_0(
         heartbeat.enter("summing up and exporting the model")
         training.finish(worker, progress)
         trackers.complete(output_dir / REPORT_NAME)
-    heartbeat.enter("stopping the servers and the ranks")
+    heartbeat.enter(heartbeat.STOPPING)
 
 
 def _note_start(output_dir: Path, first_step: int, start_s: float) -> None:
