@@ -19,8 +19,8 @@ DUMP_SIGNAL = signal.SIGUSR2  # has the rank write the stacks of all its threads
 INTERVAL_S = 1.0
 STARTING = "starting"
 JOINING = "joining the other ranks"  # the activity while MindSpore's ranks look for each other
-STOPPING = "stopping the servers and the ranks"
 JOINED = "building the model"  # what a rank does once it has found them
+STOPPING = "stopping the servers and the ranks"
 # Records of one size are written over each other in a single call, so that a reader never sees half of one.
 _RECORD_BYTES = 256
 _MAX_ACTIVITY_CHARS = 100
