@@ -30,6 +30,8 @@ def test_a_model_directory_is_a_judge(tmp_path, rollout_python):
         text=True,
         env=environment,
         cwd=tmp_path,
+        # What a shell runs in the background ignores Ctrl-C, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         line = next(line for line in process.stdout if "serving" in line)
