@@ -69,7 +69,6 @@ class SamplingAhead:
         self._version = 0  # of the weights that what is asked for next will be of
         self._leftover: list[Sample] = []  # by dynamic sampling; the thread's
         self._has_begun = False
-        self._begun_s = self._busy_before_s = 0.0
         self._num_ready = 0
         self._restore()
 
@@ -84,7 +83,7 @@ class SamplingAhead:
         Raises:
             StopRequested: before the first step that this process does, as nothing is lost by it.
         """
-        self._begun_s, self._busy_before_s = time.perf_counter(), self._busy.total_s()
+        self._busy.begin_step()
         if self._has_begun:
             self._ask(index)
         else:
@@ -116,13 +115,7 @@ class SamplingAhead:
 
     def metrics(self, timings: Mapping[str, float]) -> dict[str, float]:
         """Return how busy ranks and servers were since the step began, and how many later steps' samples were ready."""
-        elapsed_s = time.perf_counter() - self._begun_s
-        busy_s = self._busy.total_s() - self._busy_before_s
-        return {
-            "ahead/idle_ranks": timings.get("timing/rollout_wait", 0.0) / timings["timing/all"],
-            "ahead/idle_servers": max(0.0, 1.0 - busy_s / elapsed_s),
-            "ahead/queue": float(self._num_ready),
-        }
+        return {**self._busy.idle_metrics(timings), "ahead/queue": float(self._num_ready)}
 
     def close(self) -> None:
         """Break off what is being generated, and end the thread."""

@@ -17,7 +17,6 @@ One thing alone is up to the clock: before which round the weights were loaded. 
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -82,7 +81,6 @@ class SamplingAsynchronously:
         first_open = progress.step * self._num_groups
         self._overtakers = {*range(first_open, self._prompts.stream.num_taken)} - {group.number for group in left}
         self._has_begun = False
-        self._begun_s = self._busy_before_s = 0.0
         self._thread = threading.Thread(target=self._work, name="rollout", daemon=True)
         self._thread.start()
 
@@ -98,7 +96,7 @@ class SamplingAsynchronously:
         Raises:
             StopRequested: before the first step that this process does, as nothing is lost by it.
         """
-        self._begun_s, self._busy_before_s = time.perf_counter(), self._busy.total_s()
+        self._busy.begin_step()
         interruptible = contextlib.nullcontext if self._has_begun else self._rollout.prompts.interruptible
         with interruptible(), self._wait_stage():
             with self._changed:
@@ -116,8 +114,7 @@ class SamplingAsynchronously:
         step = StepSamples(used, used, num_stale, num_without_signal=0, leftover=[], dropped=[])
         with self._changed:
             num_unfinished = sum(not one.finish_reason for group in self._going_on for one in group.responses)
-        busy_s = self._busy.total_s() - self._busy_before_s
-        return SampledStep(step, [], version, rollout_s=busy_s or None, num_unfinished=num_unfinished)
+        return SampledStep(step, [], version, rollout_s=self._busy.step_s() or None, num_unfinished=num_unfinished)
 
     def keep_leftover(self, samples: StepSamples) -> None:
         """Do nothing: what is not trained on stays with the thread."""
@@ -142,15 +139,9 @@ class SamplingAsynchronously:
 
     def metrics(self, timings: Mapping[str, float]) -> dict[str, float]:
         """Return how busy ranks and servers were since the step began, and how many later steps' groups are ready."""
-        elapsed_s = time.perf_counter() - self._begun_s
-        busy_s = self._busy.total_s() - self._busy_before_s
         with self._changed:
             num_complete = len(self._complete)
-        return {
-            "ahead/idle_ranks": timings.get("timing/rollout_wait", 0.0) / timings["timing/all"],
-            "ahead/idle_servers": max(0.0, 1.0 - busy_s / elapsed_s),
-            "ahead/queue": num_complete / self._num_groups,
-        }
+        return {**self._busy.idle_metrics(timings), "ahead/queue": num_complete / self._num_groups}
 
     def close(self) -> None:
         """Break off what is being generated, and end the threads."""
