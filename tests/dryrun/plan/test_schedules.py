@@ -110,10 +110,12 @@ def test_lengths_of_a_run_are_found_again(tmp_path, sigma, limit):
     config = (REPOSITORY / "examples/quickstart/config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(config.replace("chunk_size: 16", "chunk_size: 8"))
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for _ in range(40):
+        for step in range(1, 41):
             lengths = np.minimum(random.lognormal(math.log(200), sigma, 64), limit)
             values = {"mean": lengths.mean(), "max": lengths.max(), "cut_fraction": (lengths == limit).mean()}
-            file.write(json.dumps({f"response_length/{name}": value for name, value in values.items()}) + "\n")
+            metrics = {f"response_length/{name}": value for name, value in values.items()}
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        file.write('{"step": 41, "response_le')  # what a run that is killed leaves
     found = read_lengths(str(tmp_path), limit)
     assert found.sigma == pytest.approx(sigma, rel=0.15)
     assert found.median == pytest.approx(200, rel=0.15)

@@ -1,6 +1,5 @@
 """How long responses are: given on the command line, or fitted to the metrics of a run."""
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -9,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 
-import jsonlines
 import numpy as np
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
+from mindrlhf.observe.records import read_jsonl
 
 DEFAULT_SIGMA = 1.0
 # Without lengths, the longest allowed response is so many times the median: where reasoning models are trained.
@@ -45,7 +44,7 @@ class ResponseLengths:
     @property
     def mean(self) -> float:
         """Of the lengths as they are cut."""
-        return float(self._cut(np.exp(self.sigma * np.array(normal_quantiles()))).mean())
+        return float(self._cut(np.exp(self.sigma * normal_quantiles())).mean())
 
     def _cut(self, factors: np.ndarray) -> np.ndarray:
         return np.clip(self.median * factors, 1.0, float(self.limit))
@@ -88,7 +87,7 @@ def _fit(run: Path, limit: int) -> ResponseLengths:
     longest = median(step[_LONGEST] for step in steps)
     config = load_grpo_config(run / "config.yaml", (), world_size=None)
     num_samples = config.training.chunk_size * config.training.num_rollouts * config.algorithm.num_generations
-    normal = np.array(normal_quantiles())
+    normal = normal_quantiles()
     # In half of the steps the longest of n responses is below the quantile of 0.5 ** (1 / n).
     top = NormalDist().inv_cdf(0.5 ** (1 / num_samples))
 
@@ -105,8 +104,9 @@ def _fit(run: Path, limit: int) -> ResponseLengths:
 
 def _steps(run: Path) -> Iterator[dict[str, float]]:
     """Yield the metrics of each step that has those of response lengths."""
-    with contextlib.suppress(OSError), jsonlines.open(run / "metrics.jsonl") as lines:
-        yield from (values for values in lines if _CUT in values)
+    path = run / "metrics.jsonl"
+    if path.exists():
+        yield from (values for values in read_jsonl(path) if _CUT in values)
 
 
 def _median(mean: float, sigma: float, limit: int) -> float:
@@ -123,7 +123,7 @@ def _halve(low: float, high: float, is_too_high: Callable[[float], bool]) -> flo
 
 
 @cache
-def normal_quantiles() -> tuple[float, ...]:
-    """Return evenly likely values of a standard normal variable, ascending."""
+def normal_quantiles() -> np.ndarray:
+    """Return evenly likely values of a standard normal variable, ascending, float64; not to be changed."""
     normal = NormalDist()
-    return tuple(normal.inv_cdf((index + 0.5) / _NUM_QUANTILES) for index in range(_NUM_QUANTILES))
+    return np.array([normal.inv_cdf((index + 0.5) / _NUM_QUANTILES) for index in range(_NUM_QUANTILES)])
