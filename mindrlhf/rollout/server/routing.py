@@ -11,6 +11,8 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
+from mindrlhf.rollout.sent_experts import experts_dtype
+
 
 class RoutingRecorder:
     """Records the experts of every token of one process.
@@ -30,9 +32,7 @@ class RoutingRecorder:
         self._block_size = model_runner.input_batch.block_table[0].block_size
         num_slots = model_runner.kv_cache_config.num_blocks * self._block_size
         num_experts, num_active = routers[0].router.global_num_experts, routers[0].router.top_k
-        # Of each dtype the largest number is no expert's; see mindrlhf.training.routing.rows.
-        dtype = np.uint8 if num_experts <= 255 else np.uint16
-        self._experts = np.zeros((num_slots, len(routers), num_active), dtype)
+        self._experts = np.zeros((num_slots, len(routers), num_active), experts_dtype(num_experts))
         for place, runner in enumerate(sorted(routers, key=lambda runner: runner.layer_id)):
             runner.router.set_capture_fn(functools.partial(self._record, place))
 

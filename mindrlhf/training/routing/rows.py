@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, first_positions
+from mindrlhf.rollout.sent_experts import experts_dtype
 from mindrlhf.specs import ModelDims
 
 EXPERTS = "experts"  # what `PackedRows.context` calls them
@@ -34,8 +35,8 @@ class ReplayedExperts:
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
-        """The smallest that also has a number which is no expert's: its largest says that the router is to choose."""
-        return np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16
+        """Of the numbers of experts; its largest says that the router is to choose."""
+        return experts_dtype(self.num_experts)
 
 
 def with_experts(
