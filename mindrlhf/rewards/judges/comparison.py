@@ -4,8 +4,14 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+DEFAULT_RUBRIC = "The better one is more correct, more complete and clearer."
 _RANKING = re.compile(r"\branking\b[*\s]*:[*\s]*([0-9\[\]>=\s*]+)", re.IGNORECASE)
 _WINNER = re.compile(r"\bwinner\b[*\s]*:[*\s\[]*(A|B|tie)\b", re.IGNORECASE)
+
+
+def asked(prompt: str, answer: str) -> list[tuple[str, str]]:
+    """Return what a judge is shown before the responses: the question, and the reference answer if there is one."""
+    return [("Question", prompt), *([("Reference answer", answer)] if answer else [])]
 
 
 def distinct_responses(completion: str, completions: Sequence[str]) -> list[str]:

@@ -2,11 +2,9 @@
 
 from statistics import fmean
 
-from mindrlhf.rewards.judges.comparison import distinct_responses, opponents, read_winner
+from mindrlhf.rewards.judges.comparison import DEFAULT_RUBRIC, asked, distinct_responses, opponents, read_winner
 from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, conclusion, messages, shortened
 from mindrlhf.rewards.registry import register
-
-DEFAULT_RUBRIC = "The better one is more correct, more complete and clearer."
 
 _INSTRUCTIONS = """You compare two responses of a language model to one question. {rubric}
 
@@ -45,11 +43,10 @@ def pairwise_judge(
     if len(responses) == 1:
         return 0.5
     instructions = _INSTRUCTIONS.replace("{rubric}", rubric)
-    reference = [("Reference answer", answer)] if answer else []
     shown = [shortened(response) for response in responses]
 
     def wins(first: int, second: int) -> float:
-        parts = [("Question", prompt), *reference, ("Response A", shown[first]), ("Response B", shown[second])]
+        parts = [*asked(prompt, answer), ("Response A", shown[first]), ("Response B", shown[second])]
         question = messages(instructions, parts)
         return fmean(judge.opinions(lambda vote: question, lambda reply, vote: read_winner(conclusion(reply))))
 

@@ -2,11 +2,10 @@
 
 from statistics import fmean
 
-from mindrlhf.rewards.judges.comparison import distinct_responses, read_ranking, shuffled
+from mindrlhf.rewards.judges.comparison import DEFAULT_RUBRIC, asked, distinct_responses, read_ranking, shuffled
 from mindrlhf.rewards.judges.judge import MAX_COMPLETION_CHARS, Judge, asks_a_judge, conclusion, messages, shortened
 from mindrlhf.rewards.registry import register
 
-DEFAULT_RUBRIC = "The better one is more correct, more complete and clearer."
 # Of all responses together, as a judge is shown them.
 MAX_SHOWN_CHARS = 60_000
 
@@ -51,7 +50,7 @@ def ranking_judge(
     own = responses.index(completion)
 
     def question(vote: int) -> list[dict[str, str]]:
-        parts = [("Question", prompt), *([("Reference answer", answer)] if answer else [])]
+        parts = asked(prompt, answer)
         for number, place in enumerate(shuffled(responses, vote), start=1):
             parts.append((f"Response {number}", shortened(responses[place], max_chars)))
         return messages(instructions, parts)
