@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +79,25 @@ def prepare(case: Case, directory: Path) -> None:
         + ["--max-prompt-length", "16"])  # fmt: skip
 
 
+def train(settings: Mapping[str, object], num_warmup_steps: int, response_length: int) -> Turn:
+    """Run `mindrlhf train` on the sanity example with other settings and read its own timings."""
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    run([sys.executable, "-m", "mindrlhf.cli", "train", "examples/sanity/config.yaml", *overrides])
+    steps = list(read_jsonl(Path(settings["run.output_dir"], "metrics.jsonl")))[num_warmup_steps:]
+    assert all(step["response_length/min"] == response_length for step in steps), "a response ended early"
+    return Turn(
+        statistics.median(step["timing/all"] for step in steps),
+        statistics.median(step["timing/rollout"] for step in steps),
+        steps[-1]["memory/peak_rss_gb"],
+    )
+
+
+def read_trl(command: list[str]) -> Turn:
+    """Run a script of TRL's side and read its last line."""
+    result = json.loads(run(command).splitlines()[-1])
+    return Turn(result["median_step_wall_s"], result["median_generation_wall_s"], result["peak_rss_bytes"] / 1e9)
+
+
 def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
     """Run `mindrlhf train` and read its own timings."""
     output = directory / f"run_{turn}"
@@ -91,15 +110,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
         "training.batch_size": case.micro_batch,
         "rollout.num_threads": 1,
     }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    run([sys.executable, "-m", "mindrlhf.cli", "train", "examples/sanity/config.yaml", *overrides])
-    steps = list(read_jsonl(output / "metrics.jsonl"))[case.num_warmup_steps :]
-    assert all(step["response_length/min"] == 64 for step in steps), "a response ended early"
-    return Turn(
-        statistics.median(step["timing/all"] for step in steps),
-        statistics.median(step["timing/rollout"] for step in steps),
-        steps[-1]["memory/peak_rss_gb"],
-    )
+    return train(settings, case.num_warmup_steps, 64)
 
 
 def measure_trl(case: Case, directory: Path) -> Turn:
@@ -107,9 +118,7 @@ def measure_trl(case: Case, directory: Path) -> Turn:
     command = [str(BENCH_PYTHON), "scripts/benchmark_trl.py", "--vocab-size", str(case.vocab_size)]
     command += ["--model-config", f"{directory}/model_config.json", "--micro-batch", str(case.micro_batch)]
     command += ["--steps", str(case.num_steps), "--warmup-steps", str(case.num_warmup_steps)]
-    result = json.loads(run(command).splitlines()[-1])
-    generation_s = result["median_generation_wall_s"]
-    return Turn(result["median_step_wall_s"], generation_s, result["peak_rss_bytes"] / 1e9)
+    return read_trl(command)
 
 
 def compare(name: str, repeats: int) -> dict:

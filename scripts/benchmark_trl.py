@@ -106,42 +106,31 @@ def lowercase_share(text: str) -> float:
     return sum("a" <= character <= "z" for character in text) / max(len(text), 1)
 
 
-def check_batch(completion_ids: list[list[int]]) -> None:
+def check_batch(completion_ids: list[list[int]], response_length: int = RESPONSE_LENGTH) -> None:
     """Stop a run that measures something else than what is compared."""
     lengths = sorted({len(ids) for ids in completion_ids})
-    if len(completion_ids) != NUM_SAMPLES or lengths != [RESPONSE_LENGTH]:
+    if len(completion_ids) != NUM_SAMPLES or lengths != [response_length]:
         raise SystemExit(
             f"benchmark_trl: TRL handed over {len(completion_ids)} responses of lengths {lengths}; the comparison "
-            f"needs {NUM_SAMPLES} of {RESPONSE_LENGTH} tokens"
+            f"needs {NUM_SAMPLES} of {response_length} tokens"
         )
 
 
-def build_trainer(arguments: argparse.Namespace, output_dir: str, generation: Clock, mean_rewards: list[float]):
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+def make_config(arguments: argparse.Namespace, output_dir: str, *, response_length: int, micro_batch: int):
+    """TRL's settings for one update a step without KL, as examples/sanity has ours."""
+    from trl import GRPOConfig
 
-    strings = token_strings(arguments.vocab_size)
-    num_steps = arguments.warmup_steps + arguments.steps
-    draw = random.Random(arguments.seed)
-    prompts = [" ".join(draw.choices(strings, k=PROMPT_LENGTH)) for _ in range(NUM_PROMPTS * num_steps)]
-
-    def reward(completions: list[str], completion_ids: list[list[int]], **_) -> list[float]:
-        check_batch(completion_ids)
-        rewards = [lowercase_share(text) for text in completions]
-        mean_rewards.append(statistics.fmean(rewards))
-        return rewards
-
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=output_dir,
         seed=arguments.seed,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        max_steps=num_steps,
-        per_device_train_batch_size=arguments.micro_batch,
-        gradient_accumulation_steps=NUM_SAMPLES // arguments.micro_batch,
+        max_steps=arguments.warmup_steps + arguments.steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=NUM_SAMPLES // micro_batch,
         num_generations=NUM_GENERATIONS,
-        max_completion_length=RESPONSE_LENGTH,
+        max_completion_length=response_length,
         temperature=1.0,
         top_p=1.0,
         use_vllm=False,
@@ -157,6 +146,24 @@ def build_trainer(arguments: argparse.Namespace, output_dir: str, generation: Cl
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def build_trainer(arguments: argparse.Namespace, output_dir: str, generation: Clock, mean_rewards: list[float]):
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    strings = token_strings(arguments.vocab_size)
+    num_steps = arguments.warmup_steps + arguments.steps
+    draw = random.Random(arguments.seed)
+    prompts = [" ".join(draw.choices(strings, k=PROMPT_LENGTH)) for _ in range(NUM_PROMPTS * num_steps)]
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_) -> list[float]:
+        check_batch(completion_ids)
+        rewards = [lowercase_share(text) for text in completions]
+        mean_rewards.append(statistics.fmean(rewards))
+        return rewards
+
+    config = make_config(arguments, output_dir, response_length=RESPONSE_LENGTH, micro_batch=arguments.micro_batch)
     return GRPOTrainer(
         model=build_model(arguments.model_config, arguments.vocab_size, generation),
         reward_funcs=reward,

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 import benchmark_trl
-from benchmark_trl import LEARNING_RATE, NUM_GENERATIONS, NUM_SAMPLES, Clock, lowercase_share
+from benchmark_trl import NUM_SAMPLES, Clock, lowercase_share
 
 
 def make_model(directory: Path) -> None:
@@ -94,43 +94,19 @@ def read_prompts(path: Path) -> list[dict]:
 
 def build_trainer(arguments: argparse.Namespace, output_dir: str, generation: Clock, mean_rewards: list[float]):
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     model = load_model(arguments.model, generation)
     processor = load_processor(arguments.model, model.config.text_config.vocab_size)
 
     def reward(completions: list, completion_ids: list[list[int]], **_) -> list[float]:
-        lengths = sorted({len(ids) for ids in completion_ids})
-        if len(completion_ids) != NUM_SAMPLES or lengths != [arguments.response_length]:
-            raise SystemExit(f"benchmark_trl_vision: TRL gave {len(completion_ids)} responses of lengths {lengths}")
+        benchmark_trl.check_batch(completion_ids, arguments.response_length)
         rewards = [lowercase_share(processor.tokenizer.decode(ids)) for ids in completion_ids]
         mean_rewards.append(statistics.fmean(rewards))
         return rewards
 
-    config = GRPOConfig(
-        output_dir=output_dir,
-        seed=arguments.seed,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_steps=arguments.warmup_steps + arguments.steps,
-        per_device_train_batch_size=NUM_SAMPLES,
-        num_generations=NUM_GENERATIONS,
-        max_completion_length=arguments.response_length,
-        temperature=1.0,
-        top_p=1.0,
-        use_vllm=False,
-        beta=0.0,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+    config = benchmark_trl.make_config(
+        arguments, output_dir, response_length=arguments.response_length, micro_batch=NUM_SAMPLES
     )
     return GRPOTrainer(
         model=model,

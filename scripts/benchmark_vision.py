@@ -10,14 +10,11 @@ tokens. Turns and ratios are as in benchmark.py.
 """
 
 import json
-import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmark import BENCH_PYTHON, ROOT, Turn, run, run_cases, take_turns
-
-from mindrlhf.observe.records import read_jsonl
+from benchmark import BENCH_PYTHON, ROOT, Turn, read_trl, run, run_cases, take_turns, train
 
 EXAMPLE = ROOT / "examples" / "vision"
 NUM_PROMPTS, NUM_SAMPLES, RESPONSE_LENGTH = 4, 32, 32
@@ -94,15 +91,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
         "training.chunk_size": NUM_PROMPTS,
         "training.batch_size": NUM_SAMPLES,
     }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    run([sys.executable, "-m", "mindrlhf.cli", "train", "examples/sanity/config.yaml", *overrides])
-    steps = list(read_jsonl(output / "metrics.jsonl"))[case.num_warmup_steps :]
-    assert all(step["response_length/min"] == RESPONSE_LENGTH for step in steps), "a response ended early"
-    return Turn(
-        statistics.median(step["timing/all"] for step in steps),
-        statistics.median(step["timing/rollout"] for step in steps),
-        steps[-1]["memory/peak_rss_gb"],
-    )
+    return train(settings, case.num_warmup_steps, RESPONSE_LENGTH)
 
 
 def measure_trl(case: Case, directory: Path) -> Turn:
@@ -110,8 +99,7 @@ def measure_trl(case: Case, directory: Path) -> Turn:
     command = [str(BENCH_PYTHON), "scripts/benchmark_trl_vision.py", "--model", str(directory / "model")]
     command += ["--data", str(directory / "train.parquet"), "--response-length", str(RESPONSE_LENGTH)]
     command += ["--steps", str(case.num_steps), "--warmup-steps", str(case.num_warmup_steps)]
-    result = json.loads(run(command).splitlines()[-1])
-    return Turn(result["median_step_wall_s"], result["median_generation_wall_s"], result["peak_rss_bytes"] / 1e9)
+    return read_trl(command)
 
 
 def compare(name: str, repeats: int) -> dict:
