@@ -1,60 +1,33 @@
 """An actor that sees, on a real tiny model: which images the tower takes and when, what is trained, what is saved."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_vl import IMAGE, TinyVl, write_tiny_vl
+import vision_actors
+from tiny_vl import IMAGE
+from vision_actors import LENGTH, ROWS, actor_maker, prepare_model, receive, row_options
 
-from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.vision.image_rows import ImageTokens
-
-LENGTH, ROWS = 48, 2
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    import mindspore as ms
-
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    ms.set_context(runtime_num_threads=1)
-    return write_tiny_vl(tmp_path_factory.mktemp("model"), TinyVl(hidden=32, intermediate=48, vision_hidden=32))
+    return prepare_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def make_actor(model_dir, tmp_path_factory):
     """Return a function that builds the actor of a rank, as a run does."""
-    from mindrlhf.training.reinforcement import _build_actor
-    from mindrlhf.training.runtime import Rank
-
-    path = tmp_path_factory.mktemp("config") / "config.yaml"
-    path.write_text("")
-    changes = [
-        f"model.path={model_dir}",
-        f"data.tokenizer_dir={model_dir}",
-        "data.train_file=prompts.mindrecord",
-        "reward.verifier_function=accuracy_reward",
-        "rollout.max_response_length=8",
-        "algorithm.num_generations=2",
-        "training.chunk_size=1",
-        f"training.batch_size={ROWS}",
-        "algorithm.beta=0.05",
-    ]
-    config = load_grpo_config(path, changes)
-    return lambda: _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))
+    changes = ("algorithm.num_generations=2", "training.chunk_size=1", "algorithm.beta=0.05")
+    return actor_maker(model_dir, tmp_path_factory.mktemp("config"), *changes)
 
 
 @pytest.fixture(scope="module")
 def actor(make_actor):
     actor = make_actor()
-    tokens = ImageTokens.of(actor.model.network.dims)
-    shapes = RowOptions((LENGTH,), ROWS, 1, True, image_tokens=tokens).shapes()
-    actor.warm_up(shapes, ["old_logprobs", "reference_logprobs"])
+    actor.warm_up(row_options(actor).shapes(), ["old_logprobs", "reference_logprobs"])
     return actor
 
 
@@ -64,22 +37,7 @@ def draw(seed: int, *size: int) -> np.ndarray:
 
 def batch_of(actor, images: list[tuple]):
     """Four samples of each prompt, which shows the images."""
-    rng, sequences = np.random.default_rng(7), []
-    for number, shown in enumerate(images):
-        tokens = sum(image.shape[0] * image.shape[1] // 28**2 for image in shown)
-        prompt = np.array([60 + number, *[IMAGE] * tokens, 50], np.int32)
-        for _ in range(4):
-            response = rng.integers(0, 256, 6).astype(np.int32)
-            advantages = rng.standard_normal(6).astype(np.float32)
-            values = {"weights": np.ones(6, np.float32), "advantages": advantages}
-            sequences.append(TokenSequence(prompt, response, values, images=shown))
-    tokens = ImageTokens.of(actor.model.network.dims)
-    return make_batch(sequences, RowOptions((LENGTH,), ROWS, 1, True, image_tokens=tokens))
-
-
-def receive(actor, batch) -> None:
-    actor.receive_batch(batch.share(0, 1), is_first=True)
-    actor.receive_images(tuple(batch.images.values()))
+    return vision_actors.batch_of(actor, images, 4, ("advantages",))
 
 
 FIRST, SECOND = draw(1, 56, 84), draw(2, 28, 28)
