@@ -36,6 +36,13 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument(
         "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
     )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
+    )
     parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
         "--oversubscribe", action="store_true", help="start the ranks even where they are many more than the cores"
@@ -82,7 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
-    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
+    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ, arguments.spares)
+    _check_spares(arguments)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
     ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
@@ -138,9 +146,23 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     options += ["--oversubscribe"] * arguments.oversubscribe
     if place:
-        options += ["--nodes", str(place.num_nodes), "--node-rank", str(place.node)]
+        options += ["--nodes", str(place.num_nodes), *_spares_option(place.num_spares), "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
     return shlex.join(["mindrlhf", arguments.command, arguments.config, *overrides, *options])
+
+
+def _spares_option(num_spares: int) -> list[str]:
+    return ["--spares", str(num_spares)] if num_spares else []
+
+
+def _check_spares(arguments: argparse.Namespace) -> None:
+    from mindrlhf.errors import UserError
+
+    if arguments.spares and not arguments.max_restarts:
+        raise UserError(
+            f"--spares is {arguments.spares}, but --max-restarts is 0: a spare takes a lost node's place when the run "
+            "starts again; give --max-restarts N"
+        )
 
 
 @dataclass(frozen=True)
@@ -235,7 +257,8 @@ def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resume
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
     words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
     words += ["--oversubscribe"] * arguments.oversubscribe
-    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
+    _check_spares(arguments)
+    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master, arguments.spares)
 
 
 def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Callable[[], list]:
@@ -245,6 +268,7 @@ def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Cal
     options = {
         "--workers": arguments.workers,
         "--nodes": place.num_nodes,
+        "--spares": place.num_spares,
         "--max-restarts": arguments.max_restarts,
     }
     return partial(run_facts, arguments.command, config, options)
