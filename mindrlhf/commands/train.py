@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -188,14 +188,14 @@ class _Run:
         """The same on several nodes, of which this is number 0, which says what all do."""
         from mindrlhf.launch.nodes.first import FirstNode
         from mindrlhf.launch.nodes.secret import make_secret, remove_secret
-        from mindrlhf.launch.nodes.shared import probes, shared_facts
+        from mindrlhf.launch.nodes.shared import probes
         from mindrlhf.training.checkpoints.run import check_output, holding_directories
 
         output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
         with holding_directories(self.config, f"mindrlhf {self.command}"):
             check_output(self.config, resume=self.is_resumed)
-            facts = [*find_facts(), *shared_facts(self._directories(), None)]
-            with probes(self._directories()) as numbers:
+            facts = [*find_facts(), *self._disk_facts(None)]
+            with probes({key: directory for part in self._directories() for key, directory in part.items()}) as numbers:
                 with FirstNode(place, make_secret(output_dir), facts, numbers, limit_s) as nodes:
                     start = partial(self.start, peers=nodes)
                     code = self._with_restarts(lambda resume: nodes.attempt(resume, start))
@@ -208,14 +208,13 @@ class _Run:
         from mindrlhf.errors import UserError
         from mindrlhf.launch.nodes.other import OtherNode
         from mindrlhf.launch.nodes.secret import wait_for_secret
-        from mindrlhf.launch.nodes.shared import shared_facts
 
         limit_s = self.config.run.start_timeout_s
         secret = wait_for_secret(Path(self.config.run.output_dir), limit_s)
         node = OtherNode(
             place,
             secret,
-            lambda numbers: [*find_facts(), *shared_facts(self._directories(), numbers)],
+            lambda numbers: [*find_facts(), *self._disk_facts(numbers)],
             self.log_dir,
             limit_s=limit_s,
             rejoins=self.max_restarts > 0,
@@ -227,10 +226,19 @@ class _Run:
             raise
         return node.serve(partial(self.start, peers=node))
 
-    def _directories(self) -> dict[str, Path]:
+    def _directories(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Return, by config key, the directories that all nodes share, and those that each has for itself."""
         from mindrlhf.training.checkpoints.run import save_dir
 
-        return {"run.output_dir": Path(self.config.run.output_dir), "checkpoint.save_dir": save_dir(self.config)}
+        shared = {"run.output_dir": Path(self.config.run.output_dir)}
+        saved = {"checkpoint.save_dir": save_dir(self.config)}
+        return (shared, saved) if self.config.checkpoint.node_local else (shared | saved, {})
+
+    def _disk_facts(self, numbers: Mapping[str, str] | None) -> list:
+        from mindrlhf.launch.nodes.shared import own_facts, shared_facts
+
+        shared, own = self._directories()
+        return [*shared_facts(shared, numbers), *own_facts(own, numbers)]
 
     def _with_restarts(self, start: Callable[[bool], int]) -> int:
         from mindrlhf.launch.restarts import run_with_restarts

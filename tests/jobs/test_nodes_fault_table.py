@@ -42,7 +42,7 @@ def named_s(machines: Machines, nodes: list[int], line: str, action) -> float:
     return time.monotonic() - start_s
 
 
-def kill(machines: Machines, node: int, kind: str, line: str | None, num_restarts: int) -> None:
+def kill(machines: Machines, node: int, kind: str, line: str | None, num_restarts: int, of: int = 20) -> None:
     """Kill a process after two more steps, and wait until all nodes have named it and start again."""
     before = num_steps(machines)
     machines.wait_for(lambda: num_steps(machines) > before + 1)
@@ -55,7 +55,7 @@ def kill(machines: Machines, node: int, kind: str, line: str | None, num_restart
     duration_s = named_s(machines, nodes, line, lambda: os.kill(pid, signal.SIGKILL))
     print(f"{kind} of node {node}: named after {duration_s:.1f} s", flush=True)
     if (kind, node) != ("launcher", 0):
-        machines.wait_for(lambda: f"restart {num_restarts} of 20" in machines.text(0))
+        machines.wait_for(lambda: f"restart {num_restarts} of {of}" in machines.text(0))
 
 
 def test_a_run_in_which_each_kind_of_process_is_killed_on_each_node_ends_like_the_undisturbed(
@@ -132,4 +132,16 @@ def test_a_spare_takes_the_place_of_a_machine_that_loses_power(start_machines, f
     assert machines.wait(TIMEOUT_S)[::2] == [0, 0], machines.all_text()
     line = "node 2 (node2, 10.77.0.3) takes the place of node 1"
     assert line in machines.text(0) and line in machines.text(2)
+    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe))
+
+
+def test_nodes_that_keep_their_checkpoints_themselves_resume_from_the_newest_that_all_hold(
+    start_machines, fault_inputs_dir, tmp_path
+):
+    recipe = {"run__max_steps": 8, "checkpoint__every_steps": 1}
+    own = {"checkpoint__node_local": "true", "checkpoint__save_dir": "/dev/shm/checkpoints"}  # each machine has its own
+    machines = start_machines(2, "train --max-restarts 3", **recipe, **own)
+    kill(machines, 1, "rank", "rank 1 was killed by SIGKILL", 1, of=3)
+    machines.wait_for(lambda: "mindrlhf: resumed after step" in machines.text(0))
+    assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe))
