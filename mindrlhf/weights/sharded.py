@@ -307,8 +307,11 @@ class ShardedDirectory(TensorDirectory):
         """What a rank holds of an array; for safetensors a view of the mapped file.
 
         Raises:
-            UserError: it differs from its checksum.
+            UserError: it differs from its checksum, or the rank's directory is elsewhere.
         """
+        if rank not in self._files:
+            missing = rank_file(self.directory, rank, self.manifest.file_format).parent
+            raise UserError(f"{missing} is missing, and {name} is read from it: copy it from the node that holds it")
         file = self._files[rank]
         data = file.read(name)
         found, expected = checksum(data), self._shards[rank][name]["checksum"]

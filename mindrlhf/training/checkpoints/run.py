@@ -26,6 +26,7 @@ from mindrlhf.evaluation.best import best_step
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.system.run_lock import holding
 from mindrlhf.training.checkpoints.node_local import NodeCheckpoints
+from mindrlhf.training.checkpoints.parts import SHARDS
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.shards import ShardCheckpoints
 from mindrlhf.training.nodes import find_nodes
@@ -228,7 +229,9 @@ class RunCheckpoints:
         Raises:
             UserError: there is none, or its config or data differ in what matters.
         """
-        directory = self._nodes.latest() if self._nodes else self._store.latest()
+        # Parts that nodes kept may have been copied together, for one machine.
+        unlisted = SHARDS if self._section.node_local else None
+        directory = self._nodes.latest() if self._nodes else self._store.latest(unlisted)
         if directory is None:
             raise _nothing_to_resume(self._store)
         state = read_state(directory)

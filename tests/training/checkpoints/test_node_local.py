@@ -196,6 +196,20 @@ def test_another_layout_says_what_to_copy_where_and_goes_on_when_that_is_done(tm
     assert Run(tmp_path, layout="dp=1,mp=4,pp=1").resumed_step() == 1
 
 
+def test_parts_that_were_copied_together_are_a_checkpoint_for_one_machine(tmp_path):
+    run = Run(tmp_path)
+    run.save()
+    model, other = (disk / "step_00000001" / "model" for disk in run.disks)
+    for rank in (2, 3):
+        shutil.copytree(other / f"rank_{rank}", model / f"rank_{rank}")
+    again = LocalTeam(is_cut=True)
+    for worker in again.workers:
+        worker.node = 0
+    team = ReplicaTeam(again, Layout.parse("dp=2,mp=2,pp=1"))
+    checkpoints = RunCheckpoints(run.config, team, PromptStream(10, seed=0), SaveRequests())
+    assert checkpoints.resume().step == 1
+
+
 def test_what_cannot_work_is_refused():
     overrides = ["checkpoint.node_local=true", "checkpoint.keep_last=1"]
     with pytest.raises(UserError) as refused:
