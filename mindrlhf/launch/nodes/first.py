@@ -47,6 +47,7 @@ class _Node:
     host: str
     facts: Mapping[str, Sequence[Any]]
     is_running: bool = False  # its ranks were started and have not ended
+    is_told: bool = False  # why they have to end
     code: int = 0  # how they ended this time
     activity: tuple[Activity, int] = field(default_factory=lambda: (Activity(0.0), 0))
 
@@ -106,7 +107,7 @@ class FirstNode(Peers):
         self._ending, self._report, self._is_watched, self._has_started = None, "", True, True
         for place, number in self._seats.items():
             node = self._nodes[number]
-            node.is_running = True
+            node.is_running, node.is_told = True, False
             node.channel.send("go", node=place, resume=resume, port=self.scheduler_port, host=self.host)
         code = RunFailure.exit_code
         try:
@@ -302,18 +303,24 @@ class FirstNode(Peers):
     def _stop_others(self, line: str, code: int) -> None:
         for node in self._nodes.values():
             if node.is_running:
+                node.is_told = True
                 node.channel.send("stop", line=line, code=code)
+
+    def _cause(self, code: int) -> str:
+        """Return why the run ends: what was said first, unless a signal killed what this node lost."""
+        own = f"node 0 ({self.host}): {self._report or f'ended with exit code {code}'}"
+        is_own = self._report and code not in (0, RunFailure.exit_code)
+        return own if self._ending is None or is_own else self._ending.line
 
     def _end_others(self, code: int) -> int:
         """Wait until the ranks of the other nodes have ended, and have them do so if this node's have failed."""
         stop_s = time.monotonic() + {0: _END_LIMIT_S, RunFailure.exit_code: _VICTIM_DELAY_S}.get(code, 0.0)
         end_s, is_told = stop_s + _END_LIMIT_S, False
         while any(node.is_running for node in self._nodes.values()):
-            self._take_news()
             if not is_told and (self._ending is not None or time.monotonic() > stop_s):
                 is_told = True
-                report = self._report or f"ended with exit code {code}"
-                self._stop_others(self._ending.line if self._ending else f"node 0 ({self.host}): {report}", code)
+                self._stop_others(self._cause(code), code)
+            self._take_news()
             if time.monotonic() > end_s:
                 late = [number for number, node in self._nodes.items() if node.is_running]
                 say(f"{name_nodes(late)} did not end the ranks there within {_END_LIMIT_S:g} s")
@@ -323,6 +330,10 @@ class FirstNode(Peers):
         codes = [code, *([self._ending.code] if self._ending else [])]
         codes += [node.code for node in self._nodes.values()]
         failed = [one for one in codes if one != 0]
+        for number in self._seats.values() if failed else ():
+            node, line = self._nodes.get(number), self._cause(code)
+            if node and not node.is_told and not line.startswith(f"node {number} "):
+                node.channel.send("waiting", line=line)  # its ranks had ended by themselves
         # A mistake of the user's and an interrupt are the cause where they are, and final.
         return next((one for one in failed if not is_worth_a_restart(one)), max(failed, default=0))
 

@@ -98,4 +98,4 @@ def test_a_disk_that_is_to_be_of_each_nodes_own_but_is_shared_is_named(tmp_path)
         facts = {0: as_message(own_facts(own, None)), 1: as_message(own_facts(other, numbers))}
         assert differences(facts) == []
         (line,) = differences({**facts, 2: as_message(own_facts(own, numbers))})
-    assert "a disk of each node\" on nodes 0, 1" in line and "the directory of node 0\" on node 2: name a dir" in line
+    assert 'a disk of each node" on nodes 0, 1' in line and 'the directory of node 0" on node 2: name a dir' in line

@@ -35,6 +35,7 @@ class Ranks:
         self.starts: list[bool] = []
         self.orders: queue.SimpleQueue = queue.SimpleQueue()
         self.lines: list[str] = []
+        self.end_s = 0.0  # how long it takes to end those that are left
 
     def __call__(self, resume: bool) -> int:
         self.starts.append(resume)
@@ -43,6 +44,7 @@ class Ranks:
                 code = self.orders.get_nowait()
                 if code:
                     self.peers.report(f"rank died with {code}")
+                time.sleep(self.end_s)
                 return code
             if (ending := self.peers.ending()) is not None:
                 self.lines.append(ending.line)
@@ -165,6 +167,21 @@ def test_the_cause_on_another_node_is_told_rather_than_its_victim_on_node_0(clus
     run.ranks[1].orders.put(137)
     assert run.ends() == [137, 137, 137]
     assert run.ranks[2].lines == [f"node 1 ({socket.gethostname()}, 127.0.0.1) rank died with 137"]
+
+
+def test_a_node_whose_ranks_fell_with_those_of_node_0_is_told_why(cluster, capfd):
+    run = cluster(3)
+    for node in range(3):
+        run.start(node)
+    run.wait_for_starts(1)
+    run.ranks[0].end_s = 1.0
+    run.ranks[0].orders.put(137)
+    time.sleep(0.2)
+    run.ranks[1].orders.put(1)  # "rank 0 died"
+    assert run.ends() == [137, 1, 137]
+    line = "node 0 (127.0.0.1): rank died with 137"
+    assert f"mindrlhf: {line}" in capfd.readouterr().err, "on node 1"
+    assert run.ranks[2].lines == [line]
 
 
 def test_a_failed_run_is_started_again_on_all_nodes_from_the_checkpoint(cluster):
