@@ -76,7 +76,7 @@ class FirstNode(Peers):
         self._limit_s = limit_s
         self._nodes: dict[int, _Node] = {}  # by number, spares too
         self._seats: dict[int, int] = {}  # by place among the nodes that train, who has it
-        self._has_started = False
+        self._has_started = self._is_over = False
         self._news: queue.SimpleQueue[tuple[int, Channel | None, dict[str, Any]]] = queue.SimpleQueue()
         self._problems: dict[int, str] = {}
         self._signals: list[int] = []
@@ -119,6 +119,7 @@ class FirstNode(Peers):
 
     def close(self, code: int) -> None:
         """Tell the others that the run is over, and how it ended."""
+        self._is_over = True
         for node in self._nodes.values():
             node.channel.send("over", code=code)
         end_s = time.monotonic() + _GOODBYE_LIMIT_S
@@ -252,8 +253,8 @@ class FirstNode(Peers):
             channel.send("taken", line=f"node {node} is there already ({self._nodes[node].host})")
         elif self._is_spare(node) and (lines := self._objections(node, message)):
             # The run does not wait for it, and need not end over it.
-            channel.send("refused", lines=lines)
             say("\n  ".join([f"node {node} ({message['host']}) cannot be a spare:", *lines]))
+            channel.send("refused", lines=lines)
         else:
             self._nodes[node] = _Node(channel, message["host"], message["facts"])
             if problem := message.get("problem"):
@@ -288,7 +289,7 @@ class FirstNode(Peers):
             self._problems.pop(node, None)
             if who.is_running:
                 self._end_with(node, who, RunFailure.exit_code, message["how"])
-            elif self._is_spare(node):
+            elif node not in self._seats.values() and not self._is_over:
                 say(f"node {node} ({who.host}), a spare, {message['how']}")
 
     def _end_with(self, node: int, who: _Node, code: int, what: str) -> None:
@@ -302,7 +303,7 @@ class FirstNode(Peers):
 
     def _stop_others(self, line: str, code: int) -> None:
         for node in self._nodes.values():
-            if node.is_running:
+            if node.is_running and not node.is_told:
                 node.is_told = True
                 node.channel.send("stop", line=line, code=code)
 

@@ -142,7 +142,7 @@ class OtherNode(Peers):
             message = self._news.get()
             if message["kind"] in ("go", "over", LOST):
                 return message
-            if message["kind"] == "waiting":
+            if message["kind"] in ("waiting", "stop"):  # the ranks here may have ended before they were to stop
                 say(str(message["line"]))
             elif message["kind"] == "failed":
                 raise RunFailure(str(message["line"]))
