@@ -98,6 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         checked = check_run(command, arguments.config, overrides, **ranks, **options)
     config = checked.config
+    _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     again = _again(arguments, overrides, place)
     what = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
@@ -162,6 +163,16 @@ def _check_spares(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--spares is {arguments.spares}, but --max-restarts is 0: a spare takes a lost node's place when the run "
             "starts again; give --max-restarts N"
+        )
+
+
+def _check_spare_disks(arguments: argparse.Namespace, config: Any) -> None:
+    from mindrlhf.errors import UserError
+
+    if arguments.spares and config.checkpoint.node_local:
+        raise UserError(
+            f"--spares is {arguments.spares}, but with checkpoint.node_local a spare has no checkpoint on its disk: "
+            "leave out --spares, or give checkpoint.save_dir a directory that all nodes share"
         )
 
 
