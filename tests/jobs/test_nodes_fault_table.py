@@ -138,9 +138,10 @@ def test_a_spare_takes_the_place_of_a_machine_that_loses_power(start_machines, f
 def test_nodes_that_keep_their_checkpoints_themselves_resume_from_the_newest_that_all_hold(
     start_machines, fault_inputs_dir, tmp_path
 ):
-    recipe = {"run__max_steps": 8, "checkpoint__every_steps": 1}
+    recipe = {"run__max_steps": 14, "checkpoint__every_steps": 1}
     own = {"checkpoint__node_local": "true", "checkpoint__save_dir": "/dev/shm/checkpoints"}  # each machine has its own
     machines = start_machines(2, "train --max-restarts 3", **recipe, **own)
+    machines.wait_for(lambda: num_steps(machines) >= 3)  # so that there is a checkpoint
     kill(machines, 1, "rank", "rank 1 was killed by SIGKILL", 1, of=3)
     machines.wait_for(lambda: "mindrlhf: resumed after step" in machines.text(0))
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
