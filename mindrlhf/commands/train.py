@@ -89,22 +89,22 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
-    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ, arguments.spares)
     _check_spares(arguments)
+    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ, arguments.spares)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
+    sizes = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
     with says():
-        checked = check_run(command, arguments.config, overrides, **ranks, **options)
+        checked = check_run(command, arguments.config, overrides, **sizes, **options)
     config = checked.config
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
     again = _again(arguments, overrides, place)
-    what = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
 
     def start(resume: bool, **peers: Any) -> int:
-        print(f"mindrlhf: starting {what}; logs: {log_dir}", flush=True)
+        ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
+        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
