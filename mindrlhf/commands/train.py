@@ -100,7 +100,6 @@ def _run(arguments: argparse.Namespace) -> int:
     config = checked.config
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
-    again = _again(arguments, overrides, place)
 
     def start(resume: bool, **peers: Any) -> int:
         ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
@@ -113,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
-            advice=lambda: _advice(newest_checkpoint(config), again),
+            advice=lambda: _advice(newest_checkpoint(config), _again(arguments, overrides, place)),
             env=_terminal_width(),
             says_stages=True,
             **peers,
