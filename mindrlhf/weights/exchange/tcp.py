@@ -174,9 +174,9 @@ class TcpCarrier:
         checksum = 0
         for chunk, buffer in _buffered(view):
             connection.receive_buffers([memoryview(buffer.reshape(-1).view(np.uint8))])
+            checksum += sum_bits(buffer)  # which is in the cache, and several times as fast as scattered rows
             if buffer is not chunk:
                 np.copyto(chunk, buffer)
-            checksum += sum_bits(chunk)
         return checksum
 
     def _accept(self, wanted: set[tuple[int, int]], token: bytes) -> None:
