@@ -6,7 +6,6 @@ from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, RunSection
-from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
@@ -36,10 +35,7 @@ def check_vision(config: GrpoConfig) -> None:
     check_device(config.model, config.run, config.lora)
     if image_tokens(config.model.path) is None:
         return
-    parallel = config.parallel_config
     refused = {
-        f"parallel_config.pipeline_stage={parallel.pipeline_stage}": (parallel.pipeline_stage > 1, "set it to 1"),
-        f"parallel_config.context_parallel={parallel.context_parallel}": (parallel.context_parallel > 1, "set it to 1"),
         "reward.model_path": (bool(config.reward.model_path), "a reward model reads text only: use verifiers"),
         f"training.packing={SHARED_PROMPTS}": (
             config.training.packing == SHARED_PROMPTS,
@@ -48,10 +44,6 @@ def check_vision(config: GrpoConfig) -> None:
         "rollout.span_tokens": (config.rollout.span_tokens > 0, "spans carry no images on: set it to 0"),
         "tools.names": (bool(config.tools.names), "conversations are of text only: leave tools out"),
         "tools.environment": (bool(config.tools.environment), "episodes are of text only: leave it out"),
-        f"msprobe.level={CELL_LEVEL}": (
-            config.msprobe.enabled and config.msprobe.level == CELL_LEVEL,
-            "cells of a vision tower are not dumped: set it to debug",
-        ),
     }
     if needs_critic(config) and image_tokens(config.critic.path) != image_tokens(config.model.path):
         raise UserError(
