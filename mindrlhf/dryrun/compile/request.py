@@ -175,7 +175,7 @@ def check_num_ranks(num_ranks: int) -> None:
 def compiled_config(hf_config: dict) -> dict:
     """Return the config.json of what is compiled of a model: of one whose layers take image rows its decoder alone.
 
-    Such rows (DeepStack) do not come into the graph for Ascend yet. The decoder lies on the ranks alike.
+    Such rows (DeepStack) may go to more layers than are compiled. The decoder lies on the ranks alike.
     """
     spec = find_spec(hf_config)
     vision = spec.dims(hf_config).vision

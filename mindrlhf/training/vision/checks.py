@@ -35,7 +35,12 @@ def check_vision(config: GrpoConfig) -> None:
     check_device(config.model, config.run, config.lora)
     if image_tokens(config.model.path) is None:
         return
+    stages = config.parallel_config.pipeline_stage
     refused = {
+        f"parallel_config.pipeline_stage={stages}": (
+            stages > 1 and _is_deep(config.model.path),
+            "its images go to several layers: set it to 1",
+        ),
         "reward.model_path": (bool(config.reward.model_path), "a reward model reads text only: use verifiers"),
         f"training.packing={SHARED_PROMPTS}": (
             config.training.packing == SHARED_PROMPTS,
@@ -81,11 +86,6 @@ def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> Non
         )
     if lora.rank is not None and image_tokens(model.path) is not None:
         raise UserError(f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank")
-    if run.device != "cpu" and _is_deep(model.path):
-        raise UserError(
-            f"the model in {model.path} hands images to several layers and is not trained with "
-            f"run.device={run.device} yet: set run.device to cpu"
-        )
     if run.device != "cpu" and model.train_vision != "none":
         raise UserError(
             f"'model.train_vision' is {model.train_vision}, but with run.device={run.device} the vision tower "
@@ -94,8 +94,6 @@ def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> Non
 
 
 def _is_deep(path: str) -> bool:
-    if image_tokens(path) is None:
-        return False
     hf_config = read_hf_config(path)
     return bool(find_spec(hf_config).dims(hf_config).vision.deepstack_blocks)
 

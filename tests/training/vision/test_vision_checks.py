@@ -67,13 +67,17 @@ def test_a_plain_run_is_allowed(directory):
         check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, *layout), world_size=None))
 
 
-def test_rows_for_several_layers_are_refused_on_ascend(directory, tmp_path):
+def test_rows_for_several_layers_are_refused_in_pipelines(directory, tmp_path):
     model = write_tiny_vl(tmp_path / "model", TinyVl(family="qwen3_vl", vision_depth=3))
-    changes = [f"model.path={model}", *SHARDED]
-    config = load_grpo_config(directory / "config.yaml", overrides(directory, *changes), world_size=None)
-    with pytest.raises(UserError, match="hands images to several layers"):
-        check_vision(config)
-    check_vision(load_grpo_config(directory / "config.yaml", overrides(directory, f"model.path={model}")))
+
+    def config(*changes):
+        values = overrides(directory, f"model.path={model}", *changes)
+        return load_grpo_config(directory / "config.yaml", values, world_size=None)
+
+    with pytest.raises(UserError, match="pipeline_stage=2 yet: its images go to several layers"):
+        check_vision(config(*PIPELINE))
+    for changes in ((), SHARDED):
+        check_vision(config(*changes))
 
 
 def test_a_tower_that_is_not_there_is_not_trained(directory):
