@@ -74,6 +74,8 @@ _ALL_LAYOUTS = {
     # Models that see, whose image rows come in as a parameter.
     "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
     "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
+    "sees-dp2-mp2-pp2-sp-zero": (SEES, 2, 2, 2, 1, SP | ZERO, {}),
+    "sees-dp2-cp2": (SEES, 2, 1, 1, 2, {}, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }
