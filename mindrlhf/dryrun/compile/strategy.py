@@ -143,6 +143,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             recompute=config.model.recompute,
             beta=config.algorithm.beta,
             shared_prompts=config.training.packing == SHARED_PROMPTS,
+            lora=config.lora.options and dataclasses.asdict(config.lora.options),
         )
         for stage in range(num_stages)
     }

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
-from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.checkpoint.state import MODEL_NAME, StateWriter
 from mindrlhf.errors import UserError
+from mindrlhf.shards.merge import merge_directory
+from mindrlhf.system.files import remove, scratch_directory
 from mindrlhf.training.records import SavedShards, SavingState
 from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.weights.adapters.peft import exported_adapter
 
 
 class SavesState:
@@ -149,3 +152,19 @@ class ShardCheckpoints:
             pending.write_rest(pending.directory)
             in_place = stack.pop_all()
         self._writer.start(in_place.close)
+
+
+def export_adapter(team: ReplicaTeam, model_dir: Path) -> None:
+    """Write the adapter whose shards the ranks hold in PEFT's format, beside the place of an exported model.
+
+    One that is there already is that of a run that was killed before it exported the model.
+
+    Raises:
+        UserError, RunFailure: the disk refuses, or a rank died.
+    """
+    directory = exported_adapter(model_dir)
+    remove(directory)
+    with scratch_directory(model_dir.parent, ".adapter-shards-") as shards:
+        team.call("begin_saving", directory=str(shards), copies=False)
+        team.call("end_saving")
+        merge_directory(shards / MODEL_NAME, directory)
