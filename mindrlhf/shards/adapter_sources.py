@@ -16,7 +16,7 @@ from mindrlhf.weights.adapters.peft import AdapterDirectory
 from mindrlhf.weights.array_file import load_arrays
 from mindrlhf.weights.file_writer import checksum
 from mindrlhf.weights.open import is_sharded
-from mindrlhf.weights.sharded import GLOBAL_STEP_NAME
+from mindrlhf.weights.sharded import GLOBAL_STEP_NAME, STATE_PREFIXES
 
 
 def open_adapter_source(
@@ -25,15 +25,16 @@ def open_adapter_source(
     """Open an adapter in PEFT's format and its optimiser state, or the shards of both.
 
     Raises:
-        UserError: it is no adapter of this model, or lacks what is trained.
+        UserError: it is damaged, or no adapter of this model and the same targets.
     """
     if is_sharded(directory):
         source: AdapterSource | ShardedSource = ShardedSource(directory)
     else:
         source = AdapterSource(directory, adapted, dims, optimizer_file)
-    for rule in adapted.trained():
-        if rule.mf_name not in source.dtypes:
-            raise UserError(f"{directory} lacks {rule.mf_name}: it is no adapter of the same model and lora.targets")
+    found = {name for name in source.dtypes if not name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))}
+    if other := sorted(found ^ {rule.mf_name for rule in adapted.trained()}):
+        verb = "holds" if other[0] in found else "lacks"
+        raise UserError(f"{directory} {verb} {other[0]}: it is no adapter of the same model and lora.targets")
     return source
 
 
