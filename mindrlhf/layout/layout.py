@@ -229,7 +229,7 @@ def parameter_layouts(
             )
         whole = ParameterLayout(rule.mf_name, shape, _stages(rule, is_tied, stages), matrix, tensor_map)
         # The optimiser knows nothing of what is not trained.
-        shard = layout.optimizer_shard if rule.trained and not rule.keeps_whole else 1
+        shard = 1 if rule.keeps_whole else layout.optimizer_shard
         layouts.append(_with_optimizer_shard(whole, shard, element_bytes))
     return layouts
 

@@ -1,7 +1,7 @@
 """A model with low-rank adapters: attached, initialised, turned off and on."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -26,29 +26,47 @@ class Lora:
         options: what the adapters are like.
         base_path: Hugging Face directory of the weights that stay as they are.
         device: whose cells the model has, `cpu` or `ascend`.
+        layer_stages: the pipeline stage of each layer, where there are several: they can share no parameter.
 
     Attributes:
         adapters: in the order of the forward pass; ``options`` and ``base_path`` are kept too.
-        scale: the factor of every adapter, float32 [1], which the graphs read.
     """
 
-    def __init__(self, network: nn.Cell, options: LoraOptions, base_path: str, device: str = "cpu"):
+    def __init__(
+        self,
+        network: nn.Cell,
+        options: LoraOptions,
+        base_path: str,
+        device: str = "cpu",
+        layer_stages: Sequence[int] = (),
+    ):
         self.options = options
         self.base_path = base_path
         self.adapters: list[Adapter] = adapters(network.spec, network.dims, options)
-        self.scale = ms.Parameter(ms.Tensor([options.scale], ms.float32), name=SCALE_NAME, requires_grad=False)
+        # By pipeline stage the factor of every adapter, which the graphs read.
+        self._scales = {
+            stage: ms.Parameter(ms.Tensor([options.scale], ms.float32), name=scale_name(stage), requires_grad=False)
+            for stage in {0, *layer_stages}
+        }
         trained = {SCORE_NAME}
         for adapter in self.adapters:
-            low_rank = (_attach_on_cpu if device == "cpu" else _attach_on_ascend)(network, adapter, self.scale)
+            scale = self._scales[layer_stages[adapter.layer] if layer_stages else 0]
+            low_rank = (_attach_on_cpu if device == "cpu" else _attach_on_ascend)(network, adapter, scale)
             # Becoming a part of a cell has given them names of its own.
             low_rank.down.name, low_rank.up.name = adapter.down.mf_name, adapter.up.mf_name
             trained |= {adapter.down.mf_name, adapter.up.mf_name}
-        self.scale.name = SCALE_NAME
+        for stage, scale in self._scales.items():
+            scale.name = scale_name(stage)
         train_only(network, trained.__contains__)
 
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Compute without the adapters while the body runs: they add 0."""
-        return without_adapters(self.scale)
+        return without_adapters(self._scales[0])
+
+
+def scale_name(stage: int) -> str:
+    """Return the name of the parameter that has the factor s of the adapters of a pipeline stage, float32 [1]."""
+    return f"{SCALE_NAME}.{stage}"
 
 
 @contextlib.contextmanager

@@ -55,6 +55,11 @@ class Adapter:
     down: ParameterRule
     up: ParameterRule
 
+    @property
+    def layer(self) -> int:
+        """The number of the decoder layer that it is in."""
+        return int(self.base.mf_name.removeprefix(_LAYERS).partition(".")[0])
+
 
 def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Adapter]:
     """Return the adapters of a model, in the order of the forward pass.
@@ -89,8 +94,9 @@ def role_of(rule: ParameterRule, dims: ModelDims) -> str | None:
 class AdaptedRules:
     """The parameters of a model whose adapters are trained, in place of its spec where only the rules are asked for.
 
-    They are those of the model, of which the projection of a scoring model alone is trained, and the factors. These are
-    small, and a rank adds their product to its shard of the matrix: so a sharded optimiser leaves them whole.
+    They are those of the model, of which the projection of a scoring model alone is trained, and the factors. MindSpore
+    shards with the optimiser what is not trained too. Factors are small, and a rank adds their product to its shard of
+    the matrix: so they are left whole.
     """
 
     def __init__(self, spec: ModelSpec, dims: ModelDims, options: LoraOptions):

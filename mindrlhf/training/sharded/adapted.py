@@ -8,7 +8,7 @@ import numpy as np
 
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.models.lora import SCALE_NAME, initial_down, without_adapters
+from mindrlhf.models.lora import initial_down, scale_name, without_adapters
 from mindrlhf.shards.adapter_sources import AdapterSource, open_adapter_source
 from mindrlhf.shards.save import finish_saving, plan_saving
 from mindrlhf.shards.sources import ArraySource, ShardedSource
@@ -25,7 +25,7 @@ class AdaptedShard(ShardedModel):
     """A shard of a model whose adapters are trained; see :mod:`mindrlhf.models.ascend_lora`.
 
     A rank that holds rows of W has those of B, and one that holds columns of W those of A: so each merges what it
-    publishes by itself.
+    publishes without the others.
 
     Args: see :class:`ShardedModel`; ``network.lora`` says what the adapters are.
     """
@@ -33,10 +33,11 @@ class AdaptedShard(ShardedModel):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         network = self.network
-        self._scale = self._parameters[SCALE_NAME]
+        self._scale = self._parameters[scale_name(self.layout.stage_of(self.rank))]
         self._adapted = AdaptedRules(network.spec, network.dims, network.lora.options)
         names = {rule.mf_name for rule in self._adapted.trained()}
         self._trained = {one.name: one for one in self.layouts if one.name in names}
+        self._layout_of = {one.name: one for one in self.held}
         self._adapter_of = {one.base.mf_name: one for one in self._adapted.adapters}
 
     def _held_in(self, source: ArraySource) -> list[ParameterLayout]:
@@ -52,13 +53,17 @@ class AdaptedShard(ShardedModel):
         if adapter_dir:
             self.load(self.open_saved(adapter_dir))
             return
-        layouts = {one.name: one for one in self.held}
         for adapter in self._adapted.adapters:
-            if adapter.down.mf_name in layouts:
-                down, up = layouts[adapter.down.mf_name], layouts[adapter.up.mf_name]
+            if adapter.down.mf_name in self._layout_of:
+                down, up = self._layout_of[adapter.down.mf_name], self._layout_of[adapter.up.mf_name]
                 whole = initial_down(adapter, self.network.dims, seed)
                 set_shard(self._parameters[down.name], whole[down.shard_of(self.rank)], down)
                 set_shard(self._parameters[up.name], np.zeros(up.shard_shape, np.float32), up)
+
+    def base(self) -> "BaseShard":
+        """Return the model without its adapters, in the same memory and by the same graph."""
+        parameters, after_token = self._parameters, self._after_token
+        return BaseShard(self.network, self.cell, self.parallel, self.rank, parameters, after_token=after_token)
 
     def open_saved(
         self, directory: str | os.PathLike, optimizer_file: str | os.PathLike = ""
@@ -81,6 +86,10 @@ class AdaptedShard(ShardedModel):
     ) -> None:
         adapter, rank = self._adapter_of[name], self.network.lora.options.rank
         down, up = shards[adapter.down.mf_name], shards[adapter.up.mf_name]
+        # A sharded optimiser cuts the rows of W among replicas, but not those of B.
+        start = self._layout_of[name].shard_of(self.rank)[0].start
+        start -= self._layout_of[adapter.up.mf_name].shard_of(self.rank)[0].start
+        up = up[start : start + len(shards[name])]
         for part in parts:
             first = adapter.base.hf_names.index(part.hf_name) * rank
             factors = (down[first : first + rank], up[part.rows])
@@ -101,7 +110,7 @@ class AdaptedShard(ShardedModel):
 
 
 class BaseShard(AdaptedShard):
-    """The same without its adapters: the reference model of a policy that has them, in the same memory and graph."""
+    """The same without its adapters: the reference model of a policy that has them; see `AdaptedShard.base`."""
 
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`ShardedModel.logprobs`."""

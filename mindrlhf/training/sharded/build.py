@@ -13,7 +13,7 @@ from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
 from mindrlhf.training.runtime import Rank, start_parallel
-from mindrlhf.training.sharded.adapted import AdaptedShard, BaseShard
+from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
@@ -64,7 +64,7 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     if reference is not None:
         reference.load(reference_source)
     elif config.algorithm.beta > 0:
-        reference = base_of(learner.model)
+        reference = learner.model.base()
     actor = Actor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
     if config.reward.model_path:
         actor.use_reward_model(_build_reward_model(config, row_lengths, parallel, rank))
@@ -102,11 +102,6 @@ def shard_of(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> S
     """Return this rank's shard of a model, with adapters or without, and the graph of its log-probabilities."""
     kind = ShardedModel if policy.model.lora is None else AdaptedShard
     return kind(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
-
-
-def base_of(model: ShardedModel) -> BaseShard:
-    """Return a model with adapters without them: in the same memory, by the same graph."""
-    return BaseShard(model.network, model.cell, model.parallel, model.rank)
 
 
 def load_trained(model: ShardedModel, source: ArraySource, config: AnyConfig) -> None:

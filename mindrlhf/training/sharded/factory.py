@@ -107,7 +107,8 @@ def _build_network(
         num_image_rows=num_image_rows,
     )
     if lora is not None:
-        network.lora = Lora(network, lora, model.path, "ascend")
+        stages = layout_of(parallel).layer_stages(network.dims.num_layers)
+        network.lora = Lora(network, lora, model.path, "ascend", stages)
     return network
 
 

@@ -15,7 +15,6 @@ from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import HeldOutLogProbs, Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.build import (
-    base_of,
     load_trained,
     model_source,
     scorer_shard,
@@ -125,7 +124,7 @@ def build_sharded_preference(
         policy = build_policy(hf_config, model, parallel, **options, lora=config.lora.options)
         shard, update = shard_of(policy, parallel, rank), build_coefficient_update(policy, config.optimizer, parallel)
         if reference_is_base(config):
-            reference = base_of(shard)
+            reference = shard.base()
         elif model.reference_path or config.dpo.reference == "live":
             path = model.reference_path or model.path
             reference = shard_of(build_policy(read_hf_config(path), model, parallel, **options), parallel, rank)

@@ -16,14 +16,13 @@ from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
-from mindrlhf.models.lora import SCALE_NAME
+from mindrlhf.models.lora import SCALE_NAME, scale_name
 from mindrlhf.models.vision.images import ImageRows
 from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.sharded.adapted import AdaptedShard
-from mindrlhf.training.sharded.build import base_of
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.actor import Actor
@@ -73,11 +72,11 @@ class LoweredCell:
     def check_names(self, weights: Iterable[str]) -> None:
         """Raise LoweringError unless the graph has these weights and nothing else that would need a value."""
         in_graph = {name for name in weights if not name.startswith(VISION_PREFIX)}
-        known = {*in_graph, _LEARNING_RATE, _IS_LAST, _IMAGE_ROWS, SCALE_NAME}
+        known = {*in_graph, _LEARNING_RATE, _IS_LAST, _IMAGE_ROWS}
         if missing := sorted(in_graph - self.parameters.keys()):
             raise LoweringError(f"the graph lacks {missing[0]}")
         # A tower, which the graph does not run, is among its parameters all the same.
-        prefixes = (*_ZERO_PREFIXES, VISION_PREFIX)
+        prefixes = (*_ZERO_PREFIXES, VISION_PREFIX, SCALE_NAME)
         unknown = [name for name in self.parameters if name not in known and not name.startswith(prefixes)]
         if unknown:
             raise LoweringError(f"the graph has an unknown parameter {unknown[0]}")
@@ -140,7 +139,8 @@ class LoweredRank:
         kind = AdaptedShard if job["lora"] else ShardedModel
         model = kind(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
         names = [one.name for one in model.held]
-        shared = (*names, _IMAGE_ROWS, SCALE_NAME)
+        scale = scale_name(model.layout.stage_of(rank))
+        shared = (*names, _IMAGE_ROWS, scale)
         outputs.weights = {name: parameters[name] for name in shared if name in cell.parameters}
         for each in (cell, outputs.cell):
             each.check_names(names)
@@ -154,9 +154,9 @@ class LoweredRank:
         source = open_source(job["model_dir"])
         model.load(source)
         if job["lora"]:
-            parameters[SCALE_NAME].set_data(ms.Tensor([network.lora.options.scale], ms.float32))
+            parameters[scale].set_data(ms.Tensor([network.lora.options.scale], ms.float32))
             model.begin(SEED, "")
-            reference = base_of(model)
+            reference = model.base()
         else:
             reference = self._own_reference(hf_config, names)
             reference.load(source)

@@ -48,7 +48,7 @@ def make_ranks(base, layout, targets=()):
     import mindspore as ms
     from cpu_execution.model import DescribedModel
 
-    from mindrlhf.models.lora import SCALE_NAME
+    from mindrlhf.models.lora import scale_name
     from mindrlhf.shards.sources import open_source
     from mindrlhf.training.sharded.adapted import AdaptedShard
     from mindrlhf.training.sharded.factory import layout_of, network_layouts
@@ -61,7 +61,8 @@ def make_ranks(base, layout, targets=()):
     for rank in range(layout_of(parallel).world_size):
         held = [one for one in layouts if rank // one.stage_size in one.stages]
         parameters = {one.name: ms.Parameter(np.zeros(one.shard_shape, np.float32), name=one.name) for one in held}
-        parameters[SCALE_NAME] = ms.Parameter(np.array([OPTIONS.scale], np.float32), name=SCALE_NAME)
+        scale = scale_name(layout_of(parallel).stage_of(rank))
+        parameters[scale] = ms.Parameter(np.array([OPTIONS.scale], np.float32), name=scale)
         shard = AdaptedShard(network, None, parallel, rank, parameters)
         shard.load(source)
         shard.begin(3, "")
