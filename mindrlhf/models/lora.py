@@ -11,10 +11,8 @@ from mindrlhf.models import lora_cells
 from mindrlhf.models.trainable import train_only
 from mindrlhf.specs import ModelDims
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.specs.lora import Adapter, LoraOptions, adapters
+from mindrlhf.specs.lora import SCALE_NAME, Adapter, LoraOptions, adapters
 from mindrlhf.specs.scoring import SCORE_NAME
-
-SCALE_NAME = "lora_scale"
 
 
 class Lora:

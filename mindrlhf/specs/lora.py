@@ -17,6 +17,8 @@ from mindrlhf.specs.scoring import SCORE_NAME
 ROLES = ("attention", "mlp", "experts")
 _LAYERS = BLOCK.partition("{layer}")[0]
 DOWN, UP = "lora_A", "lora_B"
+# What the parameters begin with that hold the factor s in graphs, one for each pipeline stage: they are no weights.
+SCALE_NAME = "lora_scale"
 
 
 @dataclass(frozen=True)

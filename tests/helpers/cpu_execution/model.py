@@ -16,11 +16,11 @@ from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
-from mindrlhf.models.lora import SCALE_NAME, scale_name
+from mindrlhf.models.lora import scale_name
 from mindrlhf.models.vision.images import ImageRows
 from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
-from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.specs.lora import SCALE_NAME, LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
