@@ -6,6 +6,7 @@ from mindrlhf.config import offline_sections, sections, watching_sections
 from mindrlhf.config.keys import section
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.parse import root_config
+from mindrlhf.config.watching_sections import CheckpointSection
 
 
 @root_config
@@ -28,7 +29,7 @@ class GrpoConfig:
     critic: sections.CriticSection = section(sections.CriticSection, "the critic")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
@@ -47,7 +48,7 @@ class SftConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
 
@@ -65,7 +66,7 @@ class DpoConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
 
@@ -83,6 +84,6 @@ class RewardModelConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")

@@ -4,6 +4,8 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 (tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
@@ -12,11 +14,19 @@ from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
+from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
+
 
 def decoder_spec(config, dims):
-    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts."""
-    del dims  # MindFormers' config knows which layers have experts
-    return get_gpt_decoder_block_spec(config)
+    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts.
+
+    Those of a model whose layers take image rows add them.
+    """
+    spec = get_gpt_decoder_block_spec(config)
+    if dims.vision and dims.vision.deepstack_blocks:
+        params = {"num_tables": NUM_ASCEND_TABLES}
+        spec.layer_specs = [replace(layer, module=DeepstackLayer, params=params) for layer in spec.layer_specs]
+    return spec
 
 
 class DecoderInputs(nn.Cell):

@@ -172,8 +172,6 @@ def build_model(
 def _check_ascend(spec: ModelSpec, dims: ModelDims, train_vision: str) -> None:
     if dims.vision and train_vision != "none":
         raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
-    if dims.vision and dims.vision.deepstack_blocks:
-        raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
     spec.check_ascend(dims)
 
 

@@ -28,7 +28,7 @@ def open_adapter_source(
         UserError: it is damaged, or no adapter of this model and the same targets.
     """
     if is_sharded(directory):
-        source: AdapterSource | ShardedSource = ShardedSource(directory)
+        source: AdapterSource | ShardedSource = ShardedSource(directory, is_partial=True)
     else:
         source = AdapterSource(directory, adapted, dims, optimizer_file)
     found = {name for name in source.dtypes if not name.startswith((*STATE_PREFIXES, GLOBAL_STEP_NAME))}

@@ -307,6 +307,11 @@ def _check_lora(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, 
             f"'lora.rank' is set, but on run.device={device} adapters are trained in models that 'parallel_config' "
             "shards only: set parallel_config.enable_parallel_optimizer to true, or remove lora.rank"
         )
+    if device != "cpu" and config.checkpoint.node_local:
+        raise UserError(
+            "'checkpoint.node_local' is true, but adapters of sharded models are put together from a directory that "
+            "all nodes see: set it to false, or remove lora.rank"
+        )
     hf_config = read_hf_config(path)
     if is_scorer:
         hf_config = scorer_config(hf_config)

@@ -172,6 +172,9 @@ class ShardedDirectory(TensorDirectory):
 
     Every shard that is read is compared with its checksum.
 
+    Args:
+        is_partial: ranks may have no directory here, as long as nothing of theirs is read.
+
     Attributes:
         lora: of a directory that holds an adapter, and in place of a model its factors; else None.
 
@@ -180,7 +183,7 @@ class ShardedDirectory(TensorDirectory):
             is damaged.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike, *, is_partial: bool = False):
         self.directory = Path(directory)
         if not (self.directory / SHARDED_NAME).is_file():
             raise UserError(
@@ -202,7 +205,8 @@ class ShardedDirectory(TensorDirectory):
             self._check_rule(rule)
         self._files, self._shards = {}, {}
         for rank in range(self.manifest.num_ranks):
-            self._open_rank(rank)
+            if not is_partial or rank_file(self.directory, rank, self.manifest.file_format).parent.exists():
+                self._open_rank(rank)
         self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
 
     def _adapter_rules(self) -> list[ParameterRule]:
@@ -319,8 +323,11 @@ class ShardedDirectory(TensorDirectory):
         """What a rank holds of an array; for safetensors a view of the mapped file.
 
         Raises:
-            UserError: it differs from its checksum.
+            UserError: it differs from its checksum, or the rank's directory is elsewhere.
         """
+        if rank not in self._files:
+            missing = rank_file(self.directory, rank, self.manifest.file_format).parent
+            raise UserError(f"{missing} is missing, and {name} is read from it: copy it from the node that holds it")
         file = self._files[rank]
         data = file.read(name)
         found, expected = checksum(data), self._shards[rank][name]["checksum"]

@@ -81,6 +81,8 @@ _ALL_LAYOUTS = {
     "qwen2-dp2-mp2-pp2-sp-zero-adapted": (QWEN2, 2, 2, 2, 1, SP | ZERO, {}),
     "qwen3-dp2-mp2-cp2-zero-adapted": (QWEN3, 2, 2, 1, 2, ZERO, {}),
     "critic-dp2-mp2-sp-adapted": (CRITIC, 2, 2, 1, 1, SP, {}),
+    "sees-dp2-mp2-pp2-sp-zero": (SEES, 2, 2, 2, 1, SP | ZERO, {}),
+    "sees-dp2-cp2": (SEES, 2, 1, 1, 2, {}, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
 }

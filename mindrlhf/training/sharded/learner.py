@@ -108,7 +108,8 @@ class ShardedLearner(CountsCompiles):
     def restore(self, directory: str) -> None:
         """Take this rank's shard of a checkpoint, whatever the layout of the run that saved it."""
         optimizer_file = Path(directory) / OPTIMIZER_NAME
-        source = self.model.open_saved(Path(directory) / MODEL_NAME, optimizer_file if optimizer_file.is_file() else "")
+        optimizer_file = optimizer_file if optimizer_file.is_file() else ""
+        source = self.model.open_saved(Path(directory) / MODEL_NAME, optimizer_file)
         self.model.load(source)
         self._restore_state(source)
 

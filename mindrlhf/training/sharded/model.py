@@ -132,7 +132,7 @@ class ShardedModel(RankModel):
 
     def open_saved(self, directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
         """Open what ranks of any layout have saved of this model; see :func:`mindrlhf.shards.sources.open_source`."""
-        return open_source(directory, optimizer_file)
+        return open_source(directory, optimizer_file, is_partial=True)
 
     def shards(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""
