@@ -25,8 +25,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check = mistakes.check
     check(_check_parallel, config.parallel_config)
     check(_check_device, config.run, config.model, config.parallel_config)
-    # A plan knows no ranks, and trains nothing.
-    check(check_lora, config.lora, given, config.run.device if world_size is not None else "")
+    check(check_lora, config.lora, given)
     check(_check_adapters_reference, config)
     check(check_algorithm, config, given)
     check(check_critic, config, given)
@@ -84,7 +83,7 @@ def _check_common(
     mistakes = Mistakes()
     mistakes.check(_check_parallel, config.parallel_config)
     mistakes.check(_check_device, config.run, config.model, config.parallel_config)
-    mistakes.check(check_lora, config.lora, given, config.run.device)
+    mistakes.check(check_lora, config.lora, given)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(check_checkpoint, config.checkpoint)
     no_servers = "this run samples nothing, so it has no rollout server"

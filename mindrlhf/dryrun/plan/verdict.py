@@ -9,6 +9,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.dryrun.plan.memory import PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.plan import Machine, Model, Plan, prepare
 from mindrlhf.errors import UserError
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.system.sizes import format_size
 
 MAX_CHANGES = 3
@@ -102,8 +103,12 @@ def _reason(plan: Plan) -> str:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = []
-    if plan.config.lora.rank is not None and plan.config.run.device != "cpu":
-        notes.append(f"adapters are trained on run.device=cpu only so far; `train` refuses {plan.config.run.device}")
+    config = plan.config
+    if config.lora.rank is not None and config.run.device != "cpu" and not is_split(config.parallel_config):
+        notes.append(
+            f"on run.device={config.run.device} `train` takes adapters where parallel_config shards the model only: "
+            "set parallel_config.enable_parallel_optimizer to true"
+        )
     if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
         notes.append(
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
