@@ -9,14 +9,40 @@ from mindformers.parallel_core.process_group_config import ModelCommProcessGroup
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
+from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
+from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
+from mindrlhf.models.rotary import rotary_frequencies, score_scale
+
 
 def decoder_spec(config, dims):
-    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts."""
-    del dims  # MindFormers' config knows which layers have experts
-    return get_gpt_decoder_block_spec(config)
+    """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts.
+
+    Where YaRN turns whole heads their scores are scaled as on the CPU; see :func:`extend_rotation`.
+    """
+    spec = get_gpt_decoder_block_spec(config)
+    if extends_whole_heads(dims):
+        attention = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = attention
+    return spec
+
+
+def extends_whole_heads(dims) -> bool:
+    """Whether YaRN is asked for by a model without latent attention."""
+    return dims.yarn is not None and dims.latent is None
+
+
+def extend_rotation(model, dims) -> None:
+    """Give a GPTModel YaRN's frequencies; for latent attention MindFormers has them itself.
+
+    Its cells would multiply the angles by what cosines and sines are to be multiplied by (ApplyRotaryPosEmb, 1.9.0).
+    They are given the frequencies alone; scaling the scores by the square comes to the same.
+    """
+    if extends_whole_heads(dims):
+        model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
 
 
 class DecoderInputs(nn.Cell):

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import sanity_inputs
@@ -28,6 +29,7 @@ def compile_and_execute(
     shared_prompts: bool = False,
     images: Sequence[Sequence[np.ndarray]] = (),
     after_token: bool = False,
+    memory: Mapping[str, int | str | tuple[str, ...]] = MappingProxyType({}),
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -41,10 +43,12 @@ def compile_and_execute(
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
         images: of each call; see :func:`cpu_execution.run.execute`.
+        memory: keys of the section `memory`.
         after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
     """
+    changes = {"shared_prompts": shared_prompts, "memory": dict(memory)}
     requests = {
-        (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), shared_prompts=shared_prompts)
+        (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **changes)
         for size, layouts in all_layouts.items()
         for name, parallel in layouts.items()
         for cell in cells

@@ -37,7 +37,7 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     """
     parallel = start_sharding(config, rank)
     shares_prompts = config.training.packing == SHARED_PROMPTS
-    options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
+    options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature, "memory": config.memory}
     options["shared_prompts"] = shares_prompts
     options["num_image_rows"] = config.training.batch_size * row_lengths[-1]
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)

@@ -10,6 +10,7 @@ from mindspore.ops.operations import Morph
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.config.memory.section import WHOLE, MemorySection
 from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
@@ -42,6 +43,7 @@ def build_policy(
     *,
     row_length: int,
     temperature: float,
+    memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
 ) -> PolicyLogProbs:
@@ -50,6 +52,7 @@ def build_policy(
     Args:
         hf_config: its config.json.
         model: dtypes and recomputation.
+        memory: of its logits and activations.
         parallel: the layout, with `data_parallel` filled in.
         row_length: longest row.
         temperature: of sampling.
@@ -59,18 +62,24 @@ def build_policy(
         UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        network = _build_network(hf_config, model, parallel, row_length, shared_prompts, num_image_rows)
-        policy = PolicyLogProbs(network, temperature, "ascend")
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, num_image_rows)
+        policy = PolicyLogProbs(network, temperature, "ascend", memory.head_tile)
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
 
 
 def build_value_model(
-    hf_config: dict, model: ModelSection, parallel: ParallelSection, *, row_length: int, shared_prompts: bool = False
+    hf_config: dict,
+    model: ModelSection,
+    parallel: ParallelSection,
+    *,
+    row_length: int,
+    memory: MemorySection = WHOLE,
+    shared_prompts: bool = False,
 ) -> TokenScores:
     """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
     with no_init_parameters():
-        network = _build_network(hf_config, model, parallel, row_length, shared_prompts)
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts)
         critic = TokenScores(network, after_token=False)
     _place_in_last_stage(critic, critic.projection, parallel)
     return critic
@@ -80,6 +89,7 @@ def _build_network(
     hf_config: dict,
     model: ModelSection,
     parallel: ParallelSection,
+    memory: MemorySection,
     row_length: int,
     shared_prompts: bool,
     num_image_rows: int = 1,
@@ -92,6 +102,7 @@ def _build_network(
         device="ascend",
         parallel_config=dataclasses.asdict(parallel),
         recompute=model.recompute,
+        memory=memory,
         shared_prompts=shared_prompts,
         num_image_rows=num_image_rows,
     )

@@ -88,7 +88,7 @@ def build_sharded_supervised(config: SftConfig, row_lengths: tuple[int, ...], ra
         UserError: the model cannot be sharded this way, or its weights do not fit.
     """
     parallel = start_sharding(config, rank)
-    options: dict = {"row_length": row_lengths[-1], "temperature": 1.0}
+    options: dict = {"row_length": row_lengths[-1], "temperature": 1.0, "memory": config.memory}
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
     update = build_supervised_update(policy, config.optimizer, parallel)
     learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update, ()))
@@ -105,11 +105,11 @@ def build_sharded_preference(
     hf_config, length = read_hf_config(model.path), row_lengths[-1]
     reference = None
     if isinstance(config, RewardModelConfig):
-        scorer = build_value_model(scorer_config(hf_config), model, parallel, row_length=length)
+        scorer = build_value_model(scorer_config(hf_config), model, parallel, row_length=length, memory=config.memory)
         shard = scorer_shard(scorer, parallel, rank)
         update = build_coefficient_update(scorer, config.optimizer, parallel)
     else:
-        options: dict = {"row_length": length, "temperature": 1.0}
+        options: dict = {"row_length": length, "temperature": 1.0, "memory": config.memory}
         policy = build_policy(hf_config, model, parallel, **options)
         shard, update = shard_of(policy, parallel, rank), build_coefficient_update(policy, config.optimizer, parallel)
         if model.reference_path or config.dpo.reference == "live":
