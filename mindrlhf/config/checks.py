@@ -29,7 +29,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     # A plan knows no ranks, and trains nothing.
     check(check_lora, config.lora, given, config.run.device if world_size is not None else "")
     check(_check_adapters_reference, config)
-    check(check_memory, config.memory, config.model.recompute, config.run.device)
+    check(check_memory, config.memory, config.model.recompute, config.run.device, True, not config.rollout.ahead)
     check(check_algorithm, config, given)
     check(check_critic, config, given)
     check(_check_minibatches, config)
@@ -87,7 +87,7 @@ def _check_common(
     mistakes.check(_check_device, config.run, config.model, config.parallel_config)
     mistakes.check(check_lora, config.lora, given, config.run.device)
     has_head = not isinstance(config, RewardModelConfig)
-    mistakes.check(check_memory, config.memory, config.model.recompute, config.run.device, has_head)
+    mistakes.check(check_memory, config.memory, config.model.recompute, config.run.device, has_head, False)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(_check_keeps_no_best, config.checkpoint)
     no_servers = "this run samples nothing, so it has no rollout server"

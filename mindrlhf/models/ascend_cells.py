@@ -4,6 +4,7 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 (tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
 """
 
+import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
@@ -56,14 +57,17 @@ class DecoderInputs(nn.Cell):
         del dims  # MindFormers' rotary cell knows the angles
         self.embedding = model.embedding
         self.rotary = model.rotary_pos_emb
-        self.causal = Tensor(np.triu(np.ones((1, max_length, max_length), np.uint8), k=1))
+        # Small constants: a square one would be as large as the mask, on every rank.
+        places = np.arange(max_length, dtype=np.int32)
+        self.row_places, self.column_places = Tensor(places.reshape(1, -1, 1)), Tensor(places.reshape(1, 1, -1))
         dp, cp = config.data_parallel_size, config.context_parallel_size
         self.as_column = ops.ExpandDims().shard(((dp, cp),))
         self.as_row = ops.ExpandDims().shard(((dp, 1),))
         self.not_equal = ops.NotEqual().shard(((dp, cp, 1), (dp, 1, 1)))
         self.both = ops.LogicalAnd().shard(((dp, cp, 1), (dp, cp, 1)))
         self.cast = ops.Cast().shard(((dp, cp, 1),))
-        self.maximum = ops.Maximum().shard(((dp, cp, 1), (1, cp, 1)))
+        self.before = ops.Less().shard(((1, cp, 1), (1, 1, 1)))
+        self.either = ops.LogicalOr().shard(((dp, cp, 1), (1, cp, 1)))
         self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
         self.slice = ops.StridedSlice().shard(((1, 1, 1),))
         self.slice_rows = ops.StridedSlice().shard(((dp, 1, 1),))
@@ -82,8 +86,9 @@ class DecoderInputs(nn.Cell):
             other_prefix = self.not_equal(self.as_column(prefix_ids, 2), self.as_row(segment_ids, 1))
             other_segment = self.both(other_segment, other_prefix)
             rotary = self._by_row(rotary, positions)
-        causal = self.slice(self.causal, (0, 0, 0), (1, length, length), (1, 1, 1))
-        hidden = self.maximum(self.cast(other_segment, causal.dtype), causal)
+        rows = self.slice(self.row_places, (0, 0, 0), (1, length, 1), (1, 1, 1))
+        columns = self.slice(self.column_places, (0, 0, 0), (1, 1, length), (1, 1, 1))
+        hidden = self.cast(self.either(other_segment, self.before(rows, columns)), ms.uint8)
         return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), rotary
 
     def _channel(self, inputs, number):

@@ -16,6 +16,7 @@ MISTAKES = {
     "tiles on the CPU": (["memory.logit_positions=512"], ["'memory.logit_positions' is 512", "run.device=cpu"]),
     "words on the CPU": (["memory.logit_words=512"], ["'memory.logit_words' is 512", "remove it"]),
     "negative": ([ASCEND, "memory.logit_positions=-1"], ["'memory.logit_positions' is -1", "at least 0"]),
+    "offload on the CPU": (["memory.offload_optimizer=true"], ["run.device=cpu all is on the host"]),
     "no numbers": (["memory.recompute_layers=first"], ["'memory.recompute_layers' is 'first'", "such as 0-7,20"]),
     "a range backwards": (["memory.recompute_layers=7-0"], ["'memory.recompute_layers' is '7-0'", "turn it"]),
     "layers twice": (["memory.recompute_layers=0-3", "model.recompute=true"], ["recomputes all", "set that to false"]),
@@ -47,6 +48,14 @@ def test_a_reward_model_has_no_logits(load):
     assert load("dpo", ASCEND, "memory.logit_positions=512").memory.logit_positions == 512
     with pytest.raises(UserError, match="no logits"):
         load("rm", ASCEND, "memory.logit_positions=512")
+
+
+def test_offloading_needs_a_generator_on_the_same_devices(load):
+    assert load("train", ASCEND, "memory.offload_optimizer=true").memory.offload_optimizer
+    ahead = ["rollout.ahead=1", "rollout.env={ASCEND_RT_VISIBLE_DEVICES: '8'}"]
+    for kind, more in (("train", ahead), ("sft", []), ("dpo", []), ("rm", [])):
+        with pytest.raises(UserError, match="no generator takes turns"):
+            load(kind, ASCEND, "memory.offload_optimizer=true", *more)
 
 
 def test_layers_are_numbers_and_ranges():

@@ -8,13 +8,16 @@ from mindrlhf.errors import Mistakes, UserError
 _LAYERS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
 
-def check_memory(memory: MemorySection, recompute: bool, device: str, has_head: bool = True) -> None:
+def check_memory(
+    memory: MemorySection, recompute: bool, device: str, has_head: bool, shares_devices: bool
+) -> None:
     """Check the section.
 
     Args:
         recompute: `model.recompute`.
         device: that trains.
         has_head: the trained model has logits, not scores.
+        shares_devices: there is a generator, and it takes turns with training.
 
     Raises:
         UserError: all broken rules.
@@ -29,6 +32,12 @@ def check_memory(memory: MemorySection, recompute: bool, device: str, has_head: 
                 )
     if not has_head and memory.head_tile:
         mistakes.add("'memory.logit_positions' or logit_words is set, but a reward model has no logits: remove it")
+    if memory.offload_optimizer and device == "cpu":
+        mistakes.add("'memory.offload_optimizer' is true, but with run.device=cpu all is on the host: remove it")
+    elif memory.offload_optimizer and not shares_devices:
+        mistakes.add(
+            "'memory.offload_optimizer' is true, but no generator takes turns with training on its devices: remove it"
+        )
     mistakes.check(_check_layers, memory.recompute_layers)
     for name in ("recompute_layers", "recompute_operators"):
         if recompute and getattr(memory, name):

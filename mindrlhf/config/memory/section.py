@@ -28,6 +28,12 @@ class MemorySection:
         choices=OPERATORS,
     )
 
+    offload_optimizer: bool = key(
+        False,
+        "keep AdamW's moments and the gradient sums of a sharded model on the host between updates, so that the "
+        "generator's share can be larger",
+    )
+
     @property
     def head_tile(self) -> HeadTile:
         """Of how many logits there is memory at a time."""

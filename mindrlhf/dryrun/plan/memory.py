@@ -24,7 +24,7 @@ from mindrlhf.system.sizes import format_size
 
 ROLLOUT, OLD_LOGPROBS, UPDATE, TRANSFER = "rollout", "old log-probs", "update", "weight transfer"
 STEP = "optimizer step"
-RUNTIME = "runtime and HCCL"
+RUNTIME, MOMENTS, GRADIENT_SUMS = "runtime and HCCL", "AdamW moments", "gradient sums"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
@@ -115,9 +115,12 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, state)
-        memory.append(_phase(ROLLOUT, stage, resident, _rollout_items(inputs)))
+        between = resident
+        if config.memory.offload_optimizer:
+            between = [item for item in resident if item.name not in (MOMENTS, GRADIENT_SUMS)]
+        memory.append(_phase(ROLLOUT, stage, between, _rollout_items(inputs)))
         if needs_forward:
-            memory.append(_phase(OLD_LOGPROBS, stage, resident, _forward_items(inputs, stage)))
+            memory.append(_phase(OLD_LOGPROBS, stage, between, _forward_items(inputs, stage)))
         memory.append(_phase(UPDATE, stage, resident, _update_items(inputs, stage)))
         memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
         memory.append(_phase(TRANSFER, stage, resident, [_rollout_weights(inputs)]))
@@ -138,8 +141,8 @@ def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
     items = [
         MemoryItem("parameters", state.parameters, True, f"{num_weights:,} x {width} B"),
         MemoryItem("adapters", state.adapters, True, f"{num_trained:,} x {ADAPTER_BYTES} B"),
-        MemoryItem("AdamW moments", state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
-        MemoryItem("gradient sums", state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
+        MemoryItem(MOMENTS, state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
+        MemoryItem(GRADIENT_SUMS, state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
         MemoryItem(
             "gradient accumulators",
             state.accumulators,

@@ -109,6 +109,9 @@ def _notes(plan: Plan) -> tuple[str, ...]:
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
             "the nodes have it"
         )
+    if plan.config.memory.offload_optimizer:
+        state = max(state.moments + state.gradient_sums for state in plan.states)
+        notes.append(f"every rank keeps up to {format_size(state)} of optimizer state in host memory between updates")
     if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
         notes.append(
             f"the KV cache holds {plan.rollout.num_full_sequences:,} full sequences, fewer than rollout.max_num_seqs = "

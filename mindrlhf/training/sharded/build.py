@@ -16,6 +16,7 @@ from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
+from mindrlhf.training.sharded.offload import OffloadedState
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.policy_loss import build_policy_loss
@@ -42,7 +43,10 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     options["num_image_rows"] = config.training.batch_size * row_lengths[-1]
     policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
-    learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update))
+    shard = shard_of(policy, parallel, rank)
+    held = {one.name for one in shard.held}
+    offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
+    learner = ShardedLearner(shard, UpdateGraph.of(update), offloaded)
     reference = reference_source = None
     if config.algorithm.beta > 0:
         path = config.model.reference_path or config.model.path
