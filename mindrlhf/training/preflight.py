@@ -311,7 +311,8 @@ def _check_lora(lora: LoraSection, path: str, is_scorer: bool) -> None:
 
 def _check_layers(memory: MemorySection, path: str) -> None:
     hf_config = read_hf_config(path)
-    check_num_layers(memory, find_spec(hf_config).dims(hf_config).num_layers)
+    dims = find_spec(hf_config).dims(hf_config)
+    check_num_layers(memory, dims.num_layers, dims.has_dense_mlps)
 
 
 def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer | None) -> None:

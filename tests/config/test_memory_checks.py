@@ -20,9 +20,10 @@ MISTAKES = {
     "no numbers": (["memory.recompute_layers=first"], ["'memory.recompute_layers' is 'first'", "such as 0-7,20"]),
     "a range backwards": (["memory.recompute_layers=7-0"], ["'memory.recompute_layers' is '7-0'", "turn it"]),
     "layers twice": (["memory.recompute_layers=0-3", "model.recompute=true"], ["recomputes all", "set that to false"]),
-    "unknown operator": (["memory.recompute_operators=[norm]"], ["norm", "did you mean 'norms'?"]),
-    "an operator twice": (["memory.recompute_operators=[norms, norms]"], ["names an operator twice"]),
-    "activation of mlp": (["memory.recompute_operators=[mlp, activation]"], ["activation, which is in mlp"]),
+    "operators on the CPU": (["memory.recompute_operators=[mlp]"], ["recomputes whole layers"]),
+    "unknown operator": ([ASCEND, "memory.recompute_operators=[norm]"], ["norm", "did you mean 'norms'?"]),
+    "an operator twice": ([ASCEND, "memory.recompute_operators=[norms, norms]"], ["names an operator twice"]),
+    "activation of mlp": ([ASCEND, "memory.recompute_operators=[mlp, activation]"], ["activation, which is in mlp"]),
 }
 
 
@@ -64,3 +65,10 @@ def test_layers_are_numbers_and_ranges():
     check_num_layers(MemorySection(recompute_layers="0-7"), 8)
     with pytest.raises(UserError, match="names layer 8, but the model has 8"):
         check_num_layers(MemorySection(recompute_layers="8"), 8)
+
+
+def test_routed_experts_have_no_activation_of_their_own():
+    activation = MemorySection(recompute_operators=("activation",))
+    check_num_layers(activation, 8)
+    with pytest.raises(UserError, match="routed experts only: take mlp"):
+        check_num_layers(activation, 8, has_dense_mlps=False)

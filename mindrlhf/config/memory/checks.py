@@ -30,6 +30,8 @@ def check_memory(
                     f"'memory.{name}' is {getattr(memory, name)}, but run.device=cpu always computes logits in tiles "
                     "of its own: remove it"
                 )
+    if memory.recompute_operators and device == "cpu":
+        mistakes.add("'memory.recompute_operators' is set, but run.device=cpu recomputes whole layers: remove it")
     if not has_head and memory.head_tile:
         mistakes.add("'memory.logit_positions' or logit_words is set, but a reward model has no logits: remove it")
     if memory.offload_optimizer and device == "cpu":
@@ -58,12 +60,17 @@ def _check_layers(text: str) -> None:
         raise UserError(f"'memory.recompute_layers' is {text!r}, where a range ends before it begins: turn it")
 
 
-def check_num_layers(memory: MemorySection, num_layers: int) -> None:
-    """Check that the model has the layers that are named.
+def check_num_layers(memory: MemorySection, num_layers: int, has_dense_mlps: bool = True) -> None:
+    """Check that the model has what is named: layers, and MLPs that are no routed experts.
 
     Raises:
         UserError: it does not.
     """
+    if ACTIVATION in memory.recompute_operators and not has_dense_mlps:
+        raise UserError(
+            "'memory.recompute_operators' has activation, but the model has routed experts only: take mlp, or leave it "
+            "out"
+        )
     last = max(memory.layers, default=0)
     if last >= num_layers:
         raise UserError(

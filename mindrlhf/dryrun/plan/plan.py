@@ -143,7 +143,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
             f"'model.train_vision' is {config.model.train_vision}, but the plan knows frozen towers only: set it to "
             "none"
         )
-    check_num_layers(config.memory, model.dims.num_layers)
+    check_num_layers(config.memory, model.dims.num_layers, model.dims.has_dense_mlps)
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
     if is_split(config.parallel_config):
