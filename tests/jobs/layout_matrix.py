@@ -74,8 +74,20 @@ _ALL_LAYOUTS = {
     # Models that see, whose image rows come in as a parameter.
     "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
     "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
+    # Logits in tiles, and recomputation: see _MEMORY.
+    "qwen2-mp2-tiles": (QWEN2, 1, 2, 1, 1, {}, {}),
+    "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": (QWEN2, 2, 2, 2, 2, SP | ZERO, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
+}
+# Keys of the section `memory`.
+_MEMORY = {
+    "qwen2-mp2-tiles": {"logit_positions": 24, "logit_words": 200},
+    "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": {
+        "logit_positions": 8,
+        "recompute_layers": "0",
+        "recompute_operators": ("attention", "norms", "activation"),
+    },
 }
 # Those that are counted by hand, and combinations in which every axis takes part; the others nightly.
 _OF_EVERY_DAY = (
@@ -122,4 +134,5 @@ def request(name: str) -> CompileRequest:
         seq_length=SEQ_LENGTH,
         cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
         shared_prompts=name.endswith("-shared"),
+        memory=_MEMORY.get(name, {}),
     )
