@@ -49,7 +49,8 @@ class VllmEngine:
         self._vision = VisionModel.of(config["model_dir"])
         self._image_items: dict[str, MultiModalKwargsItem] = {}  # of the batch, by digest
         cpu.do_without_lscpu()
-        is_alone = config["tensor_parallel_size"] == 1 and cpu.is_known()
+        self._has_workers = config["tensor_parallel_size"] > 1
+        is_alone = not self._has_workers and cpu.is_known()
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
@@ -179,8 +180,13 @@ class VllmEngine:
                 trace.rename(trace.with_name(f"step_{self._profiled_step}_{trace.name}"))
 
     def close(self) -> None:
-        """Stop vLLM's worker processes, if it has any."""
-        self._engine.engine_core.shutdown()
+        """Stop vLLM's worker processes, if it has any.
+
+        What is in this process ends with it: vLLM's own way out would collect garbage for seconds, to free memory that
+        nobody uses again.
+        """
+        if self._has_workers:
+            self._engine.engine_core.shutdown()
 
     def _features(self, prompt: Sequence[int], images: Sequence[SentImage]) -> list[MultiModalFeatureSpec]:
         if self._vision is None:
