@@ -131,9 +131,9 @@ def layer_bytes(
 def _recomputed_bytes(operator: str, widths: LayerWidths, layout: Layout, element_bytes: int) -> float:
     """Bytes of one token that are not kept when an operator is computed again: those between its inputs and outputs."""
     tensor = layout.model_parallel
-    if operator == NORMS:  # their outputs, and the casts of their inputs to float32
-        casts = 2 * widths.hidden * (NORM_BYTES - element_bytes) / _sequence_split(layout)
-        return 2 * widths.hidden * element_bytes + casts
+    if operator == NORMS:  # the casts of their inputs to float32; and their outputs, unless those are gathered
+        split = _sequence_split(layout)
+        return 2 * widths.hidden * ((NORM_BYTES - element_bytes) / split + (element_bytes if split == 1 else 0))
     if operator == ATTENTION:
         return (widths.context * element_bytes + widths.num_heads * SOFTMAX_STATISTICS_BYTES) / tensor
     return (2 if operator == ACTIVATION else 4) * widths.mlp * element_bytes / tensor

@@ -47,8 +47,8 @@ def test_layers_that_are_recomputed_keep_their_input():
     "operator, per_token",
     [
         ("attention", (HIDDEN * 2 + 28 * 64) // SPLIT),
-        # Outputs of two norms, which are gathered; their inputs as float32 instead of bfloat16, which are not.
-        ("norms", 2 * HIDDEN * 2 + 2 * HIDDEN * 2 // SPLIT),
+        # Inputs of two norms as float32 instead of bfloat16. Their outputs are kept where they are gathered.
+        ("norms", 2 * HIDDEN * 2 // SPLIT),
         ("activation", 2 * MLP * 2 // SPLIT),
         ("mlp", 4 * MLP * 2 // SPLIT),
     ],
@@ -59,6 +59,12 @@ def test_operators_that_are_recomputed_keep_no_output(operator, per_token):
         for more in ([], [f"memory.recompute_operators=[{operator}]"])
     )
     assert without - some == LAYERS * POSITIONS * per_token
+
+
+def test_norms_that_gather_nothing_keep_no_output_either():
+    whole = ["model.recompute=false", "parallel_config.use_seq_parallel=false"]
+    without, some = (items(*whole, *more)["activations"] for more in ([], ["memory.recompute_operators=[norms]"]))
+    assert without - some == LAYERS * POSITIONS * 2 * HIDDEN * (2 + 2)
 
 
 def test_offloaded_state_leaves_room_for_the_generator():
