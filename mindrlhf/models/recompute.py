@@ -8,7 +8,12 @@ from mindrlhf.config.memory.section import ACTIVATION, ATTENTION, MLP, NORMS, Me
 _PATHS = {
     ATTENTION: ("self_attention.core_attention",),
     NORMS: ("input_layernorm", "pre_mlp_layernorm"),
-    ACTIVATION: ("mlp.activation_func", "mlp.mul", "mlp.shared_experts.activation_func", "mlp.shared_experts.mul"),
+    # The second product reads a reshaped view, which would keep the operators' result.
+    ACTIVATION: tuple(
+        f"{mlp}.{name}"
+        for mlp in ("mlp", "mlp.shared_experts")
+        for name in ("activation_func.silu", "mul", "linear_fc2.reshape")
+    ),
     MLP: ("mlp",),
 }
 
