@@ -1,12 +1,21 @@
 """What several test modules need: the order of tests, shared data, the rollout interpreter."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 SYSTEM_TESTS = Path(__file__).parent / "jobs"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the runs of one test run compiled graphs of their own, which all its processes share."""
+    if not hasattr(config, "workerinput") and "MINDRLHF_GRAPH_CACHE" not in os.environ:
+        directory = tempfile.TemporaryDirectory(prefix="mindrlhf-test-graphs-")
+        os.environ["MINDRLHF_GRAPH_CACHE"] = directory.name
+        config.add_cleanup(directory.cleanup)
 
 
 # Files of jobs that take longest, which begin first, so that no process is left with one of them at the end.

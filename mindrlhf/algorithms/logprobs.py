@@ -1,8 +1,11 @@
 """Token log-probabilities and entropy from hidden states: graph cells."""
 
+import itertools
+
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
 from mindrlhf.algorithms import vocabulary
 from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
@@ -106,6 +109,20 @@ def _split_pick(num_parts: int):
     )
 
 
+_kernel_numbers = itertools.count(1)
+
+
+def _name_kernel(kernel: ops.Custom, function) -> None:
+    """Give a Python function that a graph calls a number that is the same in every process that builds the same model.
+
+    MindSpore's own is the function's address, under which the next process knows another function, or none.
+    """
+    number = next(_kernel_numbers)
+    add_pyfunc(number, function)
+    kernel.add_prim_attr("fn_id", number)
+    kernel.add_prim_attr("uniq_name", f"kernel_{number}")
+
+
 class TiledTokenLogProbs(nn.Cell):
     """The same values through the tiled NumPy kernels of :mod:`mindrlhf.algorithms.vocabulary` (CPU, float32).
 
@@ -141,6 +158,8 @@ class TiledTokenLogProbs(nn.Cell):
             out_dtype=lambda hidden, *others: hidden,
             func_type="pyfunc",
         )
+        _name_kernel(self.forward_kernel, forward)
+        _name_kernel(self.backward_kernel, backward)
 
     def bind(self) -> None:
         """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""

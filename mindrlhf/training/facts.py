@@ -30,6 +30,10 @@ _PROBE_TIMEOUT_S = 60
 _EDGE_BYTES = 1 << 16
 _DIGEST_CHARS = 16
 _MODEL_KEYS = ("model.path", "model.reference_path", "critic.path", "reward.model_path")
+# What a run does around its graphs; a temperature is a constant of their cells.
+_NOT_OF_GRAPHS = ("run.", "data.", "reward.", "tools.", "sandbox.", "rollout.", "optimizer.", "evaluation.")
+_NOT_OF_GRAPHS += ("checkpoint.", "guard.", "observe.", "profiler.")
+_GRAPH_RUN_KEYS = ("run.seed", "run.device", "run.deterministic")
 _SAME_SOFTWARE = "install the same on all nodes, or use one installation that they share"
 _SAME_FILES = "copy the files of one node to the others, or use a directory that they share"
 
@@ -61,6 +65,18 @@ def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> li
             for key, value in data_fingerprint(vars(config.data)).items()
         ),
     ]
+
+
+def graph_facts(config: AnyConfig) -> list[str]:
+    """Return what compiled graphs may depend on, beside their cells: settings, and the models' own configs."""
+    values = _flatten(dataclasses.asdict(config))
+    facts = [
+        f"{name}={value}"
+        for name, value in values.items()
+        if name in _GRAPH_RUN_KEYS or not name.startswith(_NOT_OF_GRAPHS) and name not in _MODEL_KEYS
+    ]
+    paths = [Path(values[key], "config.json") for key in _MODEL_KEYS if values.get(key)]
+    return [*facts, *(path.read_text() for path in paths if path.is_file())]
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

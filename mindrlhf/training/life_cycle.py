@@ -11,6 +11,7 @@ from mindrlhf.config.parse import write_config
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
+from mindrlhf.layout.feasibility import is_split
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import REPORT_NAME
 from mindrlhf.observe.run_data import STARTS_NAME
@@ -26,6 +27,7 @@ from mindrlhf.training.checkpoints.run import (
     check_output,
     holding_directories,
 )
+from mindrlhf.training.facts import graph_facts
 from mindrlhf.training.profiling.ranks import ProfiledWorker, Servers
 from mindrlhf.training.profiling.steps import StepProfiler
 from mindrlhf.training.runtime import Rank, is_first_of_node, is_rank_0_process, start_runtime
@@ -142,6 +144,10 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)
         heartbeat.enter(heartbeat.JOINED)
+        if config.run.device == "cpu" and not is_split(config.parallel_config):
+            from mindrlhf.models.graph_cache import open_graph_cache
+
+            open_graph_cache(graph_facts(config), rank.index)
         worker = training.build_worker(rank)
         if config.profiler.steps:
             worker = ProfiledWorker(worker, config.profiler, output_dir, rank, training.servers())

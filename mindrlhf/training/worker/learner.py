@@ -14,6 +14,7 @@ from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.models.graph_cache import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.training.checkpoints.shards import SavesState
@@ -102,8 +103,8 @@ class Learner(CountsCompiles, SavesState):
         self.count_compile("update", rows)
         self.policy.bind()
         inputs = [ms.Tensor(value) for value in values]
-        statistics, logprobs = self._gradients(
-            *model_tensors(self.network, rows), *inputs, ms.Tensor(num_tokens, ms.float32)
+        statistics, logprobs = run_graph(
+            self._gradients, *model_tensors(self.network, rows), *inputs, ms.Tensor(num_tokens, ms.float32)
         )
         return statistics.asnumpy().astype(np.float64), logprobs.asnumpy()
 

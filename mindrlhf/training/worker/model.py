@@ -14,6 +14,7 @@ from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
+from mindrlhf.models.graph_cache import run_graph
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank
@@ -107,7 +108,7 @@ class WholeModel(RankModel):
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`RankModel.logprobs`."""
         self.policy.bind()
-        return self.policy(*model_tensors(self.network, rows))[0].asnumpy().copy()
+        return run_graph(self.policy, *model_tensors(self.network, rows))[0].asnumpy().copy()
 
     def copy_from(self, other: "WholeModel") -> None:
         """See :meth:`RankModel.copy_from`."""

@@ -1,0 +1,136 @@
+"""Graphs from the disk compute what compiled ones do, in any order; what was changed or damaged is compiled again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindrlhf.models import graph_cache
+
+# Each graph is a name, a constant and a number of rows; MindSpore's numbering of graphs is one of the whole process.
+PROGRAM = """
+import json, sys
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindrlhf.algorithms.logprobs import TiledTokenLogProbs
+from mindrlhf.models import graph_cache
+
+ms.set_context(mode=ms.GRAPH_MODE)
+
+
+class Scaled(nn.Cell):
+    def __init__(self, constant):
+        super().__init__()
+        self.constant = constant
+        self.kernel = TiledTokenLogProbs(ms.Parameter(ms.Tensor(np.eye(3, 2, dtype=np.float32) * constant), "weight"))
+
+    def construct(self, hidden, labels, mask):
+        return self.kernel(hidden * self.constant, labels, mask)[0]
+
+
+graph_cache.open_graph_cache(["facts"])
+answers = []
+cells = {}
+for constant, rows in json.loads(sys.argv[1]):
+    if constant not in cells:
+        cells[constant] = Scaled(constant)
+    cell = cells[constant]
+    cell.kernel.bind()
+    hidden = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2) / 8
+    labels, mask = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, np.float32)
+    before = graph_cache._cache.num_found
+    for _ in range(2):
+        answer = graph_cache.run_graph(cell, *map(ms.Tensor, (hidden, labels, mask))).asnumpy()
+    answers.append((answer.tobytes().hex(), graph_cache._cache.num_found - before))
+print(json.dumps(answers))
+"""
+
+
+def run(graphs: list[tuple[float, int]], directory: Path) -> list[tuple[str, int]]:
+    """Return the bytes of each graph's answer, and whether the graph was found, of a process of its own."""
+    program = directory.parent / "program.py"
+    program.write_text(PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, program, json.dumps(graphs)],
+        env={**os.environ, "MINDRLHF_GRAPH_CACHE": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [tuple(answer) for answer in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def expected(constant: float, rows: int) -> np.ndarray:
+    hidden = np.arange(2 * rows).reshape(rows, 2) / 8 * constant
+    logits = hidden @ (np.eye(3, 2) * constant).T
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(rows), np.arange(rows) % 3]
+
+
+def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(tmp_path):
+    directory = tmp_path / "graphs"
+    compiled = run([(1.0, 4), (2.0, 4)], directory)
+    assert [found for _, found in compiled] == [0, 0]
+    for (answer, _), constant in zip(compiled, (1.0, 2.0)):
+        np.testing.assert_allclose(np.frombuffer(bytes.fromhex(answer), np.float32), expected(constant, 4), atol=1e-6)
+    # The kernels are numbered in the order in which models are built: it is part of what a graph is.
+    again = run([(1.0, 4), (1.0, 5), (2.0, 4), (3.0, 4)], directory)
+    assert [found for _, found in again] == [1, 0, 1, 0]
+    assert [again[0][0], again[2][0]] == [answer for answer, _ in compiled]
+    for (answer, _), graph in zip(again, [(1.0, 4), (1.0, 5), (2.0, 4), (3.0, 4)]):
+        np.testing.assert_allclose(np.frombuffer(bytes.fromhex(answer), np.float32), expected(*graph), atol=1e-6)
+
+    kept = sorted(directory.glob("*/graph.mindir"))
+    assert len(kept) == 4
+    for path in kept:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.chmod(0o600)
+        path.write_bytes(content)
+    mended = run([(1.0, 4), (2.0, 4)], directory)
+    assert mended == compiled
+    assert {path.name for path in directory.iterdir() if path.name.startswith(".new-")} == set()
+
+
+def test_a_place_that_others_can_write_is_not_used(tmp_path, monkeypatch, capsys):
+    directory = tmp_path / "graphs"
+    directory.mkdir()
+    directory.chmod(0o777)
+    monkeypatch.setenv("MINDRLHF_GRAPH_CACHE", str(directory))
+    monkeypatch.setattr(graph_cache, "_cache", None)
+    graph_cache.open_graph_cache([])
+    assert graph_cache._cache is None
+    assert capsys.readouterr().out == f"mindrlhf: compiled graphs are not kept: {directory} can be written by others\n"
+
+
+@pytest.mark.parametrize(
+    "variables, place",
+    [
+        ({"MINDRLHF_GRAPH_CACHE": "/a/b", "HOME": "/h"}, "/a/b"),
+        ({"MINDRLHF_GRAPH_CACHE": "off", "HOME": "/h"}, None),
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/mindrlhf/graphs"),
+        ({"HOME": "/h"}, "/h/.cache/mindrlhf/graphs"),
+        ({}, None),
+    ],
+)
+def test_where_graphs_are_kept(variables, place, monkeypatch):
+    for name in ("MINDRLHF_GRAPH_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert graph_cache.cache_dir() == (place and Path(place))
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_cache, "MAX_BYTES", 250)
+    for number, name in enumerate("abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "graph.mindir").write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (number, number))
+    graph_cache._make_room(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"]
