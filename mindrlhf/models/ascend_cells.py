@@ -66,8 +66,10 @@ class DecoderInputs(nn.Cell):
         self.not_equal = ops.NotEqual().shard(((dp, cp, 1), (dp, 1, 1)))
         self.both = ops.LogicalAnd().shard(((dp, cp, 1), (dp, cp, 1)))
         self.cast = ops.Cast().shard(((dp, cp, 1),))
-        self.before = ops.Less().shard(((1, cp, 1), (1, 1, 1)))
-        self.either = ops.LogicalOr().shard(((dp, cp, 1), (1, cp, 1)))
+        self.no_more_than = ops.Minimum().shard(((dp, cp, 1), ()))
+        self.add_places = ops.Add().shard(((dp, cp, 1), (1, cp, 1)))
+        self.before = ops.Less().shard(((dp, cp, 1), (1, 1, 1)))
+        self.either = ops.LogicalOr().shard(((dp, cp, 1), (dp, cp, 1)))
         self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
         self.slice = ops.StridedSlice().shard(((1, 1, 1),))
         self.slice_rows = ops.StridedSlice().shard(((dp, 1, 1),))
@@ -88,6 +90,8 @@ class DecoderInputs(nn.Cell):
             rotary = self._by_row(rotary, positions)
         rows = self.slice(self.row_places, (0, 0, 0), (1, length, 1), (1, 1, 1))
         columns = self.slice(self.column_places, (0, 0, 0), (1, 1, length), (1, 1, 1))
+        # Zeros, which the compiler cannot know: it would fold a comparison of constants into a square one.
+        rows = self.add_places(self.no_more_than(self.as_column(segment_ids, 2), 0), rows)
         hidden = self.cast(self.either(other_segment, self.before(rows, columns)), ms.uint8)
         return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), rotary
 
