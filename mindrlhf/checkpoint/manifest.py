@@ -82,8 +82,11 @@ def below(name: str, checksums: Mapping[str, str]) -> dict[str, str]:
     return {f"{name}/{path}": checksum for path, checksum in checksums.items()}
 
 
-def verify(directory: Path) -> None:
+def verify(directory: Path, unlisted: re.Pattern[str] | None = None) -> None:
     """Compare ``directory`` with its manifest, reading every file once.
+
+    Args:
+        unlisted: relative paths of files that may lie there beside what is listed; who reads them checks them.
 
     Raises:
         DamagedDirectory: the manifest is missing or damaged; a file is missing, not listed, of another size or
@@ -100,10 +103,10 @@ def verify(directory: Path) -> None:
                 raise DamagedDirectory(f"{directory / name} is missing")
         for name in files:
             # An extra file is not harmless: an index of shards, for one, decides which files are read.
-            if name not in listed:
+            if name not in listed and not (unlisted and unlisted.fullmatch(name)):
                 raise DamagedDirectory(f"{directory / name} is not listed in {MANIFEST_NAME}")
-        for name, path in files.items():
-            _check_file(path, listed[name])
+        for name, entry in listed.items():
+            _check_file(files[name], entry)
     except OSError as error:
         raise DamagedDirectory(f"{error.filename or directory} cannot be read: {error.strerror}") from error
 

@@ -51,11 +51,15 @@ class CheckpointStore:
         matches = [_STEP_NAME.fullmatch(name) for name in os.listdir(self.save_dir)]
         return sorted({int(match[1]) for match in matches if match and match[0] == self.path(int(match[1])).name})
 
-    def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, None when there is none; each damaged one is a warning on stderr."""
+    def latest(self, unlisted: re.Pattern[str] | None = None) -> Path | None:
+        """Return the newest whole checkpoint, None when there is none; each damaged one is a warning on stderr.
+
+        Args:
+            unlisted: see :func:`mindrlhf.checkpoint.manifest.verify`.
+        """
         for step in reversed(self.steps()):
             try:
-                verify(self.path(step))
+                verify(self.path(step), unlisted)
             except DamagedDirectory as damage:
                 print(f"warning: checkpoint {self.path(step)} is skipped: {damage}", file=sys.stderr, flush=True)
             else:

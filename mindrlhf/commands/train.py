@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,13 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
     parser.add_argument("--node-rank", type=int, metavar="K", help="number of this machine among them, from 0 on")
     parser.add_argument(
         "--master", metavar="ADDRESS:PORT", help="where the machine with --node-rank 0 listens for the others"
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="machines beside those of --nodes that wait to take a lost one's place at a restart (default: 0)",
     )
     parser.add_argument("--hostfile", metavar="FILE", help="run this command on all hosts of a file, through ssh")
     parser.add_argument(
@@ -82,20 +89,21 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
-    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ)
+    _check_spares(arguments)
+    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ, arguments.spares)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
-    ranks = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
+    sizes = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
     options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
     with says():
-        checked = check_run(command, arguments.config, overrides, **ranks, **options)
+        checked = check_run(command, arguments.config, overrides, **sizes, **options)
     config = checked.config
+    _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
-    again = _again(arguments, overrides, place)
-    what = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
 
     def start(resume: bool, **peers: Any) -> int:
-        print(f"mindrlhf: starting {what}; logs: {log_dir}", flush=True)
+        ranks = f"{arguments.workers} rank{'s' if arguments.workers > 1 else ''}"
+        print(f"mindrlhf: starting {ranks}; logs: {log_dir}", flush=True)
         return launch(
             ["-m", "mindrlhf.training.main", command, arguments.config, *overrides, *["--resume"] * resume],
             arguments.workers,
@@ -104,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
             start_timeout_s=config.run.start_timeout_s,
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
-            advice=lambda: _advice(newest_checkpoint(config), again),
+            advice=lambda: _advice(newest_checkpoint(config), _again(arguments, overrides, place)),
             env=_terminal_width(),
             says_stages=True,
             **peers,
@@ -138,9 +146,33 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
     options += ["--oversubscribe"] * arguments.oversubscribe
     if place:
-        options += ["--nodes", str(place.num_nodes), "--node-rank", str(place.node)]
+        options += ["--nodes", str(place.num_nodes), *_spares_option(place.num_spares), "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
     return shlex.join(["mindrlhf", arguments.command, arguments.config, *overrides, *options])
+
+
+def _spares_option(num_spares: int) -> list[str]:
+    return ["--spares", str(num_spares)] if num_spares else []
+
+
+def _check_spares(arguments: argparse.Namespace) -> None:
+    from mindrlhf.errors import UserError
+
+    if arguments.spares and not arguments.max_restarts:
+        raise UserError(
+            f"--spares is {arguments.spares}, but --max-restarts is 0: a spare takes a lost node's place when the run "
+            "starts again; give --max-restarts N"
+        )
+
+
+def _check_spare_disks(arguments: argparse.Namespace, config: Any) -> None:
+    from mindrlhf.errors import UserError
+
+    if arguments.spares and config.checkpoint.node_local:
+        raise UserError(
+            f"--spares is {arguments.spares}, but with checkpoint.node_local a spare has no checkpoint on its disk: "
+            "leave out --spares, or give checkpoint.save_dir a directory that all nodes share"
+        )
 
 
 @dataclass(frozen=True)
@@ -166,14 +198,14 @@ class _Run:
         """The same on several nodes, of which this is number 0, which says what all do."""
         from mindrlhf.launch.nodes.first import FirstNode
         from mindrlhf.launch.nodes.secret import make_secret, remove_secret
-        from mindrlhf.launch.nodes.shared import probes, shared_facts
+        from mindrlhf.launch.nodes.shared import probes
         from mindrlhf.training.checkpoints.run import check_output, holding_directories
 
         output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
         with holding_directories(self.config, f"mindrlhf {self.command}"):
             check_output(self.config, resume=self.is_resumed)
-            facts = [*find_facts(), *shared_facts(self._directories(), None)]
-            with probes(self._directories()) as numbers:
+            facts = [*find_facts(), *self._disk_facts(None)]
+            with probes({key: directory for part in self._directories() for key, directory in part.items()}) as numbers:
                 with FirstNode(place, make_secret(output_dir), facts, numbers, limit_s) as nodes:
                     start = partial(self.start, peers=nodes)
                     code = self._with_restarts(lambda resume: nodes.attempt(resume, start))
@@ -186,14 +218,13 @@ class _Run:
         from mindrlhf.errors import UserError
         from mindrlhf.launch.nodes.other import OtherNode
         from mindrlhf.launch.nodes.secret import wait_for_secret
-        from mindrlhf.launch.nodes.shared import shared_facts
 
         limit_s = self.config.run.start_timeout_s
         secret = wait_for_secret(Path(self.config.run.output_dir), limit_s)
         node = OtherNode(
             place,
             secret,
-            lambda numbers: [*find_facts(), *shared_facts(self._directories(), numbers)],
+            lambda numbers: [*find_facts(), *self._disk_facts(numbers)],
             self.log_dir,
             limit_s=limit_s,
             rejoins=self.max_restarts > 0,
@@ -205,10 +236,19 @@ class _Run:
             raise
         return node.serve(partial(self.start, peers=node))
 
-    def _directories(self) -> dict[str, Path]:
+    def _directories(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Return, by config key, the directories that all nodes share, and those that each has for itself."""
         from mindrlhf.training.checkpoints.run import save_dir
 
-        return {"run.output_dir": Path(self.config.run.output_dir), "checkpoint.save_dir": save_dir(self.config)}
+        shared = {"run.output_dir": Path(self.config.run.output_dir)}
+        saved = {"checkpoint.save_dir": save_dir(self.config)}
+        return (shared, saved) if self.config.checkpoint.node_local else (shared | saved, {})
+
+    def _disk_facts(self, numbers: Mapping[str, str] | None) -> list:
+        from mindrlhf.launch.nodes.shared import own_facts, shared_facts
+
+        shared, own = self._directories()
+        return [*shared_facts(shared, numbers), *own_facts(own, numbers)]
 
     def _with_restarts(self, start: Callable[[bool], int]) -> int:
         from mindrlhf.launch.restarts import run_with_restarts
@@ -235,7 +275,8 @@ def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resume
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
     words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
     words += ["--oversubscribe"] * arguments.oversubscribe
-    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master)
+    _check_spares(arguments)
+    return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master, arguments.spares)
 
 
 def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Callable[[], list]:
@@ -245,6 +286,7 @@ def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Cal
     options = {
         "--workers": arguments.workers,
         "--nodes": place.num_nodes,
+        "--spares": place.num_spares,
         "--max-restarts": arguments.max_restarts,
     }
     return partial(run_facts, arguments.command, config, options)

@@ -10,7 +10,7 @@ from mindrlhf.config.memory.checks import check_memory
 from mindrlhf.config.offline_sections import DpoSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
-from mindrlhf.config.watching_sections import check_profiler
+from mindrlhf.config.watching_sections import check_checkpoint, check_profiler
 from mindrlhf.errors import Mistakes, UserError
 
 _SPLITTING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
@@ -44,6 +44,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_evaluation, config, given)
     check(_check_rollout_dtype, config)
     check(_check_guard, config.guard)
+    check(check_checkpoint, config.checkpoint, True)
     check(_check_trackers, config.observe, given)
     check(_check_tools, config, given)
     check(_check_msprobe, config, given)
@@ -89,7 +90,7 @@ def _check_common(
     has_head = not isinstance(config, RewardModelConfig)
     mistakes.check(check_memory, config.memory, config.model.recompute, config.run.device, has_head, False)
     mistakes.check(_check_schedule, config.optimizer, given)
-    mistakes.check(_check_keeps_no_best, config.checkpoint)
+    mistakes.check(check_checkpoint, config.checkpoint)
     no_servers = "this run samples nothing, so it has no rollout server"
     mistakes.check(check_profiler, config.profiler, given, config.run.max_steps, world_size, no_servers)
     mistakes.check(_check_trackers, config.observe, given)
@@ -129,13 +130,6 @@ def _check_adapters_reference(config: GrpoConfig) -> None:
         raise UserError(
             "'algorithm.sync_ref_model' is true, but with lora.rank the reference model is the policy without its "
             "adapters: set it to false"
-        )
-
-
-def _check_keeps_no_best(checkpoint: sections.CheckpointSection) -> None:
-    if checkpoint.keep_best:
-        raise UserError(
-            "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
         )
 
 

@@ -7,6 +7,7 @@ from mindrlhf.config.keys import section
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.parse import root_config
+from mindrlhf.config.watching_sections import CheckpointSection
 
 
 @root_config
@@ -30,7 +31,7 @@ class GrpoConfig:
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
@@ -50,7 +51,7 @@ class SftConfig:
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
 
@@ -69,7 +70,7 @@ class DpoConfig:
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
 
@@ -88,6 +89,6 @@ class RewardModelConfig:
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
-    checkpoint: sections.CheckpointSection = section(sections.CheckpointSection, "the checkpoints")
+    checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")

@@ -382,18 +382,3 @@ class EvaluationSection:
     )
     sets: dict[str, str] = key({}, "further sets, reported beside `data.eval_file`, as `name: MindRecord file`")
     verifiers: dict[str, str] = key({}, "accuracy in a further set, as `name: verifier`; `verifier` unless given")
-
-
-@dataclass(frozen=True)
-class CheckpointSection:
-    """Run state on disk."""
-
-    every_steps: int = key(100, "steps between checkpoints; 0 means only the final export", minimum=0)
-    keep_last: int = key(2, "newest checkpoints kept", minimum=1)
-    keep_best: bool = key(
-        False, "save a checkpoint at each evaluation whose accuracy is the best so far, and keep the best one"
-    )
-    asynchronous: bool = key(
-        True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
-    )
-    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)

@@ -1,4 +1,4 @@
-"""What watches a run: guards, reports and dumps. The other sections are in :mod:`mindrlhf.config.sections`."""
+"""What watches a run and keeps its state. The other sections are in :mod:`mindrlhf.config.sections`."""
 
 from dataclasses import dataclass
 
@@ -92,6 +92,50 @@ class ProfilerSection:
     ranks: tuple[int, ...] = key((), "ranks that are recorded, beside rank 0; empty: all of them", minimum=0)
     mindspore: bool = key(False, "run MindSpore's profiler too, on the ranks and in the steps above")
     vllm: bool = key(False, "run vLLM's profiler too, on all rollout servers in the steps above")
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Run state on disk."""
+
+    every_steps: int = key(100, "steps between checkpoints; 0 means only the final export", minimum=0)
+    keep_last: int = key(2, "newest checkpoints kept", minimum=1)
+    keep_best: bool = key(
+        False, "save a checkpoint at each evaluation whose accuracy is the best so far, and keep the best one"
+    )
+    asynchronous: bool = key(
+        True, "write in the background, from a copy of weights and optimiser in memory; false stops the run meanwhile"
+    )
+    save_dir: str = key("", "where checkpoints go; empty means `checkpoints` in `run.output_dir`", is_path=True)
+    node_local: bool = key(
+        False, "`checkpoint.save_dir` is a disk of each node's own, where it keeps what its ranks hold; see cluster.md"
+    )
+
+
+def check_checkpoint(checkpoint: CheckpointSection, knows_best: bool = False) -> None:
+    """Check where and when state is saved.
+
+    Args:
+        knows_best: the command evaluates what it trains as a whole.
+
+    Raises:
+        UserError: all broken rules.
+    """
+    mistakes = Mistakes()
+    if checkpoint.keep_best and not knows_best:
+        mistakes.add(
+            "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
+        )
+    if checkpoint.node_local and not checkpoint.save_dir:
+        mistakes.add(
+            "'checkpoint.node_local' is true, but checkpoint.save_dir is empty: name a directory on each node's disk"
+        )
+    if checkpoint.node_local and checkpoint.keep_last < 2:
+        mistakes.add(
+            f"'checkpoint.keep_last' is {checkpoint.keep_last}, but with checkpoint.node_local a node that dies while "
+            "others finish a checkpoint has only the one before: give at least 2"
+        )
+    mistakes.raise_if_any()
 
 
 def check_profiler(

@@ -300,7 +300,7 @@ class _Watch:
                 say("SIGTERM received, but rank 0 takes no notice in its first step: stopping all processes")
                 return 128 + signal.SIGTERM
             if (self._run.msrun_returncode or 0) < 0:
-                say(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
+                self._tell(f"msrun {describe_end(self._run.msrun_returncode)}; logs: {self._log_dir}")
                 return exit_code(self._run.msrun_returncode)
             if (culprit := self._run.find_culprit()) is not None:
                 meeting = self._joining.look(self._health.activities())
@@ -315,7 +315,7 @@ class _Watch:
                 return ending.code
             if (returncode := self._run.msrun_returncode) is not None:
                 if returncode != 0:
-                    say(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
+                    self._tell(f"msrun {describe_end(returncode)}; see {self._log_dir}/msrun.log")
                 return exit_code(returncode)
             if (hang := self._find_hang()) is not None:
                 name, how, may_be_mended = hang
@@ -391,9 +391,10 @@ class _Watch:
         return RunFailure.exit_code
 
     def _report(self, name: str, what: str, *, shows_log: bool) -> None:
-        elapsed_s = time.monotonic() - self._start_s
-        activities = self._health.activities()
-        log_path = self._log_dir / log_name(name)
-        text = failure_report(name, what, elapsed_s, activities, log_path, self._advice(), shows_log=shows_log)
+        elapsed_s, log_path = time.monotonic() - self._start_s, self._log_dir / log_name(name)
+        activities, advice = self._health.activities(), self._advice()
+        self._tell(failure_report(name, what, elapsed_s, activities, log_path, advice, shows_log=shows_log))
+
+    def _tell(self, text: str) -> None:
         say(text)
         self._peers.report(text)

@@ -4,6 +4,8 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 (tp) heads, channels and vocabulary; with sequence parallelism these share each row between the matrix products too.
 """
 
+from dataclasses import replace
+
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
@@ -16,14 +18,19 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
 from mindrlhf.models.rotary import rotary_frequencies, score_scale
+from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
 
 
 def decoder_spec(config, dims):
     """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts.
 
-    Where YaRN turns whole heads their scores are scaled as on the CPU; see :func:`extend_rotation`.
+    Those of a model whose layers take image rows add them. Where YaRN turns whole heads their scores are scaled as on
+    the CPU; see :func:`extend_rotation`.
     """
     spec = get_gpt_decoder_block_spec(config)
+    if dims.vision and dims.vision.deepstack_blocks:
+        params = {"num_tables": NUM_ASCEND_TABLES}
+        spec.layer_specs = [replace(layer, module=DeepstackLayer, params=params) for layer in spec.layer_specs]
     if extends_whole_heads(dims):
         attention = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
         for layer in spec.layer_specs:

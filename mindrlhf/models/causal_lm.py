@@ -151,7 +151,7 @@ def build_model(
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
     else:
-        _check_ascend(spec, dims, train_vision)
+        _check_ascend(dims, train_vision)
     config = _transformer_config(
         spec,
         dims,
@@ -174,11 +174,9 @@ def build_model(
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
 
 
-def _check_ascend(spec: ModelSpec, dims: ModelDims, train_vision: str) -> None:
+def _check_ascend(dims: ModelDims, train_vision: str) -> None:
     if dims.vision and train_vision != "none":
         raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
-    if dims.vision and dims.vision.deepstack_blocks:
-        raise UserError(f"{spec.hf_architecture} is trained on the CPU only so far: set run.device to cpu")
 
 
 def _cells_for(device: str):

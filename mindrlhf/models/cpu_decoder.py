@@ -13,7 +13,7 @@ from mindrlhf.models.cpu_cells import GatedMlp, RmsNorm, SelfAttention
 from mindrlhf.models.cpu_expert_cells import ExpertMlp
 from mindrlhf.models.cpu_latent_attention import LatentSelfAttention
 from mindrlhf.models.rotary import rotary_tables, score_scale, turn_matrix
-from mindrlhf.models.vision.deepstack import DeepstackLayer
+from mindrlhf.models.vision.deepstack import NUM_CPU_TABLES, DeepstackLayer
 from mindrlhf.specs import ModelDims
 
 HIDDEN_SCORE = -1e9
@@ -26,6 +26,7 @@ def decoder_spec(config, dims: ModelDims) -> TransformerBlockSubmodules:
     layers = [
         ModuleSpec(
             module=DeepstackLayer if layer < num_deep else TransformerLayer,
+            params={"num_tables": NUM_CPU_TABLES} if layer < num_deep else {},
             submodules=TransformerLayerSubmodules(
                 input_layernorm=RmsNorm,
                 self_attention=attention,

@@ -209,7 +209,14 @@ class VllmGenerator:
         # too: vLLM leaves some behind when it is killed. The lock goes on to the server: the directory is in use while
         # either lives, and the next start of anybody removes it when both were killed.
         # Earlier releases took other names, without a lock: theirs are left alone.
-        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
+        try:
+            path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
+        except OSError as error:
+            where = f"{tempfile.gettempdir()} for its temporary files"
+            raise RunFailure(
+                f"the rollout server could not be started, with {where}: {error.strerror or error}; make room, or set "
+                "TMPDIR to another disk"
+            ) from error
         self._private_dir = str(path)
         for name in (PACKAGES_NAME, TEMPORARY_NAME):
             os.mkdir(os.path.join(self._private_dir, name))

@@ -58,13 +58,20 @@ class ArraySource(Protocol):
         """Give back the memory that maps what an array was read from."""
 
 
-def open_source(directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
+def open_source(
+    directory: str | os.PathLike, optimizer_file: str | os.PathLike = "", *, is_partial: bool = False
+) -> ArraySource:
     """Open a Hugging Face directory, or one of shards, whose optimiser state is in it.
+
+    Args:
+        is_partial: shards of ranks that hold others than are read may be elsewhere.
 
     Raises:
         UserError: see :class:`HuggingFaceSource` and :class:`mindrlhf.weights.sharded.ShardedDirectory`.
     """
-    return ShardedSource(directory) if is_sharded(directory) else HuggingFaceSource(directory, None, optimizer_file)
+    if is_sharded(directory):
+        return ShardedSource(directory, is_partial=is_partial)
+    return HuggingFaceSource(directory, None, optimizer_file)
 
 
 class HuggingFaceSource:
@@ -250,8 +257,8 @@ def saved_state(source: "ShardedSource") -> dict[str, np.ndarray]:
 class ShardedSource:
     """The arrays of a sharded directory, put together from its shards; see `ArraySource`."""
 
-    def __init__(self, directory: str | os.PathLike):
-        self._shards = ShardedDirectory(directory)
+    def __init__(self, directory: str | os.PathLike, *, is_partial: bool = False):
+        self._shards = ShardedDirectory(directory, is_partial=is_partial)
         self.directory = Path(directory)
         self.spec, self.dims, self.hf_config = self._shards.spec, self._shards.dims, self._shards.hf_config
         self.dtypes = {name: array.dtype for name, array in self._shards.manifest.arrays.items()}

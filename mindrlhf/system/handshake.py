@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import threading
@@ -115,17 +114,8 @@ class SignedConnection:
         except (OSError, ValueError) as error:
             raise ConnectionClosed(str(error)) from None
 
-    def send_file(self, fd: int, offset: int, size: int) -> None:
-        """Send ``size`` bytes of a file, as ``send_buffers``, without a copy: it must not change until they arrived."""
-        try:
-            while size:
-                sent = os.sendfile(self._connection.fileno(), fd, offset, size)
-                offset, size = offset + sent, size - sent
-        except (OSError, ValueError) as error:
-            raise ConnectionClosed(str(error)) from None
-
     def receive_buffers(self, buffers: Sequence[memoryview]) -> None:
-        """Receive what the peer sends by ``send_buffers`` or ``send_file``, until ``buffers`` are full."""
+        """Receive what the peer sends by ``send_buffers``, until ``buffers`` are full."""
         try:
             receive_buffers(self._connection, buffers)
         except (OSError, ValueError) as error:

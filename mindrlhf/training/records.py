@@ -209,3 +209,25 @@ class SavedShards:
     """Checksums of what a rank wrote; see :data:`mindrlhf.checkpoint.state.StateWriter`."""
 
     checksums: dict[str, str] = merged_by(union)
+
+
+@result
+class HeldSteps:
+    """The steps of which a node holds a part of its own."""
+
+    steps: Any = merged_by(last)
+
+
+@result
+class PartPath:
+    """Where a node writes its part of a checkpoint; empty on ranks that are not its first."""
+
+    path: str = merged_by(last)
+
+
+@result
+class PartState:
+    """A node's part of a checkpoint: what is wrong with it, if anything, and the directories of ranks in it."""
+
+    damage: str = merged_by(last)
+    shards: Any = merged_by(last)

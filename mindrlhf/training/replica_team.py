@@ -49,6 +49,11 @@ class ReplicaTeam:
         return self._team.world_size
 
     @property
+    def ranks(self) -> Team:
+        """All ranks, each for itself."""
+        return self._team
+
+    @property
     def rank_0(self) -> Any:
         """The worker of rank 0, in this process."""
         return self._team.rank_0

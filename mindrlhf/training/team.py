@@ -46,6 +46,11 @@ class Team:
         return 1 + len(self._connections)
 
     @property
+    def ranks(self) -> "Team":
+        """All ranks, each for itself, also where replicas stand for them."""
+        return self
+
+    @property
     def num_devices(self) -> int:
         """Number of ranks, also where replicas stand for them; see :mod:`mindrlhf.training.replica_team`."""
         return self.world_size

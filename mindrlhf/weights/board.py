@@ -190,11 +190,6 @@ class WeightBoard:
             self._contribution[name] = self._earlier[name]
         return name in self._earlier
 
-    def place(self, view: np.ndarray) -> tuple[int, int]:
-        """Return the file of the shared memory, and where in it a view lies in one piece."""
-        first = np.frombuffer(self._memory, np.uint8, 1)
-        return self._fd, view.__array_interface__["data"][0] - first.__array_interface__["data"][0]
-
     def contribution(self) -> dict[str, dict[str, Any]]:
         """What this process has written since ``begin``, as JSON-able values.
 

@@ -164,12 +164,15 @@ class ShardedDirectory(TensorDirectory):
 
     Every shard that is read is compared with its checksum.
 
+    Args:
+        is_partial: ranks may have no directory here, as long as nothing of theirs is read.
+
     Raises:
         UserError: the directory was not finished, a rank's directory or file is missing or truncated, or a manifest
             is damaged.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike, *, is_partial: bool = False):
         self.directory = Path(directory)
         if not (self.directory / SHARDED_NAME).is_file():
             raise UserError(
@@ -190,7 +193,8 @@ class ShardedDirectory(TensorDirectory):
             self._check_rule(rule)
         self._files, self._shards = {}, {}
         for rank in range(self.manifest.num_ranks):
-            self._open_rank(rank)
+            if not is_partial or rank_file(self.directory, rank, self.manifest.file_format).parent.exists():
+                self._open_rank(rank)
         self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
 
     def _check_rule(self, rule) -> None:
@@ -303,8 +307,11 @@ class ShardedDirectory(TensorDirectory):
         """What a rank holds of an array; for safetensors a view of the mapped file.
 
         Raises:
-            UserError: it differs from its checksum.
+            UserError: it differs from its checksum, or the rank's directory is elsewhere.
         """
+        if rank not in self._files:
+            missing = rank_file(self.directory, rank, self.manifest.file_format).parent
+            raise UserError(f"{missing} is missing, and {name} is read from it: copy it from the node that holds it")
         file = self._files[rank]
         data = file.read(name)
         found, expected = checksum(data), self._shards[rank][name]["checksum"]

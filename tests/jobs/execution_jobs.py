@@ -88,17 +88,19 @@ def execute_over_machines(job: ExecutionJob, model: dict, batches, directory: Pa
     """
 
     def start(command, world_size, log_dir, environment) -> int:
+        bin_dir = Path(sys.executable).parent
         exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
         script = f"""
             cd {shlex.quote(str(sanity_inputs.REPOSITORY))}
             {exports}
             export PYTHONPATH=$PYTHONPATH:$PWD
-            {Path(sys.executable).parent}/msrun --worker_num={world_size} --local_worker_num={world_size // 2} \
+            export PATH={bin_dir}:$PATH  # msrun starts whatever `python` comes first
+            {bin_dir}/msrun --worker_num={world_size} --local_worker_num={world_size // 2} \
                 --master_addr=$MASTER_IP --master_port=8118 --node_rank=$NODE_RANK --join=True \
                 --log_dir={log_dir}/$NODE_RANK python {shlex.join(command)}
         """
         (directory / "machines").mkdir()
-        machines = Machines(directory / "machines", script, keep=(directory, keep))
+        machines = Machines(directory / "machines", script, keep=(directory, keep, sanity_inputs.REPOSITORY))
         try:
             codes = machines.wait(900)
             return 0 if codes == [0, 0] else 1

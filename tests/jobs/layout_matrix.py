@@ -74,6 +74,8 @@ _ALL_LAYOUTS = {
     # Models that see, whose image rows come in as a parameter.
     "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
     "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
+    "sees-dp2-mp2-pp2-sp-zero": (SEES, 2, 2, 2, 1, SP | ZERO, {}),
+    "sees-dp2-cp2": (SEES, 2, 1, 1, 2, {}, {}),
     # Logits in tiles, and recomputation: see _MEMORY.
     "qwen2-mp2-tiles": (QWEN2, 1, 2, 1, 1, {}, {}),
     "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": (QWEN2, 2, 2, 2, 2, SP | ZERO, {}),

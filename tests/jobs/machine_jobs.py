@@ -9,6 +9,16 @@ import pytest
 import sanity_inputs
 from machines import Machines
 
+from mindrlhf.system.processes import read_environment
+
+# What a command line of each kind of process holds; the scheduler's is a rank's.
+KINDS = {
+    "launcher": "-m mindrlhf.cli ",
+    "msrun": "/msrun ",
+    "rank": "-m mindrlhf.training.main ",
+    "rollout server": "-m mindrlhf.rollout.server ",
+    "verifier worker": "-m mindrlhf.rewards.worker ",
+}
 TIMEOUT_S = 400  # generous: other work may load the machine
 RECIPE = {
     "run__max_steps": 2,
@@ -68,3 +78,20 @@ def assert_same(output_dir: Path, expected: Path) -> None:
     assert fault_jobs.metrics(output_dir) == fault_jobs.metrics(expected)
     for name in ("samples.jsonl", "trajectory.jsonl", "final/model.safetensors"):
         assert (output_dir / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def num_steps(machines: Machines) -> int:
+    """Return how many lines of metrics the run has."""
+    metrics = machines.directory / "run" / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def find(machines: Machines, node: int, kind: str) -> int:
+    """Return the pid of the first process of a kind on a machine: one of KINDS, or "scheduler"."""
+    for pid, line in sorted(machines.processes(node).items()):
+        if "THE END" in line or ("msrun" in line) != (kind == "msrun"):
+            continue
+        is_scheduler = read_environment(pid).get("MS_ROLE") == "MS_SCHED"
+        if KINDS["rank" if kind == "scheduler" else kind] in line and is_scheduler == (kind == "scheduler"):
+            return pid
+    raise AssertionError(f"machine {node} has no {kind}: {machines.processes(node)}")

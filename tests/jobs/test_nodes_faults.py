@@ -3,11 +3,10 @@
 import os
 import signal
 import subprocess
-from functools import partial
 
 import pytest
 import sanity_inputs
-from machine_jobs import RECIPE, TIMEOUT_S, assert_same, one_machine
+from machine_jobs import RECIPE, TIMEOUT_S, assert_same, find, num_steps, one_machine
 from machines import Machines
 from slow_tests import SLOW
 
@@ -16,20 +15,10 @@ pytestmark = [pytest.mark.timeout(1800), SLOW]
 ENDLESS = {"training__epochs": 1000, "run__max_steps": 5000, "checkpoint__every_steps": 1}
 
 
-def num_steps(machines: Machines) -> int:
-    metrics = machines.directory / "run" / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
-
-
 def assert_no_ranks_are_left(machines: Machines) -> None:
     for node in range(machines.num_nodes):
         lines = machines.processes(node).values()
         assert not [line for line in lines if "training.main" in line or "rollout.server" in line], lines
-
-
-def find_launcher(machines: Machines, node: int) -> int:
-    """Return the pid of the launcher itself, not of the script that starts it."""
-    return machines.find(node, "-m mindrlhf.cli train", without="THE END")
 
 
 def break_and_wait(machines: Machines, action) -> list[int | None]:
@@ -60,8 +49,7 @@ def endless(start_machines, tmp_path):
 
 def test_kill_9_of_a_rank_of_another_node_is_named_on_all(endless):
     machines = endless(3)
-    rank = partial(machines.find, 1, "training.main", without="msrun")
-    codes = break_and_wait(machines, lambda: os.kill(rank(), signal.SIGKILL))
+    codes = break_and_wait(machines, lambda: os.kill(find(machines, 1, "rank"), signal.SIGKILL))
     assert all(codes), machines.all_text()
     for node in (0, 1, 2):
         assert "rank 1 was killed by SIGKILL" in machines.text(node), machines.all_text()
@@ -81,7 +69,7 @@ def test_an_interface_that_goes_down_is_named_on_both_sides(endless, node):
 @pytest.mark.parametrize("node", [0, 1])
 def test_kill_9_of_a_launcher_ends_its_ranks_and_the_others(endless, node):
     machines = endless(2)
-    break_and_wait(machines, lambda: os.kill(find_launcher(machines, node), signal.SIGKILL))
+    break_and_wait(machines, lambda: os.kill(find(machines, node, "launcher"), signal.SIGKILL))
     named = {0: "node 0 (10.77.0.1)", 1: "node 1 (node1, 10.77.0.2)"}[node]
     assert f"{named} has closed the connection: it has ended, or was killed" in machines.text(1 - node)
 
@@ -105,11 +93,11 @@ def test_a_run_goes_on_after_a_killed_rank_and_a_launcher_that_comes_back(
     # As Kubernetes would: what was killed is started again.
     machines = start_machines(2, "train --max-restarts 3 || train --max-restarts 3", **recipe)
     machines.wait_for(lambda: num_steps(machines) >= 3)
-    os.kill(machines.find(1, "training.main", without="msrun"), signal.SIGKILL)
+    os.kill(find(machines, 1, "rank"), signal.SIGKILL)
     machines.wait_for(lambda: "restart 1 of 3" in machines.text(0))
     before = num_steps(machines)
     machines.wait_for(lambda: num_steps(machines) > before)
-    os.kill(find_launcher(machines, 1), signal.SIGKILL)
+    os.kill(find(machines, 1, "launcher"), signal.SIGKILL)
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "restart 2 of 3" in machines.text(0)
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe))
@@ -123,7 +111,7 @@ def test_three_machines_train_as_one(start_machines, fault_inputs_dir, tmp_path)
 
 def test_sigterm_to_the_launcher_of_another_node_saves_and_ends_the_run(endless):
     machines = endless(2)
-    codes = break_and_wait(machines, lambda: os.kill(find_launcher(machines, 1), signal.SIGTERM))
+    codes = break_and_wait(machines, lambda: os.kill(find(machines, 1, "launcher"), signal.SIGTERM))
     assert codes == [0, 0], machines.all_text()
     assert "SIGTERM: step" in machines.text(0) and "is saved in" in machines.text(0)
 

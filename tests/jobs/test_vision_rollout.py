@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(480)
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(TURN_END,))
 OLD, NEW = TinyVl(seed=0), TinyVl(seed=1)
+FAMILIES = [TinyVl(family="qwen2_vl", seed=2), TinyVl(family="qwen3_vl", vision_depth=3, layers=3, seed=3)]
 TOLERANCE = 1e-5
 
 
@@ -51,17 +52,19 @@ REQUESTS[-1] = GenerationRequest(4, REQUESTS[0].prompt_ids + (65, 66), 2, seed=4
 REFERENCE = """
 import json, sys
 import numpy as np, torch
-from transformers import Qwen2_5_VLForConditionalGeneration
-from mindrlhf.images.geometry import VisionGeometry
+from transformers import AutoModelForImageTextToText
 from mindrlhf.images.patches import patch_rows
-model = Qwen2_5_VLForConditionalGeneration.from_pretrained(sys.argv[1], dtype=torch.float32)
+from mindrlhf.specs import find_spec
+model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], dtype=torch.float32)
 arrays = np.load(sys.argv[2])
+config = json.load(open(sys.argv[1] + "/config.json"))
+geometry = find_spec(config).dims(config).vision.geometry
 for number, (prompt, response, names) in enumerate(json.load(sys.stdin)):
     ids = torch.tensor([prompt + response])
     images = [arrays[name] for name in names]
     seen = {}
     if images:
-        rows = [patch_rows(pixels, VisionGeometry()) for pixels in images]
+        rows = [patch_rows(pixels, geometry) for pixels in images]
         grids = [(1, pixels.shape[0] // 14, pixels.shape[1] // 14) for pixels in images]
         seen = dict(pixel_values=torch.from_numpy(np.concatenate(rows)), image_grid_thw=torch.tensor(grids))
         seen["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
@@ -152,8 +155,8 @@ def start(python, models, log_path, **changes):
     return VllmGenerator.start(dataclasses.replace(options, **changes))
 
 
-def make_board():
-    infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in weights_of(OLD).items()]
+def make_board(model=OLD):
+    infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in weights_of(model).items()]
     return WeightBoard.create(infos)
 
 
@@ -175,6 +178,19 @@ def test_logprobs_are_those_of_transformers_also_after_new_weights(rollout_pytho
         with pytest.raises(RunFailure, match="image 1 of 5 x 6 tokens finds no run of as many"):
             list(generator.generate([wrong], SAMPLING))
         check(rollout_python, models[OLD], images_file, generate(generator, REQUESTS[:2]))
+
+
+@SLOW
+@pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.family)
+def test_other_families_agree_with_transformers(rollout_python, images_file, directory, model):
+    model_dir = write_tiny_vl(directory / f"family{model.seed}", model)
+    with make_board(model) as board:
+        with start(rollout_python, {OLD: model_dir}, directory / f"family{model.seed}.log") as generator:
+            generator.use_board(board.path)
+            for version in (1, 2):
+                push(board, model, version)
+                generator.update_weights(version)
+                check(rollout_python, model_dir, images_file, generate(generator))
 
 
 @SLOW

@@ -23,8 +23,11 @@ SIZES = ([(56, 84)], [(140, 112)], [], [(28, 56), (84, 84)], [(56, 84)], [(140, 
 
 @pytest.fixture(scope="module")
 def inputs_dir(tmp_path_factory, rollout_python) -> Path:
-    directory = tmp_path_factory.mktemp("inputs")
-    write_tiny_vl(directory / "model", MODEL)
+    return write_inputs(tmp_path_factory.mktemp("inputs"), MODEL)
+
+
+def write_inputs(directory: Path, model: TinyVl) -> Path:
+    write_tiny_vl(directory / "model", model)
     rng = np.random.default_rng(3)
     with (directory / "prompts.jsonl").open("w") as file:
         for number, sizes in enumerate(SIZES):
@@ -96,6 +99,35 @@ def test_a_resumed_run_is_the_same_run(output_dir, inputs_dir):
     train(inputs_dir, output_dir, "--workers", 2, "--resume")
     for name, content in before.items():
         assert (output_dir / name).read_bytes() == content, name
+
+
+@SLOW
+def test_ppo_resumes_with_a_critic_that_sees(inputs_dir, tmp_path):
+    options = {"algorithm__name": "ppo", "critic__path": inputs_dir / "model"}
+    run = tmp_path / "run"
+    train(inputs_dir, run, "--workers", 1, **options)
+    lines = sanity_inputs.read_lines(run / "metrics.jsonl")
+    assert all(line["rollout_diff/mean_abs"] < 1e-5 and line["value/grad_norm"] > 0 for line in lines)
+    names = ("trajectory.jsonl", "final/model.safetensors", "critic/model.safetensors")
+    before = {name: (run / name).read_bytes() for name in names}
+    for directory in ("final", "critic", *(f"checkpoints/step_{step:08d}" for step in range(2, NUM_STEPS + 1))):
+        shutil.rmtree(run / directory)
+    train(inputs_dir, run, "--workers", 1, "--resume", **options)
+    for name, content in before.items():
+        assert (run / name).read_bytes() == content, name
+    critic, start = SafetensorsDirectory(run / "critic"), SafetensorsDirectory(inputs_dir / "model")
+    towers = [name for name in critic.names() if name.startswith("visual.")]
+    assert towers and all(np.array_equal(critic.read(name), start.read(name)) for name in towers)
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_the_server_of_other_families_samples_what_the_trainer_computes(tmp_path, rollout_python, family):
+    layers = 3 if family == "qwen3_vl" else 2
+    model = TinyVl(hidden=64, heads=2, kv_heads=1, intermediate=96, family=family, layers=layers, vision_depth=3)
+    train(write_inputs(tmp_path / "inputs", model), tmp_path / "run", "--workers", 1)
+    for line in sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["rollout_diff/mean_abs"] < 1e-5 and line["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=SLOW)])

@@ -152,6 +152,13 @@ def test_an_interpreter_that_cannot_run_leaves_nothing(options, tmp_path, monkey
     assert os.listdir(tmp_path / "temporary") == []
 
 
+def test_a_server_without_room_for_temporary_files_is_one_line(options, tmp_path, monkeypatch):
+    (tmp_path / "full").touch()  # nothing can be made below a file
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))
+    with pytest.raises(RunFailure, match="full for its temporary files: Not a directory; make room, or set TMPDIR"):
+        VllmGenerator.start(options)
+
+
 def test_a_server_that_does_not_come_up_is_stopped(options, tmp_path):
     (tmp_path / "server.py").write_text("import time; time.sleep(60)")
     generator = VllmGenerator.start(change(options, start_timeout_s=0.3))

@@ -104,7 +104,7 @@ def run(tmp_path, monkeypatch):
         model=sections.ModelSection(path="model"),
         data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
         reward=sections.RewardSection(verifier_function=("length",)),
-        checkpoint=sections.CheckpointSection(every_steps=2, asynchronous=False),
+        checkpoint=watching_sections.CheckpointSection(every_steps=2, asynchronous=False),
         observe=watching_sections.ObserveSection(tensorboard=False),
     )
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.system.log_tail import last_lines
@@ -175,17 +174,14 @@ def check_num_ranks(num_ranks: int) -> None:
         )
 
 
-def compiled_config(hf_config: dict, parallel: ParallelSection) -> dict:
-    """Return the config.json of what is compiled of a model: of one that sees its decoder alone in some layouts.
+def compiled_config(hf_config: dict) -> dict:
+    """Return the config.json of what is compiled of a model: of one whose layers take image rows its decoder alone.
 
-    Those are layouts in which image rows do not come into the graph yet. The decoder lies on the ranks alike.
+    Such rows (DeepStack) may go to more layers than are compiled. The decoder lies on the ranks alike.
     """
     spec = find_spec(hf_config)
     vision = spec.dims(hf_config).vision
-    takes_rows = parallel.pipeline_stage == parallel.context_parallel == 1
-    if vision is None or (takes_rows and not vision.deepstack_blocks):
-        return hf_config
-    return spec.decoder_config(hf_config)
+    return spec.decoder_config(hf_config) if vision is not None and vision.deepstack_blocks else hf_config
 
 
 def compile_ranks(

@@ -78,7 +78,7 @@ def compile_strategy(
     """
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    by_stage = _requests(config, compiled_config(hf_config, config.parallel_config), layout, layers_per_stage)
+    by_stage = _requests(config, compiled_config(hf_config), layout, layers_per_stage)
     rollout = _rollout_layouts(config, spec, dims)
     if directory.exists():
         raise UserError(f"--out {directory} exists: give a directory that does not")

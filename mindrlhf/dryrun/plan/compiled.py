@@ -74,7 +74,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
     config = plan.config
     parallel = dataclasses.asdict(config.parallel_config) | {"data_parallel": plan.layout.data_parallel}
     return CompileRequest(
-        hf_config=compiled_config(plan.model.hf_config, config.parallel_config),
+        hf_config=compiled_config(plan.model.hf_config),
         parallel=parallel,
         rank=rank,
         seq_length=plan.batch.row_length,

@@ -1,4 +1,8 @@
-"""Node 0: admits the launchers of the other nodes, compares what they have, starts all ranks together and ends them."""
+"""Node 0: admits the launchers of the other nodes, compares what they have, starts all ranks together and ends them.
+
+Where there are more launchers than nodes that train, those left over are spares: each place of a node that is lost goes
+to one of them when the run starts again, and what comes back later is a spare itself.
+"""
 
 import contextlib
 import queue
@@ -31,16 +35,19 @@ _END_LIMIT_S = 30.0
 # A rank that fails over the death of another may be noticed before that one.
 _VICTIM_DELAY_S = 1.5
 _GOODBYE_LIMIT_S = 2.0
+# At the first start a machine may just be slow to come; later its place is free for a spare at once.
+_SPARE_PATIENCE_S = 60.0
 
 
 @dataclass
 class _Node:
-    """Another node, as node 0 knows it."""
+    """Another node, or a spare, as node 0 knows it."""
 
     channel: Channel
     host: str
     facts: Mapping[str, Sequence[Any]]
     is_running: bool = False  # its ranks were started and have not ended
+    is_told: bool = False  # why they have to end
     code: int = 0  # how they ended this time
     activity: tuple[Activity, int] = field(default_factory=lambda: (Activity(0.0), 0))
 
@@ -62,11 +69,14 @@ class FirstNode(Peers):
         self, place: Place, secret: bytes, facts: Sequence[Fact], probes: Mapping[str, str], limit_s: float
     ) -> None:
         self.num_nodes = place.num_nodes
+        self._num_launchers = place.num_nodes + place.num_spares
         self._secret = secret
         self._facts = as_message(facts)
         self._probes = dict(probes)
         self._limit_s = limit_s
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, _Node] = {}  # by number, spares too
+        self._seats: dict[int, int] = {}  # by place among the nodes that train, who has it
+        self._has_started = self._is_over = False
         self._news: queue.SimpleQueue[tuple[int, Channel | None, dict[str, Any]]] = queue.SimpleQueue()
         self._problems: dict[int, str] = {}
         self._signals: list[int] = []
@@ -94,10 +104,11 @@ class FirstNode(Peers):
         """
         self._gather()
         self.scheduler_port = find_free_port(self.host)
-        self._ending, self._report, self._is_watched = None, "", True
-        for node in self._nodes.values():
-            node.is_running = True
-            node.channel.send("go", resume=resume, port=self.scheduler_port, host=self.host)
+        self._ending, self._report, self._is_watched, self._has_started = None, "", True, True
+        for place, number in self._seats.items():
+            node = self._nodes[number]
+            node.is_running, node.is_told = True, False
+            node.channel.send("go", node=place, resume=resume, port=self.scheduler_port, host=self.host)
         code = RunFailure.exit_code
         try:
             code = start(resume)
@@ -108,6 +119,7 @@ class FirstNode(Peers):
 
     def close(self, code: int) -> None:
         """Tell the others that the run is over, and how it ended."""
+        self._is_over = True
         for node in self._nodes.values():
             node.channel.send("over", code=code)
         end_s = time.monotonic() + _GOODBYE_LIMIT_S
@@ -178,7 +190,7 @@ class FirstNode(Peers):
         while True:
             self._take_news()
             waited_s = time.monotonic() - start_s
-            missing = [node for node in range(1, self.num_nodes) if node not in self._nodes]
+            missing = self._fill_seats(self._has_started or waited_s > _SPARE_PATIENCE_S)
             lines = self._differences()
             refused_s = refused_s or (waited_s + _REFUSAL_DELAY_S if lines else None)
             if lines and (not missing or waited_s > refused_s):
@@ -195,11 +207,26 @@ class FirstNode(Peers):
                 raise RunFailure(f"{line}: start it there with the same command and its own --node-rank")
             if waited_s > next_news_s:
                 next_news_s += _NEWS_INTERVAL_S
-                line = f"waiting: {line} to {self.host} for {waited_s:.0f} s"
-                say(line)
-                for node in self._nodes.values():
-                    node.channel.send("waiting", line=line)
+                self._tell_all(f"waiting: {line} to {self.host} for {waited_s:.0f} s")
             time.sleep(POLL_INTERVAL_S)
+
+    def _fill_seats(self, takes_spares: bool) -> list[int]:
+        """Give each place to the node of its number, or to a spare that is there; return the places left empty."""
+        self._seats = {place: number for place, number in self._seats.items() if number in self._nodes}
+        empty = [place for place in range(1, self.num_nodes) if place not in self._seats]
+        seated = set(self._seats.values())
+        own = {place: place for place in empty if place in self._nodes and place not in seated}
+        self._seats |= own
+        spares = sorted(self._nodes.keys() - seated - own.keys()) if takes_spares else []
+        for place, number in zip([place for place in empty if place not in own], spares):
+            self._seats[place] = number
+            self._tell_all(f"node {number} ({self._nodes[number].host}) takes the place of node {place}")
+        return [place for place in empty if place not in self._seats]
+
+    def _tell_all(self, line: str) -> None:
+        say(line)
+        for node in self._nodes.values():
+            node.channel.send("waiting", line=line)
 
     def _differences(self) -> list[str]:
         lines = [f"node {node}: {problem}" for node, problem in sorted(self._problems.items())]
@@ -218,15 +245,32 @@ class FirstNode(Peers):
                 self._hear(node, message)
 
     def _take_in(self, node: int, channel: Channel, message: dict[str, Any]) -> None:
-        if not 0 < node < self.num_nodes:
-            line = f"there is no node {node}: node 0 was started with --nodes {self.num_nodes}"
+        if not 0 < node < self._num_launchers:
+            spares = f" --spares {num_spares}" if (num_spares := self._num_launchers - self.num_nodes) else ""
+            line = f"there is no node {node}: node 0 was started with --nodes {self.num_nodes}{spares}"
             channel.send("refused", lines=[line])
         elif node in self._nodes:
             channel.send("taken", line=f"node {node} is there already ({self._nodes[node].host})")
+        elif self._is_spare(node) and (lines := self._objections(node, message)):
+            # The run does not wait for it, and need not end over it.
+            say("\n  ".join([f"node {node} ({message['host']}) cannot be a spare:", *lines]))
+            channel.send("refused", lines=lines)
         else:
             self._nodes[node] = _Node(channel, message["host"], message["facts"])
             if problem := message.get("problem"):
                 self._problems[node] = problem
+            if self._is_spare(node):
+                line = f"node {node} ({message['host']}) is a spare: it waits for a node to be lost"
+                say(line)
+                channel.send("waiting", line=line)
+
+    def _is_spare(self, node: int) -> bool:
+        return node >= self.num_nodes or self._seats.get(node, node) != node
+
+    def _objections(self, node: int, message: Mapping[str, Any]) -> list[str]:
+        if problem := message.get("problem"):
+            return [f"node {node}: {problem}"]
+        return differences({0: self._facts, node: message["facts"]})
 
     def _hear(self, node: int, message: dict[str, Any]) -> None:
         who = self._nodes[node]
@@ -245,6 +289,8 @@ class FirstNode(Peers):
             self._problems.pop(node, None)
             if who.is_running:
                 self._end_with(node, who, RunFailure.exit_code, message["how"])
+            elif node not in self._seats.values() and not self._is_over:
+                say(f"node {node} ({who.host}), a spare, {message['how']}")
 
     def _end_with(self, node: int, who: _Node, code: int, what: str) -> None:
         """Have all nodes end since one has failed, and say so."""
@@ -257,19 +303,25 @@ class FirstNode(Peers):
 
     def _stop_others(self, line: str, code: int) -> None:
         for node in self._nodes.values():
-            if node.is_running:
+            if node.is_running and not node.is_told:
+                node.is_told = True
                 node.channel.send("stop", line=line, code=code)
+
+    def _cause(self, code: int) -> str:
+        """Return why the run ends: what was said first, unless a signal killed what this node lost."""
+        own = f"node 0 ({self.host}): {self._report or f'ended with exit code {code}'}"
+        is_own = self._report and code not in (0, RunFailure.exit_code)
+        return own if self._ending is None or is_own else self._ending.line
 
     def _end_others(self, code: int) -> int:
         """Wait until the ranks of the other nodes have ended, and have them do so if this node's have failed."""
         stop_s = time.monotonic() + {0: _END_LIMIT_S, RunFailure.exit_code: _VICTIM_DELAY_S}.get(code, 0.0)
         end_s, is_told = stop_s + _END_LIMIT_S, False
         while any(node.is_running for node in self._nodes.values()):
-            self._take_news()
             if not is_told and (self._ending is not None or time.monotonic() > stop_s):
                 is_told = True
-                report = self._report or f"ended with exit code {code}"
-                self._stop_others(self._ending.line if self._ending else f"node 0 ({self.host}): {report}", code)
+                self._stop_others(self._cause(code), code)
+            self._take_news()
             if time.monotonic() > end_s:
                 late = [number for number, node in self._nodes.items() if node.is_running]
                 say(f"{name_nodes(late)} did not end the ranks there within {_END_LIMIT_S:g} s")
@@ -279,6 +331,10 @@ class FirstNode(Peers):
         codes = [code, *([self._ending.code] if self._ending else [])]
         codes += [node.code for node in self._nodes.values()]
         failed = [one for one in codes if one != 0]
+        for number in self._seats.values() if failed else ():
+            node, line = self._nodes.get(number), self._cause(code)
+            if node and not node.is_told and not line.startswith(f"node {number} "):
+                node.channel.send("waiting", line=line)  # its ranks had ended by themselves
         # A mistake of the user's and an interrupt are the cause where they are, and final.
         return next((one for one in failed if not is_worth_a_restart(one)), max(failed, default=0))
 

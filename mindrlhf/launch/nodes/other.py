@@ -48,7 +48,7 @@ class OtherNode(Peers):
         limit_s: float,
         rejoins: bool,
     ) -> None:
-        self.node, self.num_nodes = place.node, place.num_nodes
+        self.node, self.num_nodes = place.node, place.num_nodes  # node: whose place it takes, of which node 0 tells
         self._place = place
         self._secret = secret
         self._find_facts = find_facts
@@ -90,7 +90,7 @@ class OtherNode(Peers):
                 continue
             if launch_files(self._log_dir):
                 keep_logs(self._log_dir)
-            self.scheduler_port, self.host = int(message["port"]), str(message["host"])
+            self.node, self.scheduler_port, self.host = int(message["node"]), int(message["port"]), str(message["host"])
             self._ending, self._report = None, ""
             code = start(bool(message["resume"]))
             self._activity = {}
@@ -142,7 +142,7 @@ class OtherNode(Peers):
             message = self._news.get()
             if message["kind"] in ("go", "over", LOST):
                 return message
-            if message["kind"] == "waiting":
+            if message["kind"] in ("waiting", "stop"):  # the ranks here may have ended before they were to stop
                 say(str(message["line"]))
             elif message["kind"] == "failed":
                 raise RunFailure(str(message["line"]))
@@ -197,7 +197,7 @@ class OtherNode(Peers):
         self._news, self._ending = queue.SimpleQueue(), None
         try:
             signed.send(
-                {"node": self.node, "host": socket.gethostname(), "facts": as_message(facts), "problem": problem}
+                {"node": self._place.node, "host": socket.gethostname(), "facts": as_message(facts), "problem": problem}
             )
         except ConnectionClosed as error:
             raise RunFailure(f"node 0 ({self._place.master}) has closed the connection ({error})") from None

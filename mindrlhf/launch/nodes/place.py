@@ -18,12 +18,20 @@ _SLURM_PORTS = range(20_000, 30_000)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launcher stands among those of a run; ``node`` counts from 0, ``master`` is node 0's name or address."""
+    """Where a launcher stands among those of a run.
+
+    Attributes:
+        node: its number: first the nodes that train, from 0 on, then the spares.
+        num_nodes: how many train.
+        master, port: name or address of node 0, and where it listens.
+        num_spares: how many wait to take the place of a node that is lost.
+    """
 
     node: int
     num_nodes: int
     master: str
     port: int
+    num_spares: int = 0
 
     def address(self) -> tuple[int, str]:
         """Return the socket family and address of node 0.
@@ -36,7 +44,11 @@ class Place:
 
 
 def find_place(
-    nodes: str | None, node_rank: int | None, master: str | None, environment: Mapping[str, str]
+    nodes: str | None,
+    node_rank: int | None,
+    master: str | None,
+    environment: Mapping[str, str],
+    num_spares: int = 0,
 ) -> Place | None:
     """Return where this launcher stands; None where there is one node only.
 
@@ -44,12 +56,15 @@ def find_place(
         nodes: ``--nodes``: a number, or "auto" for what the environment says; None for one node.
         node_rank: ``--node-rank``; None for what the environment says.
         master: ``--master``: ADDRESS or ADDRESS:PORT of node 0; None for what the environment says.
+        num_spares: ``--spares``; the environment's number of nodes has them in it, that of ``--nodes`` has not.
 
     Raises:
         UserError: something is missing, or senseless.
     """
+    if num_spares < 0:
+        raise UserError(f"--spares is {num_spares}: give 0 or more")
     if nodes is None:
-        for option, value in (("--node-rank", node_rank), ("--master", master)):
+        for option, value in (("--node-rank", node_rank), ("--master", master), ("--spares", num_spares or None)):
             if value is not None:
                 raise UserError(f"{option} is {value}, but --nodes is missing: give --nodes N, or --nodes auto")
         return None
@@ -59,19 +74,22 @@ def find_place(
             "--nodes is auto, but no variable of Slurm, Kubernetes or torchrun says how many there are: give --nodes N "
             "--node-rank K --master ADDRESS:PORT"
         )
-    num_nodes = int(found["num_nodes"]) if nodes == "auto" else _number(nodes)
+    num_nodes = int(found["num_nodes"]) - num_spares if nodes == "auto" else _number(nodes)
+    if num_spares and num_nodes < 2:
+        raise UserError(f"--spares is {num_spares}, but {max(0, num_nodes)} nodes train: a spare needs 2 at least")
     if num_nodes == 1:
         return None
     rank = node_rank if node_rank is not None else found.get("node")
     if rank is None:
         raise UserError(f"--nodes is {nodes}, but --node-rank is missing: give each node its own, from 0 on")
     rank = int(rank)
-    if not 0 <= rank < num_nodes:
-        raise UserError(f"--node-rank is {rank}, but the {num_nodes} nodes are numbered from 0 to {num_nodes - 1}")
+    total = num_nodes + num_spares
+    if not 0 <= rank < total:
+        raise UserError(f"--node-rank is {rank}, but the {total} nodes are numbered from 0 to {total - 1}")
     address, port = _split(master or str(found.get("master", "")))
     if not address:
         raise UserError(f"--nodes is {nodes}, but --master is missing: give the address of node 0, ADDRESS:PORT")
-    return Place(rank, num_nodes, address, port or int(found.get("port", DEFAULT_PORT)))
+    return Place(rank, num_nodes, address, port or int(found.get("port", DEFAULT_PORT)), num_spares)
 
 
 def _number(nodes: str) -> int:

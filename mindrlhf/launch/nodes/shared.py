@@ -15,6 +15,8 @@ _LIMIT_S = 5.0  # NFS may remember for seconds that there was no such file
 _POLL_INTERVAL_S = 0.2
 _FIX = "put it on a file system that all nodes mount, at the same place"
 _SHARED = "the directory of node 0"
+_OWN = "a disk of each node"
+_OWN_FIX = "name a directory on each node's own disk, or set checkpoint.node_local to false"
 
 
 @contextmanager
@@ -47,14 +49,26 @@ def shared_facts(directories: Mapping[str, Path], numbers: Mapping[str, str] | N
     ]
 
 
+def own_facts(directories: Mapping[str, Path], numbers: Mapping[str, str] | None) -> list[Fact]:
+    """Return for each directory that it is not node 0's; arguments as for :func:`shared_facts`."""
+    return [
+        Fact(key, _SHARED if numbers is not None and _holds(directory, numbers.get(key, "")) else _OWN, _OWN_FIX)
+        for key, directory in directories.items()
+    ]
+
+
+def _holds(directory: Path, number: str) -> bool:
+    try:
+        os.listdir(directory)  # has NFS look again
+        return (directory / _NAME).read_text(encoding="ascii", errors="replace") == number
+    except OSError:
+        return False
+
+
 def _find(directory: Path, number: str, end_s: float) -> str:
     while True:
-        try:
-            os.listdir(directory)  # has NFS look again
-            if (directory / _NAME).read_text(encoding="ascii", errors="replace") == number:
-                return _SHARED
-        except OSError:
-            pass
+        if _holds(directory, number):
+            return _SHARED
         if time.monotonic() > end_s:
             return f"another directory, {directory}"
         time.sleep(_POLL_INTERVAL_S)

@@ -6,7 +6,7 @@ Data-parallel ranks have images of their own: each looks up the rows of its own 
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.training_graph.device_matrix import layout
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.operations import Morph
 
@@ -28,7 +28,8 @@ class ImageDecoderInputs(DecoderInputs):
         num_image_rows: merged patches of one call on a rank, at most.
 
     Attributes:
-        image_rows: `[data-parallel ranks * N, H]` float32, `[N, H]` on each rank once a graph is compiled.
+        image_rows: `[data-parallel ranks * N, H]` float32, `[N, H]` on each rank once a graph is compiled;
+            `(1 + D) * H` wide where D layers are given rows too.
     """
 
     def __init__(self, model, config, max_length: int, dims: ModelDims, num_image_rows: int):
@@ -36,14 +37,18 @@ class ImageDecoderInputs(DecoderInputs):
         self.vocab_size = dims.vocab_size
         frequencies = axis_frequencies(dims)
         self.frequencies = tuple(Tensor(one) for one in np.concatenate([frequencies, frequencies], axis=1))
-        shape = (config.data_parallel_size * num_image_rows, dims.hidden_size)
+        self.num_deep = num_deep = len(dims.vision.deepstack_blocks)
+        self.hidden_size = dims.hidden_size
+        shape = (config.data_parallel_size * num_image_rows, (1 + num_deep) * dims.hidden_size)
         rows = initializer("zeros", shape, ms.float32)
         self.image_rows = Parameter(rows, name=IMAGE_ROWS_NAME, requires_grad=False, parallel_optimizer=False)
         length_axis = "cp_tp" if config.sequence_parallel else "cp"
         ids = ("dp", "cp", "None")
         self.text = _on_each_rank(self._text, _tokens_shape, [ids], ("dp", "cp"))
         hidden, by_length = (length_axis, "dp", "None"), ("dp", length_axis, "None")
-        self.see = _on_each_rank(self._see, _first, [hidden, by_length, ("dp", "None")], hidden)
+        inputs = [hidden, by_length, ("dp", "None")]
+        self.see = _on_each_rank(self._see, _first, inputs, hidden)
+        self.added = nn.CellList([RowsBehindLayer(dims, number, inputs) for number in range(num_deep)])
         # Every pipeline stage computes the angles, and MindSpore places no Morph in several.
         dp, cp = config.data_parallel_size, config.context_parallel_size
         by_position = layout("cp", "dp", "None")
@@ -57,6 +62,8 @@ class ImageDecoderInputs(DecoderInputs):
     def construct(self, input_ids, segment_ids):
         """Return hidden states `[S, B, H]`, the mask, and rotary angles `[S, B, 1, D]` with their scale.
 
+        Behind the scale comes what the first layers add to their outputs, `[S, B, H]` each, if any do.
+
         Args:
             input_ids: `[B, S, 4]` int32; see
                 :meth:`mindrlhf.models.vision.cpu_inputs.ImageDecoderInputs.with_images`. Image rows are counted on
@@ -64,8 +71,10 @@ class ImageDecoderInputs(DecoderInputs):
             segment_ids: `[B, S]` int32, 0 is padding.
         """
         hidden_states, mask, _ = super().construct(self.text(input_ids), segment_ids)
-        hidden_states = self.see(hidden_states, input_ids, self.image_rows)
-        return hidden_states, mask, (self._angles(input_ids), 1.0)
+        tables = (self._angles(input_ids), 1.0)
+        for rows_behind in self.added:
+            tables += (rows_behind(hidden_states, input_ids, self.image_rows),)
+        return self.see(hidden_states, input_ids, self.image_rows), mask, tables
 
     def _angles(self, input_ids):
         """Angles `[S, B, 1, D]`, float32: no product of matrices, whose inputs devices may round."""
@@ -88,11 +97,43 @@ class ImageDecoderInputs(DecoderInputs):
 
     def _see(self, hidden_states, input_ids, image_rows):
         """Put image rows `[N, H]` into hidden states `[S, B, H]`."""
-        tokens = ops.transpose(input_ids[:, :, 0], (1, 0))
-        is_image = ops.cast(tokens >= self.vocab_size, tokens.dtype)
-        rows = ops.cast(ops.gather(image_rows, (tokens - self.vocab_size) * is_image, 0), hidden_states.dtype)
-        is_image = ops.cast(ops.expand_dims(is_image, 2), hidden_states.dtype)
+        if self.num_deep:
+            image_rows = image_rows[:, : self.hidden_size]
+        rows, is_image = _rows_of(hidden_states, input_ids, image_rows, self.vocab_size)
         return hidden_states * (1.0 - is_image) + rows * is_image
+
+
+class RowsBehindLayer(nn.Cell):
+    """What a decoder layer adds to its output: rows of images, and zeros where no image is.
+
+    Args:
+        dims: sizes of the model.
+        layer: number of the layer, from 0.
+        inputs: names of the axes of the inputs; those of the first are the output's.
+    """
+
+    def __init__(self, dims: ModelDims, layer: int, inputs: list[tuple[str, ...]]):
+        super().__init__(auto_prefix=False)
+        self.vocab_size = dims.vocab_size
+        self.start, self.stop = (1 + layer) * dims.hidden_size, (2 + layer) * dims.hidden_size
+        self.rows = _on_each_rank(self._rows, _first, inputs, inputs[0])
+
+    def construct(self, hidden_states, input_ids, image_rows):
+        """Return `[S, B, H]`, in the dtype of ``hidden_states``."""
+        return self.rows(hidden_states, input_ids, image_rows)
+
+    def _rows(self, hidden_states, input_ids, image_rows):
+        own = image_rows[:, self.start : self.stop]
+        rows, is_image = _rows_of(hidden_states, input_ids, own, self.vocab_size)
+        return rows * is_image
+
+
+def _rows_of(hidden_states, input_ids, image_rows, vocab_size):
+    """The image row `[S, B, H]` of each position, any where no image is, and where images are `[S, B, 1]`, 0 or 1."""
+    tokens = ops.transpose(input_ids[:, :, 0], (1, 0))
+    is_image = ops.cast(tokens >= vocab_size, tokens.dtype)
+    rows = ops.cast(ops.gather(image_rows, (tokens - vocab_size) * is_image, 0), hidden_states.dtype)
+    return rows, ops.cast(ops.expand_dims(is_image, 2), hidden_states.dtype)
 
 
 def _on_each_rank(function, infer_shape, inputs, output) -> Morph:

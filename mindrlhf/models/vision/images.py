@@ -39,13 +39,23 @@ class ImageRows:
         """Compute the rows of the images of a step, uint8 `[height, width, 3]` each; forget those of the last."""
         if self._borrows:
             return
-        distinct = {image_digest(pixels): pixels for pixels in images}
         self._rows.clear()
+        self._rows.update(self._compute(images))
+
+    def look(self, images: Sequence[np.ndarray]) -> None:
+        """Run the tower on images, for who watches its cells; no rows are kept, and none are computed if borrowed."""
+        if not self._borrows:
+            for _ in self._compute(images):
+                pass
+
+    def _compute(self, images: Sequence[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield digest and rows of each distinct image."""
+        distinct = {image_digest(pixels): pixels for pixels in images}
         for digests, pixels, rows_per_slot, num_slots in self._runs(distinct):
             slots = fill_slots(pixels, num_slots, rows_per_slot, self._geometry, self._window_side)
             arrays = (slots.patches, slots.places, slots.is_patch)
             computed = self._tower(*(ms.Tensor(array) for array in arrays)).asnumpy()
-            self._rows.update((digest, computed[rows]) for digest, rows in zip(digests, slots.outputs))
+            yield from ((digest, computed[rows]) for digest, rows in zip(digests, slots.outputs))
 
     def shape_of(self, digests: Sequence[str]) -> tuple[int, ...]:
         """What of the shape of a graph's inputs depends on the images: nothing."""
@@ -95,6 +105,9 @@ class ImagePatches:
     def see(self, images: Sequence[np.ndarray]) -> None:
         """Take the images of a step, uint8 `[height, width, 3]` each; forget those of the last."""
         self._pixels = {image_digest(pixels): pixels for pixels in images}
+
+    def look(self, images: Sequence[np.ndarray]) -> None:
+        """See :meth:`ImageRows.look`: a tower that is trained runs in every pass of the decoder."""
 
     def shape_of(self, digests: Sequence[str]) -> tuple[int, ...]:
         """Slots, a power of four, and patches of a slot, in doubling sizes, for these images: few shapes to compile."""

@@ -25,8 +25,11 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.evaluation.best import best_step
 from mindrlhf.evaluation.heldout import Evaluation
 from mindrlhf.system.run_lock import holding
+from mindrlhf.training.checkpoints.node_local import NodeCheckpoints
+from mindrlhf.training.checkpoints.parts import SHARDS
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.shards import ShardCheckpoints
+from mindrlhf.training.nodes import find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, check_free
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
@@ -131,7 +134,7 @@ class RunCheckpoints:
     def __init__(
         self,
         config: AnyConfig,
-        team: Team,
+        team: Team | ReplicaTeam,
         stream: PromptStream | EpochSteps,
         requests: SaveRequests,
         data: dict[str, Any] | None = None,
@@ -147,6 +150,8 @@ class RunCheckpoints:
         self._writer = BackgroundWriter()
         # Where every rank holds a shard of the model.
         self._shards = ShardCheckpoints(team, self._writer) if isinstance(team, ReplicaTeam) else None
+        self._nodes = self._keep_parts(team) if config.checkpoint.node_local else None
+        self._shards = self._nodes or self._shards
         self._evaluations: list[dict[str, Any]] = []  # those of the progress as JSON, made once each
         self._begun: tuple[RunState, list[LeftoverSample]] | None = None
         self._saved_step: int | None = None
@@ -224,7 +229,9 @@ class RunCheckpoints:
         Raises:
             UserError: there is none, or its config or data differ in what matters.
         """
-        directory = self._store.latest()
+        # Parts that nodes kept may have been copied together, for one machine.
+        unlisted = SHARDS if self._section.node_local else None
+        directory = self._nodes.latest() if self._nodes else self._store.latest(unlisted)
         if directory is None:
             raise _nothing_to_resume(self._store)
         state = read_state(directory)
@@ -280,7 +287,8 @@ class RunCheckpoints:
         self.wait()  # the copy that is still read is about to be overwritten
         self._saved_step = state.step
         if self._shards:
-            self._shards.begin(writing, checksums, write_rest, copies=self._section.asynchronous)
+            part = {"step": state.step, "size_bytes": size_bytes, "best_step": best}
+            self._shards.begin(writing, checksums, write_rest, part, copies=self._section.asynchronous)
             if not self._section.asynchronous:
                 self.wait()
         elif self._section.asynchronous:
@@ -288,6 +296,14 @@ class RunCheckpoints:
             self._writer.start(lambda: write(write_copy))
         else:
             write(self._team.rank_0.save)
+
+    def _keep_parts(self, team: Team | ReplicaTeam) -> NodeCheckpoints | None:
+        """Have each node keep its part of the checkpoints, where there are several."""
+        nodes = find_nodes(team.ranks)
+        if len(nodes) == 1:
+            return None
+        is_cut, parallel = isinstance(team, ReplicaTeam), self._config["parallel_config"]
+        return NodeCheckpoints(team.ranks, nodes, self._store, self._writer, is_cut=is_cut, parallel=parallel)
 
     def _end_on_request(self, step: int) -> None:
         self.wait()

@@ -6,18 +6,21 @@ of its own puts the directory in place. Nothing but these calls passes between t
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.errors import UserError
+from mindrlhf.training.checkpoints.parts import KeepsPart
 from mindrlhf.training.records import SavedShards, SavingState
 from mindrlhf.training.replica_team import ReplicaTeam
+from mindrlhf.training.team import Team
 
 
-class SavesState:
+class SavesState(KeepsPart):
     """The part of a rank; its public methods are called through the team. A mixin that needs ``state_writer``.
 
     Where every rank holds a shard, all of them save, by ``begin_saving`` and what follows it. A whole model is one
@@ -25,6 +28,7 @@ class SavesState:
     """
 
     def __init__(self) -> None:
+        KeepsPart.__init__(self)
         self._copies = CopyBuffers()
         self._shard_writer = BackgroundWriter()
         self._checksums: dict[str, str] = {}
@@ -48,14 +52,16 @@ class SavesState:
         """Begin to write this rank's part of a checkpoint.
 
         Args:
-            directory: of the checkpoint, the same on all ranks.
+            directory: of the checkpoint, the same on all ranks of a node; empty where this rank writes nothing.
             copies: write a copy, in a thread, so that the weights may change meanwhile; without, all is written when
                 this returns.
 
         Raises:
             UserError: the disk refused, now or when the part before was written.
         """
-        if copies:
+        if not directory:
+            self._checksums = {}
+        elif copies:
             write = self.capture()
             self._shard_writer.start(lambda: self._write_shards(write, Path(directory)))
         else:
@@ -98,11 +104,11 @@ class ShardCheckpoints:
     """The part of rank 0: at most one checkpoint is being written.
 
     Args:
-        team: all ranks; their workers have :class:`SavesState`.
+        team: all ranks, or replicas; their workers have :class:`SavesState`.
         writer: runs what rank 0 need not wait for.
     """
 
-    def __init__(self, team: ReplicaTeam, writer: BackgroundWriter):
+    def __init__(self, team: ReplicaTeam | Team, writer: BackgroundWriter):
         self._team = team
         self._writer = writer
         self._pending: _Pending | None = None
@@ -112,6 +118,7 @@ class ShardCheckpoints:
         writing: contextlib.AbstractContextManager[Path],
         checksums: dict[str, str],
         write_rest: Callable[[Path], None],
+        part: Mapping[str, Any],
         *,
         copies: bool,
     ) -> None:
@@ -121,6 +128,7 @@ class ShardCheckpoints:
             writing: of :meth:`CheckpointStore.writing`, not entered, with these ``checksums``.
             checksums: gets those of the shards.
             write_rest: writes what rank 0 adds.
+            part: "step", "size_bytes" and "best_step", for nodes that keep a part of their own.
             copies: see :meth:`SavesState.begin_saving`.
 
         Raises:
@@ -129,7 +137,7 @@ class ShardCheckpoints:
         assert self._pending is None, "a checkpoint is being written"
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(writing)
-            self._team.call("begin_saving", directory=str(directory), copies=copies)
+            self._begin_ranks(directory, part, copies=copies)
             self._pending = _Pending(directory, stack.pop_all(), checksums, write_rest)
 
     def settle(self, *, wait: bool) -> None:
@@ -144,8 +152,22 @@ class ShardCheckpoints:
             return
         pending, self._pending = self._pending, None
         with pending.writing as stack:
-            for result in self._team.call("end_saving"):
-                pending.checksums.update(result.checksums)
+            saved = [result.checksums for result in self._team.call("end_saving")]
+            pending.checksums.update(self._own_checksums(saved))
             pending.write_rest(pending.directory)
+            self._prepare(pending.directory, saved)
             in_place = stack.pop_all()
+        self._finish(in_place)
+
+    def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
+        self._team.call("begin_saving", directory=str(directory), copies=copies)
+
+    def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
+        """Return the checksums of what lies in rank 0's directory."""
+        return {name: value for checksums in saved for name, value in checksums.items()}
+
+    def _prepare(self, directory: Path, saved: Sequence[Mapping[str, str]]) -> None:
+        """Do what has to be done before anything is put in place; an error removes the checkpoint."""
+
+    def _finish(self, in_place: contextlib.ExitStack) -> None:
         self._writer.start(in_place.close)

@@ -121,7 +121,8 @@ class ShardedLearner(CountsCompiles):
         """Take this rank's shard of a checkpoint, whatever the layout of the run that saved it."""
         self._fetch_state()
         optimizer_file = Path(directory) / OPTIMIZER_NAME
-        source = open_source(Path(directory) / MODEL_NAME, optimizer_file if optimizer_file.is_file() else "")
+        optimizer_file = optimizer_file if optimizer_file.is_file() else ""
+        source = open_source(Path(directory) / MODEL_NAME, optimizer_file, is_partial=True)
         self.model.load(source)
         self._restore_state(source)
 

@@ -123,7 +123,7 @@ class ShardedModel(RankModel):
 
     def restore(self, directory: str | os.PathLike) -> None:
         """See :meth:`RankModel.restore`."""
-        self.load(open_source(directory))
+        self.load(open_source(directory, is_partial=True))
 
     def shards(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""

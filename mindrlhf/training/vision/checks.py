@@ -6,7 +6,6 @@ from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, RunSection
-from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
@@ -36,10 +35,12 @@ def check_vision(config: GrpoConfig) -> None:
     check_device(config.model, config.run, config.lora)
     if image_tokens(config.model.path) is None:
         return
-    parallel = config.parallel_config
+    stages = config.parallel_config.pipeline_stage
     refused = {
-        f"parallel_config.pipeline_stage={parallel.pipeline_stage}": (parallel.pipeline_stage > 1, "set it to 1"),
-        f"parallel_config.context_parallel={parallel.context_parallel}": (parallel.context_parallel > 1, "set it to 1"),
+        f"parallel_config.pipeline_stage={stages}": (
+            stages > 1 and _is_deep(config.model.path),
+            "its images go to several layers: set it to 1",
+        ),
         "reward.model_path": (bool(config.reward.model_path), "a reward model reads text only: use verifiers"),
         f"training.packing={SHARED_PROMPTS}": (
             config.training.packing == SHARED_PROMPTS,
@@ -48,10 +49,6 @@ def check_vision(config: GrpoConfig) -> None:
         "rollout.span_tokens": (config.rollout.span_tokens > 0, "spans carry no images on: set it to 0"),
         "tools.names": (bool(config.tools.names), "conversations are of text only: leave tools out"),
         "tools.environment": (bool(config.tools.environment), "episodes are of text only: leave it out"),
-        f"msprobe.level={CELL_LEVEL}": (
-            config.msprobe.enabled and config.msprobe.level == CELL_LEVEL,
-            "cells of a vision tower are not dumped: set it to debug",
-        ),
     }
     if needs_critic(config) and image_tokens(config.critic.path) != image_tokens(config.model.path):
         raise UserError(
@@ -89,11 +86,6 @@ def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> Non
         )
     if lora.rank is not None and image_tokens(model.path) is not None:
         raise UserError(f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank")
-    if run.device != "cpu" and _is_deep(model.path):
-        raise UserError(
-            f"the model in {model.path} hands images to several layers and is not trained with "
-            f"run.device={run.device} yet: set run.device to cpu"
-        )
     if run.device != "cpu" and model.train_vision != "none":
         raise UserError(
             f"'model.train_vision' is {model.train_vision}, but with run.device={run.device} the vision tower "
@@ -102,8 +94,6 @@ def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> Non
 
 
 def _is_deep(path: str) -> bool:
-    if image_tokens(path) is None:
-        return False
     hf_config = read_hf_config(path)
     return bool(find_spec(hf_config).dims(hf_config).vision.deepstack_blocks)
 

@@ -71,6 +71,8 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
 
     def receive_images(self, images: tuple) -> None:
         """Take the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
+        if self._cell_dump is not None:
+            self._cell_dump.show(images)
         self.model.see(images)
         if self.reference is not None:
             self.reference.see(images)

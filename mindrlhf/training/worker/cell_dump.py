@@ -18,6 +18,7 @@ from mindrlhf.config.watching_sections import CELL_LEVEL, MsprobeSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
+from mindrlhf.images.pixels import image_digest
 from mindrlhf.training.runtime import run_eagerly
 from mindrlhf.training.worker.model import model_tensors
 
@@ -37,6 +38,7 @@ class CellDump:
         self._rank = rank
         self._step = 0
         self._stages: dict[str, StageDump] = {}
+        self._images: dict[str, np.ndarray] = {}
 
     def begin(self, step: int) -> None:
         """Dump what follows as that of a step, from 1."""
@@ -44,12 +46,18 @@ class CellDump:
 
     def end(self) -> None:
         """Dump nothing until the next ``begin``."""
-        self._step = 0
+        self._step, self._images = 0, {}
+
+    def show(self, images: Sequence[np.ndarray]) -> None:
+        """Take the images of a step, uint8 [height, width, 3] each; a frozen tower runs apart from the decoder."""
+        if self._step:
+            self._images = {image_digest(pixels): pixels for pixels in images}
 
     def forward(self, stage: str, policy: PolicyLogProbs, micro_batches: Sequence[PackedRows]) -> None:
         """Run a model on micro-batches, and write the inputs, parameters and outputs of its cells.
 
-        Each parameter appears once, at the innermost cell that has it, with the first micro-batch.
+        Each parameter appears once, at the innermost cell that has it, with the first micro-batch. A frozen vision
+        tower runs on the images of each micro-batch, before the decoder.
         """
         dump = self._dump_of(stage)
         if dump is None:
@@ -58,6 +66,8 @@ class CellDump:
         for rows in micro_batches:
             policy.bind()
             with _watched(policy, dump, seen), run_eagerly():
+                if policy.model.images is not None:
+                    policy.model.images.look([self._images[digest] for digest in rows.images])
                 policy(*model_tensors(policy.model, rows))
         dump.write()
 

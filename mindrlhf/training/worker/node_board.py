@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindrlhf.rollout.remote import ReplicatedGenerator
-from mindrlhf.system import processes
-from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Machine, Published, Received
+from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Published, Received
 from mindrlhf.training.team import rank_0_host
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
@@ -35,10 +34,6 @@ class NodeBoard:
         """Make the weight board of this node; called on rank 0."""
         self._board, self._has_made_board = self.model.create_board(), True
         return self._board
-
-    def machine(self) -> Machine:
-        """Return where this rank is."""
-        return Machine(processes.machine())
 
     def open_board(self, is_wanted: bool) -> BoardPath:
         """Make the weight board of another node than rank 0's; called on the first rank there."""

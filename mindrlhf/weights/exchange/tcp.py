@@ -160,20 +160,23 @@ class TcpCarrier:
                     self._passing[index] = changes
             arrived[index].set()
 
-    def _send_whole(self, connection: SignedConnection, view: np.ndarray) -> None:
-        if view.flags.c_contiguous:
-            connection.send_file(*self._board.place(view), view.nbytes)
-            return
-        for chunk in _chunks(view):
-            connection.send_buffers(_buffers(chunk))
+    @staticmethod
+    def _send_whole(connection: SignedConnection, view: np.ndarray) -> None:
+        # Not by sendfile: it spares the sender a copy, but then the receiver's misses the cache and takes longer.
+        for chunk, buffer in _buffered(view):
+            if buffer is not chunk:
+                np.copyto(buffer, chunk)
+            connection.send_buffers([memoryview(buffer.reshape(-1).view(np.uint8))])
 
     @staticmethod
     def _receive_whole(connection: SignedConnection, view: np.ndarray) -> int:
         """Receive into a region and return the sum of its bits."""
         checksum = 0
-        for chunk in _chunks(view):
-            connection.receive_buffers(_buffers(chunk))
-            checksum += sum_bits(chunk)
+        for chunk, buffer in _buffered(view):
+            connection.receive_buffers([memoryview(buffer.reshape(-1).view(np.uint8))])
+            checksum += sum_bits(buffer)  # which is in the cache, and several times as fast as scattered rows
+            if buffer is not chunk:
+                np.copyto(chunk, buffer)
         return checksum
 
     def _accept(self, wanted: set[tuple[int, int]], token: bytes) -> None:
@@ -245,11 +248,13 @@ def _chunks(view: np.ndarray) -> Iterator[np.ndarray]:
             yield view[start : start + num_rows]
 
 
-def _buffers(chunk: np.ndarray) -> list[memoryview]:
-    """Return the memory of a part of a region, whose last axis lies in one piece, as few buffers."""
-    if chunk.flags.c_contiguous:
-        return [memoryview(chunk.reshape(-1).view(np.uint8))]
-    rows = chunk.view(np.uint8)
-    if rows.ndim == 1 or rows[0].flags.c_contiguous:
-        return [memoryview(row.reshape(-1)) for row in rows]
-    return [buffer for row in chunk for buffer in _buffers(row)]
+def _buffered(view: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the parts of a region, each with memory in one piece: its own, or a buffer that stays in the cache."""
+    buffer = None
+    for chunk in _chunks(view):
+        if chunk.flags.c_contiguous:
+            yield chunk, chunk
+            continue
+        if buffer is None or buffer.shape != chunk.shape:
+            buffer = np.empty_like(chunk, order="C")
+        yield chunk, buffer

@@ -207,7 +207,7 @@ def _batches(
                 for index, rows in enumerate(micro_batches)
                 for row in range(len(rows.mask))
             )
-            batches.append(Batch(tuple(micro_batches), num_tokens, placed, images))
+            batches.append(Batch(tuple(micro_batches), num_tokens, placed, images=images))
             micro_batches, images = [], {}
     return batches
 

@@ -7,7 +7,7 @@ import pytest
 from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences
 from mindrlhf.launch.nodes.secret import SECRET_NAME, SECRET_VARIABLE, make_secret, remove_secret, wait_for_secret
-from mindrlhf.launch.nodes.shared import probes, shared_facts
+from mindrlhf.launch.nodes.shared import own_facts, probes, shared_facts
 from mindrlhf.training.facts import tree_digest
 
 
@@ -90,3 +90,12 @@ def test_the_ranks_do_not_get_the_secret(monkeypatch):
 
     monkeypatch.setenv(SECRET_VARIABLE, "0123456789abcdef")
     assert SECRET_VARIABLE not in worker_environment(2, {})
+
+
+def test_a_disk_that_is_to_be_of_each_nodes_own_but_is_shared_is_named(tmp_path):
+    own, other = ({"checkpoint.save_dir": tmp_path / name} for name in ("own", "other"))
+    with probes(own) as numbers:
+        facts = {0: as_message(own_facts(own, None)), 1: as_message(own_facts(other, numbers))}
+        assert differences(facts) == []
+        (line,) = differences({**facts, 2: as_message(own_facts(own, numbers))})
+    assert 'a disk of each node" on nodes 0, 1' in line and 'the directory of node 0" on node 2: name a dir' in line

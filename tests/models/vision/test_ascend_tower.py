@@ -22,7 +22,7 @@ pytestmark = [
 SIZES = ((56, 84), (140, 168), (28, 112))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_rows_are_those_of_the_cpu(tmp_path, family):
     """Compiled for a rank of a sharded run, alone: the tower has no collectives."""
     import mindspore as ms
@@ -31,7 +31,7 @@ def test_rows_are_those_of_the_cpu(tmp_path, family):
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.weights.convert import load_hf_weights
 
-    model = TinyVl(family=family, vision_depth=2)
+    model = TinyVl(family=family, vision_depth=3)
     config = config_of(model)
     vision = find_spec(config).dims(config).vision
     random = np.random.default_rng(0)
@@ -54,9 +54,9 @@ def test_rows_are_those_of_the_cpu(tmp_path, family):
     lowered = lower_graph(path, 0, tmp_path / "lowered.mindir")
     assert lowered.replaced["FlashAttentionScore"] == vision.depth
     cell = LoweredCell(lowered)
-    weights = weights_of(model)
+    weights = {name.removeprefix("model."): tensor for name, tensor in weights_of(model).items()}
     for name, parameter in cell.parameters.items():
-        if name in weights:
+        if name.startswith("visual."):
             parameter.set_data(ms.Tensor(weights[name]))
     laid_out = fill_slots(images, *slots, vision.geometry, vision.window_side)
     arrays = [ms.Tensor(array) for array in (laid_out.patches, laid_out.places, laid_out.is_patch)]

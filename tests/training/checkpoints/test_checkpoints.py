@@ -14,7 +14,7 @@ from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlS
 from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import write_manifest
 from mindrlhf.checkpoint.state import STATE_NAME, read_state
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
@@ -60,7 +60,7 @@ class Run:
             model=sections.ModelSection(path="model"),
             data=sections.DataSection(train_file=train_file, tokenizer_dir="tokenizer"),
             reward=sections.RewardSection(verifier_function=("length",)),
-            checkpoint=sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+            checkpoint=watching_sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
         self.lead = Lead()
         team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
+from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
+from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
@@ -31,10 +33,9 @@ def actor(inputs_dir, tmp_path):
     return Actor(PolicyLearner(network, loss, OptimizerSection(), Rank(0, 1), "cpu"), None, saves_reference=False)
 
 
-def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path):
-    from mindrlhf.checkpoint.optimizer import optimizer_arrays
-
-    hf_config = read_hf_config(inputs_dir / "model")
+def save_shards(model_dir, directory, ranks=range(4)):
+    """Write random shards as some ranks of the layout do; return the whole arrays, and the layouts."""
+    hf_config = read_hf_config(model_dir)
     spec = find_spec(hf_config)
     layout = Layout.parse(LAYOUT)
     layouts = parameter_layouts(spec, spec.dims(hf_config), layout)
@@ -44,11 +45,30 @@ def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path):
         name: random.standard_normal(array.layout.shape).astype(np.float32) for name, array in manifest.arrays.items()
     }
     arrays["global_step"] = np.array([9], np.int32)
-    for rank in range(layout.world_size):
+    for rank in ranks:
         names = manifest.infos_of_rank(rank)
         shards = ((name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in names)
-        write_rank(tmp_path / "step" / "model", manifest, rank, shards)
-    finish_saving(tmp_path / "step" / "model", manifest, hf_config, layouts, layout)
+        write_rank(directory, manifest, rank, shards)
+    finish_saving(directory, manifest, hf_config, layouts, layout)
+    return arrays, layouts
+
+
+def test_a_rank_reads_its_own_shards_where_those_of_others_are_elsewhere(inputs_dir, tmp_path):
+    arrays, layouts = save_shards(inputs_dir / "model", tmp_path / "model", ranks=[2, 3])
+    with pytest.raises(UserError, match="rank_0 is missing"):
+        open_source(tmp_path / "model")
+    source = open_source(tmp_path / "model", is_partial=True)
+    for one in layouts:
+        for rank in (2, 3):
+            np.testing.assert_array_equal(source.read_shard(one, rank), arrays[one.name][one.shard_of(rank)])
+    with pytest.raises(UserError, match="rank_0 is missing, and .* is read from it: copy it from the node that holds"):
+        source.read_shard(layouts[0], 0)
+
+
+def test_weights_and_moments_come_from_shards(actor, inputs_dir, tmp_path):
+    from mindrlhf.checkpoint.optimizer import optimizer_arrays
+
+    arrays, layouts = save_shards(inputs_dir / "model", tmp_path / "step" / "model")
     actor.restore(str(tmp_path / "step"))
     for parameter in actor.learner.network.get_parameters():
         np.testing.assert_array_equal(parameter.asnumpy(), arrays[parameter.name], err_msg=parameter.name)

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.config import sections
+from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
@@ -58,6 +58,10 @@ class LocalTeam:
 
     world_size = NUM_RANKS
 
+    @property
+    def ranks(self):
+        return self
+
     def __init__(self):
         self.workers = [RankWorker(rank) for rank in range(NUM_RANKS)]
         self.rank_0 = self.workers[0]
@@ -74,7 +78,7 @@ class Run:
             model=sections.ModelSection(path="model"),
             data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
             reward=sections.RewardSection(verifier_function=("length",)),
-            checkpoint=sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+            checkpoint=watching_sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
         self.team = LocalTeam()
         replicas = ReplicaTeam(self.team, Layout.parse("dp=2,mp=2,pp=1"))

@@ -303,7 +303,7 @@ def make_config(**options):
         "training": sections.TrainingSection,
         "optimizer": sections.OptimizerSection,
         "evaluation": sections.EvaluationSection,
-        "checkpoint": sections.CheckpointSection,
+        "checkpoint": watching_sections.CheckpointSection,
         "rollout": sections.RolloutSection,
         "observe": watching_sections.ObserveSection,
     }

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange import plan as planning
 from mindrlhf.weights.exchange import tcp
@@ -144,13 +145,14 @@ def test_a_node_that_dies_ends_the_exchange_of_the_others():
 def test_what_arrives_changed_is_named(monkeypatch):
     with Nodes([WHOLE[:2], WHOLE[2:]]) as nodes:
         nodes.publish(1, tensors(1))
-        place = WeightBoard.place
+        send = SignedConnection.send_buffers
 
-        def elsewhere(self, view):
-            fd, offset = place(self, view)
-            return fd, offset + 1  # as a network that loses a byte
+        def damaged(self, buffers):
+            first, *others = (bytearray(buffer) for buffer in buffers)
+            first[0] ^= 1  # as a network that changes a bit
+            send(self, [memoryview(buffer) for buffer in (first, *others)])
 
-        monkeypatch.setattr(WeightBoard, "place", elsewhere)
+        monkeypatch.setattr(SignedConnection, "send_buffers", damaged)
         with pytest.raises(RunFailure, match="tensor '.*' came to node 0 with other values than were written"):
             nodes.publish(2, tensors(2))
 

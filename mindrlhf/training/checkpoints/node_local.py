@@ -1,0 +1,147 @@
+"""Checkpoints on disks of the nodes' own: each node keeps what its ranks hold, and all of them finish a step together.
+
+In two phases. First every node writes its part whole, under a temporary name; when all have, they give it its own, rank
+0's node last: a step that it holds, all hold. A node that dies in between leaves the others one step ahead at most,
+which is written again. A part has the shards of its node's ranks, or where each rank holds the whole model that model,
+and all that is small, so that what another layout needs of a node's step can be copied to the same place on another.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindrlhf.checkpoint.background import BackgroundWriter
+from mindrlhf.checkpoint.manifest import MANIFEST_NAME, list_files, write_manifest
+from mindrlhf.checkpoint.state import read_state
+from mindrlhf.checkpoint.store import CheckpointStore
+from mindrlhf.errors import UserError
+from mindrlhf.system.files import sync_tree
+from mindrlhf.training.checkpoints.parts import SHARDS, part_state
+from mindrlhf.training.checkpoints.shards import ShardCheckpoints
+from mindrlhf.training.team import Team
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The ranks of each node, rank 0's first."""
+
+    ranks: Sequence[Sequence[int]]
+
+    @property
+    def firsts(self) -> list[int]:
+        return [ranks[0] for ranks in self.ranks]
+
+    def of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
+
+
+class NodeCheckpoints(ShardCheckpoints):
+    """The part of rank 0; its own node's part is that of its :class:`CheckpointStore`.
+
+    Args:
+        team: all ranks.
+        nodes: the ranks of each machine, rank 0's first.
+        store: of rank 0's node.
+        writer: see :class:`ShardCheckpoints`.
+        is_cut: every rank holds a shard of the model; if not, the first rank of each node writes the whole.
+        parallel: `parallel_config` of this run.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        nodes: Sequence[Sequence[int]],
+        store: CheckpointStore,
+        writer: BackgroundWriter,
+        *,
+        is_cut: bool,
+        parallel: Mapping[str, Any],
+    ):
+        super().__init__(team, writer)
+        self._nodes = _Nodes(nodes)
+        self._store = store
+        self._is_cut = is_cut
+        self._parallel = parallel
+        others = set(self._nodes.firsts[1:])
+        directories = [str(store.save_dir) if rank in others else "" for rank in range(team.world_size)]
+        held = team.call("keep_part", keep_last=store.keep_last, per_rank=[{"save_dir": one} for one in directories])
+        self._held = [store.steps(), *(held[rank].steps for rank in self._nodes.firsts[1:])]
+
+    def latest(self) -> Path:
+        """Return the newest checkpoint of which every node holds its part whole; damaged ones are warnings.
+
+        Raises:
+            UserError: there is none; or it is of another layout, and files have to be copied first: which, and where.
+        """
+        for step in sorted(set.intersection(*map(set, self._held)), reverse=True):
+            states = self._team.call("check_part", step=step)
+            states = [part_state(self._store.path(step)), *(states[rank] for rank in self._nodes.firsts[1:])]
+            damages = [f"node {node}: {one.damage}" for node, one in enumerate(states) if one.damage]
+            if not damages:
+                self._check_shards(self._store.path(step), [set(one.shards) for one in states])
+                return self._store.path(step)
+            for damage in damages:
+                print(f"warning: checkpoint {step} is skipped: {damage}", file=sys.stderr, flush=True)
+        held = [f"node {node} has {', '.join(map(str, steps)) or 'none'}" for node, steps in enumerate(self._held)]
+        raise UserError(
+            f"there is no step of which every node holds its part whole in {self._store.save_dir}: {'; '.join(held)}. "
+            "Copy the directory of a step from a node that holds it to the same place on those that lack it"
+        )
+
+    def _check_shards(self, directory: Path, held: Sequence[set[str]]) -> None:
+        """Compare the ranks whose shards lie on each node with those that its ranks read."""
+        everywhere = set.union(*held)
+        if not everywhere:
+            return
+        num_ranks = 1 + max(map(_rank_of, everywhere))
+        before = read_state(directory).config.get("parallel_config")
+        is_same = before == self._parallel and num_ranks == self._team.world_size
+        lines = []
+        for node, ranks in enumerate(self._nodes.ranks):
+            own = {name for name in everywhere if _rank_of(name) in ranks}
+            for name in sorted((own if is_same else everywhere) - held[node]):
+                holder = next(other for other, names in enumerate(held) if name in names)
+                lines.append(f"copy {directory / name} of node {holder} to the same place on node {node}")
+        if lines:
+            raise UserError("\n  ".join(["the shards of the checkpoint lie elsewhere than they are read:", *lines]))
+
+    def _begin_ranks(self, directory: Path, part: Mapping[str, Any], *, copies: bool) -> None:
+        opened = self._team.call("open_part", **part)
+        paths = [str(directory), *(opened[rank].path for rank in self._nodes.firsts[1:])]
+        writers = [self._is_cut or rank in self._nodes.firsts for rank in range(self._team.world_size)]
+        own = [{"directory": paths[self._nodes.of(rank)] if one else ""} for rank, one in enumerate(writers)]
+        self._team.call("begin_saving", per_rank=own, copies=copies)
+
+    def _own_checksums(self, saved: Sequence[Mapping[str, str]]) -> dict[str, str]:
+        return self._by_node(saved)[0]
+
+    def _prepare(self, directory: Path, saved: Sequence[Mapping[str, str]]) -> None:
+        checksums = self._by_node(saved)
+        small = {name: path for name, path in list_files(directory).items() if name not in checksums[0]}
+        files = {name: path.read_bytes() for name, path in small.items() if not SHARDS.fullmatch(name)}
+        self._team.call(
+            "prepare_part",
+            per_rank=[{"checksums": checksums[self._nodes.of(rank)]} for rank in range(self._team.world_size)],
+            files={name: np.frombuffer(content, np.uint8) for name, content in files.items() if name != MANIFEST_NAME},
+        )
+        write_manifest(directory, checksums[0])
+        sync_tree(directory)
+
+    def _finish(self, in_place: ExitStack) -> None:
+        self._team.call("finish_part")
+        in_place.close()
+
+    def _by_node(self, saved: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        found: list[dict[str, str]] = [{} for _ in self._nodes.ranks]
+        for rank, checksums in enumerate(saved):
+            found[self._nodes.of(rank)].update(checksums)
+        return found
+
+
+def _rank_of(shards: str) -> int:
+    return int(shards.rpartition("_")[2])
