@@ -1,4 +1,4 @@
-"""Graphs that save memory, and those that split sequences, executed on CPU ranks, train like one plain process.
+"""Graphs that save memory, and those of YaRN, executed on CPU ranks, train like one plain process.
 
 The plain process is the one of test_parallel_execution: other cells, whole logits, nothing recomputed.
 """
@@ -28,13 +28,11 @@ MODEL_PARALLEL = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": T
 CASES = {
     # Tiles that divide neither positions nor words; logits of a micro-batch are 4 x 32 positions, 64 words a rank.
     "tiles_tp2": (MODEL, MODEL_PARALLEL, {"logit_positions": 48, "logit_words": 24}),
-    "tiles_cp2": (MODEL, {"data_parallel": 1, "context_parallel": 2}, {"logit_positions": 24}),
     "recompute_tp2": (
         MODEL,
         MODEL_PARALLEL,
         {"recompute_layers": "1", "recompute_operators": ("attention", "norms", "activation")},
     ),
-    "yarn_cp2": (YARN_MODEL, {"data_parallel": 1, "context_parallel": 2}, {}),
     "yarn_tp2": (YARN_MODEL, MODEL_PARALLEL, {}),
 }
 
