@@ -34,6 +34,7 @@ PUBLISHED_PARAMETERS = {
 }
 # Run files of those that need more than 16 NPUs are in examples/grpo.
 LARGE_PARAMETERS = {
+    "qwen2_5_7b_128k": 7_615_616_512,
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "deepseek_v3_671b": 671_026_419_200,  # without the multi-token prediction module

@@ -8,6 +8,7 @@ from mindspore import nn, ops
 from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
 from mindrlhf.algorithms import vocabulary
+from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
 
 
 class GraphTokenLogProbs(nn.Cell):
@@ -175,17 +176,30 @@ class TiledTokenLogProbs(nn.Cell):
         return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask)
 
 
-class PolicyLogProbs(nn.Cell):
-    """Log-probabilities of the labels under a model, at a sampling temperature."""
+def _graph_logprobs(model, tile: vocabulary.HeadTile) -> nn.Cell:
+    if not tile:
+        return GraphTokenLogProbs(model.head_weight, model.splits)
+    return ChunkedTokenLogProbs(model.head_weight, tile, model.splits)
 
-    def __init__(self, model, temperature: float, device: str):
+
+class PolicyLogProbs(nn.Cell):
+    """Log-probabilities of the labels under a model, at a sampling temperature.
+
+    Args:
+        model: returns hidden states.
+        temperature: of sampling.
+        device: `cpu` or `ascend`.
+        tile: on Ascend, of how many logits there is memory at a time; all of them unless given.
+    """
+
+    def __init__(self, model, temperature: float, device: str, tile: vocabulary.HeadTile = vocabulary.WHOLE_HEAD):
         super().__init__(auto_prefix=False)
         self.model = model
         self.is_tiled = device == "cpu"
         if self.is_tiled:
             self.token_logprobs = TiledTokenLogProbs(model.head_weight)
         else:
-            self.token_logprobs = GraphTokenLogProbs(model.head_weight, model.splits)
+            self.token_logprobs = _graph_logprobs(model, tile)
             self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))
         self.inverse_temperature = 1.0 / temperature
 

@@ -5,11 +5,33 @@ at once, so neither the logits nor the probabilities of a batch are ever materia
 computes the tiles again from the saved log-normaliser. Only positions whose mask is not 0 are computed.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 # Tile of logits: 512 x 1024 float32 = 2 MiB, about a core's share of cache.
 TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
+
+
+@dataclass(frozen=True)
+class HeadTile:
+    """Of how many logits a rank on Ascend has the memory at a time.
+
+    Attributes:
+        positions: of its micro-batch; 0 means all.
+        words: of its part of the vocabulary; 0 means all.
+    """
+
+    positions: int = 0
+    words: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether the projection is made in tiles at all."""
+        return bool(self.positions or self.words)
+
+
+WHOLE_HEAD = HeadTile()
 
 
 def forward(

@@ -31,6 +31,7 @@ FREE_KEYS = frozenset(
         "reward.num_workers",
         "reward.timeout_s",
         "parallel_config",
+        "memory",
         "evaluation",
         "checkpoint",
         "guard",

@@ -6,6 +6,7 @@ from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.config.derived import resolve_data_parallel
 from mindrlhf.config.lora_section import check_lora
+from mindrlhf.config.memory.checks import check_memory
 from mindrlhf.config.offline_sections import DpoSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
@@ -27,6 +28,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_device, config.run, config.model, config.parallel_config)
     check(check_lora, config.lora, given)
     check(_check_adapters_reference, config)
+    check(check_memory, config.memory, config.model.recompute, config.run.device, True, not config.rollout.ahead)
     check(check_algorithm, config, given)
     check(check_critic, config, given)
     check(_check_minibatches, config)
@@ -84,6 +86,8 @@ def _check_common(
     mistakes.check(_check_parallel, config.parallel_config)
     mistakes.check(_check_device, config.run, config.model, config.parallel_config)
     mistakes.check(check_lora, config.lora, given)
+    has_head = not isinstance(config, RewardModelConfig)
+    mistakes.check(check_memory, config.memory, config.model.recompute, config.run.device, has_head, False)
     mistakes.check(_check_schedule, config.optimizer, given)
     mistakes.check(check_checkpoint, config.checkpoint)
     no_servers = "this run samples nothing, so it has no rollout server"
@@ -150,13 +154,8 @@ def _check_device(run: sections.RunSection, model: sections.ModelSection, parall
             mistakes.add(
                 f"'model.{name}' is {getattr(model, name)}, but run.device=cpu has float32 kernels only: set float32"
             )
-    for name in (
-        "model_parallel",
-        "pipeline_stage",
-        "context_parallel",
-        "expert_parallel",
-        "micro_batch_interleave_num",
-    ):
+    names = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel", "micro_batch_interleave_num")
+    for name in names:
         if getattr(parallel, name) != 1:
             mistakes.add(
                 f"'parallel_config.{name}' is {getattr(parallel, name)}, but run.device=cpu trains in data parallel "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mindrlhf.config import offline_sections, sections, watching_sections
 from mindrlhf.config.keys import section
 from mindrlhf.config.lora_section import LoraSection
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.parse import root_config
 from mindrlhf.config.watching_sections import CheckpointSection
 
@@ -28,6 +29,7 @@ class GrpoConfig:
     lora: LoraSection = section(LoraSection, "the adapters")
     critic: sections.CriticSection = section(sections.CriticSection, "the critic")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    memory: MemorySection = section(MemorySection, "the memory")
     evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
@@ -48,6 +50,7 @@ class SftConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    memory: MemorySection = section(MemorySection, "the memory")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
@@ -66,6 +69,7 @@ class DpoConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    memory: MemorySection = section(MemorySection, "the memory")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")
@@ -84,6 +88,7 @@ class RewardModelConfig:
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
     lora: LoraSection = section(LoraSection, "the adapters")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
+    memory: MemorySection = section(MemorySection, "the memory")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")
     profiler: watching_sections.ProfilerSection = section(watching_sections.ProfilerSection, "where time goes")

@@ -6,27 +6,51 @@ Axes of strategies: data-parallel ranks (dp) share the rows, context-parallel ra
 
 from dataclasses import replace
 
+import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rope_utils import ApplyRotaryPosEmb
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from mindformers.parallel_core.training_graph.device_matrix import layout
+from mindformers.parallel_core.training_graph.transformer.flash_attention import FlashAttention
+from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore import Tensor, nn, ops
 from mindspore.ops.operations import Morph
 
+from mindrlhf.models.rotary import rotary_frequencies, score_scale
 from mindrlhf.models.vision.deepstack import NUM_ASCEND_TABLES, DeepstackLayer
 
 
 def decoder_spec(config, dims):
     """MindFormers' layers, unchanged: fused attention, fused norms, interleaved weights, grouped experts.
 
-    Those of a model whose layers take image rows add them.
+    Those of a model whose layers take image rows add them. Where YaRN turns whole heads their scores are scaled as on
+    the CPU; see :func:`extend_rotation`.
     """
     spec = get_gpt_decoder_block_spec(config)
     if dims.vision and dims.vision.deepstack_blocks:
         params = {"num_tables": NUM_ASCEND_TABLES}
         spec.layer_specs = [replace(layer, module=DeepstackLayer, params=params) for layer in spec.layer_specs]
+    if extends_whole_heads(dims):
+        attention = ModuleSpec(module=FlashAttention, params={"softmax_scale": score_scale(dims)})
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = attention
     return spec
+
+
+def extends_whole_heads(dims) -> bool:
+    """Whether YaRN is asked for by a model without latent attention."""
+    return dims.yarn is not None and dims.latent is None
+
+
+def extend_rotation(model, dims) -> None:
+    """Give a GPTModel YaRN's frequencies; for latent attention MindFormers has them itself.
+
+    Its cells would multiply the angles by what cosines and sines are to be multiplied by (ApplyRotaryPosEmb, 1.9.0).
+    They are given the frequencies alone; scaling the scores by the square comes to the same.
+    """
+    if extends_whole_heads(dims):
+        model.rotary_pos_emb.inv_freq = Tensor(rotary_frequencies(dims))
 
 
 class DecoderInputs(nn.Cell):
@@ -40,14 +64,19 @@ class DecoderInputs(nn.Cell):
         del dims  # MindFormers' rotary cell knows the angles
         self.embedding = model.embedding
         self.rotary = model.rotary_pos_emb
-        self.causal = Tensor(np.triu(np.ones((1, max_length, max_length), np.uint8), k=1))
+        # Small constants: a square one would be as large as the mask, on every rank.
+        places = np.arange(max_length, dtype=np.int32)
+        self.row_places, self.column_places = Tensor(places.reshape(1, -1, 1)), Tensor(places.reshape(1, 1, -1))
         dp, cp = config.data_parallel_size, config.context_parallel_size
         self.as_column = ops.ExpandDims().shard(((dp, cp),))
         self.as_row = ops.ExpandDims().shard(((dp, 1),))
         self.not_equal = ops.NotEqual().shard(((dp, cp, 1), (dp, 1, 1)))
         self.both = ops.LogicalAnd().shard(((dp, cp, 1), (dp, cp, 1)))
         self.cast = ops.Cast().shard(((dp, cp, 1),))
-        self.maximum = ops.Maximum().shard(((dp, cp, 1), (1, cp, 1)))
+        self.no_more_than = ops.Minimum().shard(((dp, cp, 1), ()))
+        self.add_places = ops.Add().shard(((dp, cp, 1), (1, cp, 1)))
+        self.before = ops.Less().shard(((dp, cp, 1), (1, 1, 1)))
+        self.either = ops.LogicalOr().shard(((dp, cp, 1), (dp, cp, 1)))
         self.add_head_axis = ops.ExpandDims().shard(((dp, cp, 1),))
         self.slice = ops.StridedSlice().shard(((1, 1, 1),))
         self.slice_rows = ops.StridedSlice().shard(((dp, 1, 1),))
@@ -66,8 +95,11 @@ class DecoderInputs(nn.Cell):
             other_prefix = self.not_equal(self.as_column(prefix_ids, 2), self.as_row(segment_ids, 1))
             other_segment = self.both(other_segment, other_prefix)
             rotary = self._by_row(rotary, positions)
-        causal = self.slice(self.causal, (0, 0, 0), (1, length, length), (1, 1, 1))
-        hidden = self.maximum(self.cast(other_segment, causal.dtype), causal)
+        rows = self.slice(self.row_places, (0, 0, 0), (1, length, 1), (1, 1, 1))
+        columns = self.slice(self.column_places, (0, 0, 0), (1, 1, length), (1, 1, 1))
+        # Zeros, which the compiler cannot know: it would fold a comparison of constants into a square one.
+        rows = self.add_places(self.no_more_than(self.as_column(segment_ids, 2), 0), rows)
+        hidden = self.cast(self.either(other_segment, self.before(rows, columns)), ms.uint8)
         return self.embedding(input_ids, None), self.add_head_axis(hidden, 1), rotary
 
     def _channel(self, inputs, number):

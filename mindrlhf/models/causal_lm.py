@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import nn, ops
 
+from mindrlhf.config.memory.section import WHOLE, MemorySection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
+from mindrlhf.models.recompute import set_recompute
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.scoring import SCORE_NAME
 
@@ -119,6 +121,7 @@ def build_model(
     device: str = "cpu",
     parallel_config: Mapping[str, int | bool] | None = None,
     recompute: bool = False,
+    memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
     train_vision: str = "none",
@@ -133,6 +136,7 @@ def build_model(
         device: `cpu` (cells of `cpu_decoder`) or `ascend` (MindFormers' own cells).
         parallel_config: MindFormers' keys (`model_parallel`, `pipeline_stage`, ...); unread on the CPU.
         recompute: keep only layer inputs and compute the rest again in the backward pass.
+        memory: what else is computed again.
         shared_prompts: its inputs have positions, see :class:`CausalLM`; cells for Ascend are sharded for either form.
         num_image_rows: image tokens in one run of a model with vision, at most.
         train_vision: what is trained of the vision tower: `none`, `projector` or `all`.
@@ -147,7 +151,7 @@ def build_model(
         _check_cpu(compute_dtype, param_dtype, parallel_config)
         parallel_config = {}
     else:
-        _check_ascend(spec, dims, train_vision)
+        _check_ascend(dims, train_vision)
     config = _transformer_config(
         spec,
         dims,
@@ -160,6 +164,7 @@ def build_model(
     )
     cells = _cells_for(device)
     model = _gpt_model(config, dims, cells.decoder_spec(config, dims))
+    set_recompute(model, memory)
     if device != "cpu":
         shares_head = dims.tied and not spec.is_scorer  # a scorer has no output projection
         turns_by_row = shared_prompts or dims.vision is not None
@@ -169,10 +174,9 @@ def build_model(
     return CausalLM(model, inputs, cells.DecoderOutputs(config), spec, dims, hf_config, splits, *seen)
 
 
-def _check_ascend(spec: ModelSpec, dims: ModelDims, train_vision: str) -> None:
+def _check_ascend(dims: ModelDims, train_vision: str) -> None:
     if dims.vision and train_vision != "none":
         raise UserError(f"a vision tower is trained on the CPU only so far (train_vision={train_vision}): use none")
-    spec.check_ascend(dims)
 
 
 def _cells_for(device: str):
@@ -184,6 +188,7 @@ def _cells_for(device: str):
 
 
 def _adapt_ascend_cells(cells, model, config, dims, parallel_config, shares_head: bool, turns_by_row: bool) -> None:
+    cells.extend_rotation(model, dims)
     if dims.experts:
         cells.drop_balancing_loss(model)
     if parallel_config.get("model_parallel", 1) > 1:

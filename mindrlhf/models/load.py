@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from mindrlhf.config.lora_section import LoraSection
+from mindrlhf.config.memory.section import WHOLE, MemorySection
 from mindrlhf.config.sections import ModelSection, RunSection
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora import attach_lora
@@ -29,18 +30,20 @@ def load_model(
     row_length: int,
     lora: LoraSection | None = None,
     *,
+    memory: MemorySection = WHOLE,
     num_image_rows: int = 1,
 ) -> CausalLM:
     """Build the model of a Hugging Face directory and load its weights, or initialise them; see ``has_random_weights``.
 
     Args:
         lora: gives a model that is trained its adapters, if the section asks for them.
+        memory: which activations are computed again.
         num_image_rows: for a model with vision; see :func:`mindrlhf.models.causal_lm.build_model`.
 
     Raises:
         UserError: the directory, its config, its weights or its adapter do not fit.
     """
-    network = _build(read_hf_config(path), model, run, row_length, num_image_rows)
+    network = _build(read_hf_config(path), model, memory, run, row_length, num_image_rows)
     _fill(network, model, path, run)
     _attach(network, lora, path, run)
     return network
@@ -53,6 +56,7 @@ def load_scorer(
     row_length: int,
     lora: LoraSection | None = None,
     *,
+    memory: MemorySection = WHOLE,
     num_image_rows: int = 1,
 ) -> CausalLM:
     """Build the scoring model (reward model, critic) of a Hugging Face directory; load its weights, or initialise them.
@@ -65,7 +69,7 @@ def load_scorer(
     """
     hf_config = read_hf_config(path)
     frozen = replace(model, train_vision="none")
-    network = _build(scorer_config(hf_config), frozen, run, row_length, num_image_rows)
+    network = _build(scorer_config(hf_config), frozen, memory, run, row_length, num_image_rows)
     if has_random_weights(model, path) or find_spec(hf_config).is_scorer:
         _fill(network, model, path, run)
     else:
@@ -74,7 +78,9 @@ def load_scorer(
     return network
 
 
-def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: int, num_image_rows: int) -> CausalLM:
+def _build(
+    hf_config: dict, model: ModelSection, memory: MemorySection, run: RunSection, row_length: int, num_image_rows: int
+) -> CausalLM:
     return build_model(
         hf_config,
         seq_length=row_length,
@@ -82,6 +88,7 @@ def _build(hf_config: dict, model: ModelSection, run: RunSection, row_length: in
         param_dtype=model.param_dtype,
         device=run.device,
         recompute=model.recompute,
+        memory=memory,
         num_image_rows=num_image_rows,
         train_vision=model.train_vision,
     )

@@ -208,6 +208,11 @@ class ModelDims:
         """Whether a decoder layer has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
+    @property
+    def has_dense_mlps(self) -> bool:
+        """Whether a layer has an MLP that every token sees, alone or beside routed experts."""
+        return self.experts is None or bool(self.experts.shared_size) or not all(self.experts.layers)
+
 
 def positive_int(hf_config: dict, key: str) -> int:
     """Read a positive integer.

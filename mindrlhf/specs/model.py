@@ -99,19 +99,6 @@ class ModelSpec:
             sizes["head_dim"] = _head_dim(hf_config, num_heads)
         return ModelDims(**sizes)
 
-    def check_ascend(self, dims: ModelDims) -> None:
-        """Refuse what MindFormers' cells for Ascend compute otherwise than Hugging Face's models.
-
-        Raises:
-            UserError: naming the fix.
-        """
-        if dims.yarn and not self.yarn_gives_mscale:
-            # They multiply angles by what cosines and sines are to be multiplied by: ApplyRotaryPosEmb, 1.9.0.
-            raise UserError(
-                f"config.json asks for YaRN, which MindFormers' cells of {self.hf_architecture} for Ascend get wrong: "
-                "remove rope_scaling, or set run.device to cpu"
-            )
-
     def decoder_config(self, hf_config: dict) -> dict:
         """config.json of the text model with this model's decoder: what is compiled where images are not."""
         if not self.text_architecture:
@@ -147,7 +134,7 @@ class ModelSpec:
             "attention_dropout": 0.0,
             **_expert_options(dims),
             **_latent_options(dims),
-            # Other cells than those for latent attention have no such options: see `check_ascend`.
+            # Other cells than those for latent attention have no such options, and are given the frequencies instead.
             **(_yarn_options(dims) if dims.latent else {}),
             **self.mcore_options,
         }

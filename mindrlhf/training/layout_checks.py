@@ -35,6 +35,11 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
     """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
     parallel = config.parallel_config
     if not is_split(parallel):
+        if config.memory.offload_optimizer:
+            raise UserError(
+                "'memory.offload_optimizer' is true, but the model is whole on every rank: shard it, or its optimiser "
+                "(parallel_config.enable_parallel_optimizer), or remove it"
+            )
         return
     layout = Layout.from_config(parallel, world_size)
     if needs_critic(config):

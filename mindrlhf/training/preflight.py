@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.memory.checks import check_num_layers
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
@@ -82,6 +84,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     check = mistakes.check
     check(check_vision, config, needs=["model.path"])
     check(check_replay, config, needs=["model.path"])
+    check(_check_layers, config.memory, config.model.path, needs=["model.path"])
     if config.run.device == "cpu":
         check(check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
@@ -106,7 +109,6 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     if files.present:
         row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
     if config.run.device != "cpu":
-        check(_check_ascend, config.model.path, needs=["model.path"])
         check(check_servers, config, world_size, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":
@@ -134,6 +136,7 @@ def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes 
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
     mistakes.check(_check_lora, config, config.model.path, False, needs=["model.path"])
+    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path"])
     for file in files.present:
         mistakes.check(check_images, config.model.path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
@@ -164,6 +167,7 @@ def check_preference_inputs(
                 mistakes.check(_check_gives_tokens, path, needs=[key])
     is_scorer = not isinstance(config, DpoConfig)
     mistakes.check(_check_lora, config, config.model.path, is_scorer, needs=["model.path"])
+    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path"])
     for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
         mistakes.check(check_images, path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
@@ -286,12 +290,6 @@ def _check_model(model: ModelSection, path: str, tokenizer: Tokenizer | None) ->
         open_tensors(path).check_coverage(hf_shapes(spec, dims), ignored_names(dims))
 
 
-def _check_ascend(path: str) -> None:
-    hf_config = read_hf_config(path)
-    spec = find_spec(hf_config)
-    spec.check_ascend(spec.dims(hf_config))
-
-
 def _check_gives_tokens(path: str) -> None:
     if find_spec(read_hf_config(path)).is_scorer:
         raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
@@ -324,6 +322,12 @@ def _check_lora(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, 
         )
     if lora.path:
         check_adapter(lora.path, hf_config, lora.options)
+
+
+def _check_layers(memory: MemorySection, path: str) -> None:
+    hf_config = read_hf_config(path)
+    dims = find_spec(hf_config).dims(hf_config)
+    check_num_layers(memory, dims.num_layers, dims.has_dense_mlps)
 
 
 def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer | None) -> None:

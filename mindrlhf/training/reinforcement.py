@@ -238,9 +238,10 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    num_image_rows = config.training.batch_size * length
-    network = load_model(model, model.path, config.run, length, config.lora, num_image_rows=num_image_rows)
-    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device))
+    options: dict = {"memory": config.memory, "num_image_rows": config.training.batch_size * length}
+    tile = config.memory.head_tile
+    network = load_model(model, model.path, config.run, length, config.lora, **options)
+    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device, tile))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     reference = None
     if algorithm.beta > 0 and reference_is_base(config):
@@ -248,15 +249,15 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     elif algorithm.beta > 0:
         reference_path = model.reference_path or model.path
         frozen = dataclasses.replace(model, train_vision="none")
-        reference_network = load_model(frozen, reference_path, config.run, length, num_image_rows=num_image_rows)
+        reference_network = load_model(frozen, reference_path, config.run, length, **options)
         if network.images is not None and reference_path == model.path and model.train_vision == "none":
             reference_network.images.borrow(network.images)
-        reference = WholeModel(PolicyLogProbs(reference_network, temperature, device), rank)
-    options = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
+        reference = WholeModel(PolicyLogProbs(reference_network, temperature, device, tile), rank)
+    parts = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
     if needs_critic(config):
-        actor = ActorCritic(build_critic(config, length, rank), device, **options)
+        actor = ActorCritic(build_critic(config, length, rank), device, **parts)
     else:
-        actor = Actor(**options)
+        actor = Actor(**parts)
     if config.reward.model_path:
         scorer = load_scorer(model, config.reward.model_path, config.run, length)
         actor.use_reward_model(WholeModel(TokenScores(scorer, after_token=True), rank))

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import sanity_inputs
@@ -29,6 +30,7 @@ def compile_and_execute(
     images: Sequence[Sequence[np.ndarray]] = (),
     after_token: bool = False,
     lora: dict | None = None,
+    memory: Mapping[str, int | str | tuple[str, ...]] = MappingProxyType({}),
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
 
@@ -42,10 +44,11 @@ def compile_and_execute(
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
         images: of each call; see :func:`cpu_execution.run.execute`.
+        memory: keys of the section `memory`.
         after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
         lora: of adapters that are trained in place of the model; see :class:`cpu_execution.run.ExecutionJob`.
     """
-    own = {"shared_prompts": shared_prompts, "lora": lora}
+    own = {"shared_prompts": shared_prompts, "lora": lora, "memory": dict(memory)}
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
         for size, layouts in all_layouts.items()

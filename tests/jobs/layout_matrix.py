@@ -83,8 +83,20 @@ _ALL_LAYOUTS = {
     "critic-dp2-mp2-sp-adapted": (CRITIC, 2, 2, 1, 1, SP, {}),
     "sees-dp2-mp2-pp2-sp-zero": (SEES, 2, 2, 2, 1, SP | ZERO, {}),
     "sees-dp2-cp2": (SEES, 2, 1, 1, 2, {}, {}),
+    # Logits in tiles, and recomputation: see _MEMORY.
+    "qwen2-mp2-tiles": (QWEN2, 1, 2, 1, 1, {}, {}),
+    "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": (QWEN2, 2, 2, 2, 2, SP | ZERO, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
+}
+# Keys of the section `memory`.
+_MEMORY = {
+    "qwen2-mp2-tiles": {"logit_positions": 24, "logit_words": 200},
+    "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": {
+        "logit_positions": 8,
+        "recompute_layers": "0",
+        "recompute_operators": ("attention", "norms", "activation"),
+    },
 }
 # Those that are counted by hand, and combinations in which every axis takes part; the others nightly.
 _OF_EVERY_DAY = (
@@ -133,4 +145,5 @@ def request(name: str) -> CompileRequest:
         cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
         shared_prompts=name.endswith("-shared"),
         lora=ADAPTERS if name.endswith("-adapted") else None,
+        memory=_MEMORY.get(name, {}),
     )

@@ -153,6 +153,22 @@ def test_adapters_by_hand(reports):
     }
 
 
+@pytest.mark.skipif("qwen2-mp2-tiles" not in LAYOUTS, reason="slow")
+def test_tiles_of_logits_exchange_numbers_of_all_tokens_at_once(reports):
+    """As the plain head but for the tokens' numbers, however many tiles there are."""
+    assert {one.kind for one in reports["qwen2-mp2-tiles"].collectives} == {"AllReduce"}
+    assert total(reports["qwen2-mp2-tiles"].collectives, "AllReduce", (0, 1)) == {
+        ACTIVATION: 4,
+        EMBEDDED: 2,
+        NORM: 3,
+        SCALAR: 1,
+        # The largest logit; and forward the sum of exponentials, the entropy's sum and the label's logit, backward the
+        # slopes of the three outputs.
+        TOKENS: 1,
+        3 * TOKENS: 2,
+    }
+
+
 def test_critic_by_hand(reports):
     """As for the actor, without what the vocabulary costs, and with the gradient of one more vector, the score's."""
     assert {one.kind for one in reports["critic-mp2"].collectives} == {"AllReduce"}

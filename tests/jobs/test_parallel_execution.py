@@ -83,7 +83,7 @@ def plain(tmp_path_factory):
     return {is_computed: train_plainly(is_computed) for is_computed in (False, True)}
 
 
-def train_plainly(computes_logprobs):
+def train_plainly(computes_logprobs, model=MODEL):
     import mindspore as ms
 
     from mindrlhf.algorithms import policy_losses
@@ -95,7 +95,7 @@ def train_plainly(computes_logprobs):
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner
 
-    network = build_model(MODEL, seq_length=ROW_LENGTH)
+    network = build_model(model, seq_length=ROW_LENGTH)
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     for name, value in mf_weights().items():
         parameters[name].set_data(ms.Tensor(value))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.errors import UserError
 
 SIZES = {
@@ -188,11 +189,13 @@ def test_packed_row_matches_transformers(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("reference_dir", "recompute"),
-    [(case, False) for case in CASES] + [(case, True) for case in RECOMPUTED],
+    ("reference_dir", "options"),
+    [(case, {}) for case in CASES]
+    + [(case, {"recompute": True}) for case in RECOMPUTED]
+    + [("qwen2-tied", {"memory": MemorySection(recompute_layers="1")})],
     indirect=["reference_dir"],
 )
-def test_gradients_match_transformers(reference_dir, expected, recompute):
+def test_gradients_match_transformers(reference_dir, expected, options):
     import mindspore as ms
     from causal_logits import CausalLMLogits
     from mindspore import nn, ops
@@ -210,7 +213,7 @@ def test_gradients_match_transformers(reference_dir, expected, recompute):
         def construct(self, input_ids, segment_ids):
             return ops.square(self.logits(input_ids, segment_ids)).mean()
 
-    model = build_model(read_hf_config(reference_dir), seq_length=12, recompute=recompute)
+    model = build_model(read_hf_config(reference_dir), seq_length=12, **options)
     load_hf_weights(model, reference_dir)
     input_ids, logits = expected
     parameters = model.trainable_params()

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
@@ -173,7 +174,8 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
         path="", param_dtype=request.param_dtype, compute_dtype=request.compute_dtype, recompute=request.recompute
     )
     options = OptimizerSection(epsilon=request.epsilon)
-    rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts}
+    memory = MemorySection(**request.memory)
+    rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts, "memory": memory}
     rows["lora"] = LoraOptions(**request.lora) if request.lora else None
     if find_spec(hf_config).is_scorer:
         critic = build_value_model(hf_config, model, parallel, **rows)

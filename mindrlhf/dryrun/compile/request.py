@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mindrlhf.errors import RunFailure, UserError
@@ -43,6 +43,7 @@ class CompileRequest:
         num_layers: decoder layers to compile, spread over the stages; 0 means all of the model's.
         param_dtype, compute_dtype: "float32" or "bfloat16".
         recompute: recompute activations in the backward pass.
+        memory: keys of the section `memory` that are not at their defaults.
         plan_memory: run MindSpore's memory planner too (simulation level 1); the report then has no collectives.
         beta: weight of the KL term; above 0 the reference log-probabilities enter the loss.
         epsilon: AdamW's, a constant of the graph.
@@ -69,6 +70,7 @@ class CompileRequest:
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"
     recompute: bool = False
+    memory: dict[str, int | str | tuple[str, ...]] = field(default_factory=dict)
     plan_memory: bool = False
     beta: float = 0.04
     epsilon: float = 1e-8

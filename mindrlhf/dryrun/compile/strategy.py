@@ -142,6 +142,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             param_dtype=config.model.param_dtype,
             compute_dtype=config.model.compute_dtype,
             recompute=config.model.recompute,
+            memory=dataclasses.asdict(config.memory),
             beta=config.algorithm.beta,
             shared_prompts=config.training.packing == SHARED_PROMPTS,
             lora=config.lora.options and dataclasses.asdict(config.lora.options),

@@ -17,8 +17,12 @@ terms, equation (2), sequence parallelism the rest, equation (4). Here it is car
   ``EXPERT_IMBALANCE``.
 """
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from mindrlhf.algorithms.vocabulary import WHOLE_HEAD, HeadTile
+from mindrlhf.config.memory.section import ACTIVATION, ATTENTION, NORMS
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec
 
@@ -97,12 +101,15 @@ def model_widths(spec: ModelSpec, dims: ModelDims) -> list[LayerWidths]:
     return [routed if dims.has_experts(layer) else dense for layer in range(dims.num_layers)]
 
 
-def layer_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, element_bytes: int) -> int:
-    """Return what one layer keeps for its backward pass on one rank, without recomputation.
+def layer_bytes(
+    widths: LayerWidths, layout: Layout, num_tokens: int, element_bytes: int, recomputed: Collection[str] = ()
+) -> int:
+    """Return what one layer keeps for its backward pass on one rank.
 
     Args:
         num_tokens: positions of the micro-batch on this rank, after context parallelism.
         element_bytes: of the compute dtype.
+        recomputed: operators that are computed again, of `memory.recompute_operators`.
     """
     tensor, sequence = layout.model_parallel, _sequence_split(layout)
     # Two norms: their float32 inputs are sharded by sequence parallelism, their outputs are gathered.
@@ -117,7 +124,19 @@ def layer_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, element_by
     # Both first projections, the activation of one, the product of both.
     per_token += 4 * widths.mlp * element_bytes / tensor
     per_token += _expert_bytes(widths, element_bytes) / sequence
+    per_token -= sum(_recomputed_bytes(operator, widths, layout, element_bytes) for operator in recomputed)
     return round(num_tokens * per_token)
+
+
+def _recomputed_bytes(operator: str, widths: LayerWidths, layout: Layout, element_bytes: int) -> float:
+    """Bytes of one token that are not kept when an operator is computed again: those between its inputs and outputs."""
+    tensor = layout.model_parallel
+    if operator == NORMS:  # the casts of their inputs to float32; and their outputs, unless those are gathered
+        split = _sequence_split(layout)
+        return 2 * widths.hidden * ((NORM_BYTES - element_bytes) / split + (element_bytes if split == 1 else 0))
+    if operator == ATTENTION:
+        return (widths.context * element_bytes + widths.num_heads * SOFTMAX_STATISTICS_BYTES) / tensor
+    return (2 if operator == ACTIVATION else 4) * widths.mlp * element_bytes / tensor
 
 
 def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, element_bytes: int) -> int:
@@ -125,9 +144,29 @@ def checkpoint_bytes(widths: LayerWidths, layout: Layout, num_tokens: int, eleme
     return num_tokens * widths.hidden * element_bytes // _sequence_split(layout)
 
 
-def logit_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int) -> int:
-    """Return the memory of the logits of one micro-batch, sharded over the vocabulary, and of what is made of them."""
-    return num_tokens * dims.vocab_size // layout.model_parallel * logit_width(element_bytes)
+def logit_tile(dims: ModelDims, layout: Layout, num_tokens: int, tile: HeadTile) -> tuple[int, int]:
+    """Return of how many positions and words of one micro-batch a rank has logits at a time."""
+    num_words = dims.vocab_size // layout.model_parallel
+    return min(tile.positions or num_tokens, num_tokens), min(tile.words or num_words, num_words)
+
+
+def logit_bytes(
+    dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: HeadTile = WHOLE_HEAD
+) -> int:
+    """Return the memory of the logits that exist at a time, and of what is made of them."""
+    return math.prod(logit_tile(dims, layout, num_tokens, tile)) * logit_width(element_bytes)
+
+
+def head_gradient_bytes(dims: ModelDims, layout: Layout, num_tokens: int, element_bytes: int, tile: HeadTile) -> int:
+    """Return the memory of the head's gradient while it is added up over tiles of positions; 0 where nothing is.
+
+    The sum is float32; a tile's product is in the compute dtype and in float32, and is added into a new array.
+    """
+    positions, words = logit_tile(dims, layout, num_tokens, tile)
+    if positions == num_tokens:
+        return 0
+    num_words = dims.vocab_size // layout.model_parallel
+    return dims.hidden_size * (4 * num_words + (8 + element_bytes) * words)
 
 
 def logit_width(element_bytes: int) -> int:

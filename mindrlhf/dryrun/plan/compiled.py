@@ -79,6 +79,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,
         recompute=config.model.recompute,
+        memory=dataclasses.asdict(config.memory),
         plan_memory=True,
         beta=config.algorithm.beta,
         shared_prompts=config.training.packing == SHARED_PROMPTS,

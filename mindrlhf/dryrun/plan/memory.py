@@ -24,7 +24,7 @@ from mindrlhf.system.sizes import format_size
 
 ROLLOUT, OLD_LOGPROBS, UPDATE, TRANSFER = "rollout", "old log-probs", "update", "weight transfer"
 STEP = "optimizer step"
-RUNTIME = "runtime and HCCL"
+RUNTIME, MOMENTS, GRADIENT_SUMS = "runtime and HCCL", "AdamW moments", "gradient sums"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
@@ -97,7 +97,15 @@ class MemoryInputs:
 
     def stage_widths(self, stage: int) -> list[activations.LayerWidths]:
         """Widths of the layers of a pipeline stage."""
-        return [widths for widths, place in zip(self.widths, self.layer_stages) if place == stage]
+        return [self.widths[layer] for layer in self.stage_layers(stage)]
+
+    def stage_layers(self, stage: int) -> list[int]:
+        """Numbers of the layers of a pipeline stage."""
+        return [layer for layer, place in enumerate(self.layer_stages) if place == stage]
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether all of a layer is computed again in the backward pass."""
+        return self.config.model.recompute or layer in self.config.memory.layers
 
 
 def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
@@ -107,9 +115,12 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, state)
-        memory.append(_phase(ROLLOUT, stage, resident, _rollout_items(inputs)))
+        between = resident
+        if config.memory.offload_optimizer:
+            between = [item for item in resident if item.name not in (MOMENTS, GRADIENT_SUMS)]
+        memory.append(_phase(ROLLOUT, stage, between, _rollout_items(inputs)))
         if needs_forward:
-            memory.append(_phase(OLD_LOGPROBS, stage, resident, _forward_items(inputs, stage)))
+            memory.append(_phase(OLD_LOGPROBS, stage, between, _forward_items(inputs, stage)))
         memory.append(_phase(UPDATE, stage, resident, _update_items(inputs, stage)))
         memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
         memory.append(_phase(TRANSFER, stage, resident, [_rollout_weights(inputs)]))
@@ -130,8 +141,8 @@ def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
     items = [
         MemoryItem("parameters", state.parameters, True, f"{num_weights:,} x {width} B"),
         MemoryItem("adapters", state.adapters, True, f"{num_trained:,} x {ADAPTER_BYTES} B"),
-        MemoryItem("AdamW moments", state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
-        MemoryItem("gradient sums", state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
+        MemoryItem(MOMENTS, state.moments, True, f"{num_trained:,} x {NUM_MOMENTS} x {MOMENT_BYTES} B"),
+        MemoryItem(GRADIENT_SUMS, state.gradient_sums, True, f"{num_trained:,} x {GRADIENT_SUM_BYTES} B"),
         MemoryItem(
             "gradient accumulators",
             state.accumulators,
@@ -183,19 +194,20 @@ def _forward_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
 
 
 def _update_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
-    recompute, state = inputs.config.model.recompute, inputs.states[stage]
-    layer = _largest_layer(inputs, stage)
+    state, layer = inputs.states[stage], _largest_layer(inputs, stage)
+    again = [inputs.recomputes(number) for number in inputs.stage_layers(stage)]
     # Values and gradients of the layer that is at work.
-    copies = 2 if recompute else 1
+    copies = 2 if any(again) or inputs.config.memory.recompute_operators else 1
     return [
         # Gathered weights are kept from the forward to the backward pass; casts are computed anew with their layer.
-        _copied_weights(inputs, stage, keeps_all=inputs.layout.optimizer_shard != 1 or not recompute),
+        _copied_weights(inputs, stage, keeps_all=inputs.layout.optimizer_shard != 1 or not all(again)),
         _activations(inputs, stage),
         MemoryItem("one layer's work", copies * layer, False, f"{copies} x {_per_token(inputs, layer)}"),
         MemoryItem(
             "largest gradient", state.largest_gradient_elements * 4, False, f"{state.largest_gradient_elements:,} x 4 B"
         ),
         _logits(inputs, stage),
+        _head_gradient(inputs, stage),
         _mask(inputs),
     ]
 
@@ -219,13 +231,22 @@ def _activations(inputs: MemoryInputs, stage: int) -> MemoryItem:
     (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
     """
     in_flight = min(inputs.batch.num_pipeline_micro_batches, inputs.layout.pipeline_stage - stage)
-    layers = inputs.stage_widths(stage)
-    recompute = inputs.config.model.recompute
-    count = activations.checkpoint_bytes if recompute else activations.layer_bytes
-    kept = sum(count(widths, inputs.layout, inputs.num_tokens, inputs.element_bytes) for widths in layers)
+    layers = inputs.stage_layers(stage)
+    kept = sum(_kept(inputs, layer) for layer in layers)
     micro_batches = f"{in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight x {len(layers)} layers"
     how = f"{micro_batches} x {_per_token(inputs, kept // len(layers))}"
-    return MemoryItem("activations" + (" (recomputed)" if recompute else ""), in_flight * kept, False, how)
+    again = sum(map(inputs.recomputes, layers))
+    share = "" if again == len(layers) else f"{again} of {len(layers)} layers "
+    mark = f" ({share}recomputed)" if again else ""
+    return MemoryItem("activations" + mark, in_flight * kept, False, how)
+
+
+def _kept(inputs: MemoryInputs, layer: int) -> int:
+    """Bytes that a layer keeps of a micro-batch for its backward pass."""
+    arguments = (inputs.widths[layer], inputs.layout, inputs.num_tokens, inputs.element_bytes)
+    if inputs.recomputes(layer):
+        return activations.checkpoint_bytes(*arguments)
+    return activations.layer_bytes(*arguments, inputs.config.memory.recompute_operators)
 
 
 def _per_token(inputs: MemoryInputs, size_bytes: int) -> str:
@@ -254,10 +275,20 @@ def _largest_layer(inputs: MemoryInputs, stage: int) -> int:
 def _logits(inputs: MemoryInputs, stage: int) -> MemoryItem:
     if stage != inputs.layout.pipeline_stage - 1:
         return MemoryItem("logits", 0, False, "in the last stage only")
-    size = activations.logit_bytes(inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes)
-    width = activations.logit_width(inputs.element_bytes)
+    tile, width = inputs.config.memory.head_tile, activations.logit_width(inputs.element_bytes)
+    positions, num_words = activations.logit_tile(inputs.dims, inputs.layout, inputs.num_tokens, tile)
     words = f"{inputs.dims.vocab_size:,} words / model_parallel {inputs.layout.model_parallel}"
-    return MemoryItem("logits", size, False, f"{inputs.num_tokens:,} positions x {words} x {width} B")
+    if tile.words:
+        words = f"{num_words:,} words"
+    size = activations.logit_bytes(inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, tile)
+    return MemoryItem("logits", size, False, f"{positions:,} positions x {words} x {width} B")
+
+
+def _head_gradient(inputs: MemoryInputs, stage: int) -> MemoryItem:
+    """The head's gradient where tiles of positions are added up."""
+    arguments = (inputs.dims, inputs.layout, inputs.num_tokens, inputs.element_bytes, inputs.config.memory.head_tile)
+    size = activations.head_gradient_bytes(*arguments) if stage == inputs.layout.pipeline_stage - 1 else 0
+    return MemoryItem("head's gradient", size, False, "float32, added up over tiles of positions")
 
 
 def _mask(inputs: MemoryInputs) -> MemoryItem:

@@ -7,6 +7,7 @@ generator's share and the runtime are estimates, and marked so. Nothing here imp
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from mindrlhf.config.memory.checks import check_num_layers
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import check_num_ranks
@@ -141,6 +142,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
             f"'model.train_vision' is {config.model.train_vision}, but the plan knows frozen towers only: set it to "
             "none"
         )
+    check_num_layers(config.memory, model.dims.num_layers, model.dims.has_dense_mlps)
     layout = Layout.from_config(config.parallel_config, machine.world_size)
     batch = check_feasible(config, model.dims, layout)
     if is_split(config.parallel_config):

@@ -16,6 +16,7 @@ MAX_CHANGES = 3
 # Host memory that nodes of eight NPUs commonly have is 1 to 2 TB, of which other processes take a part.
 LARGE_BOARD_BYTES = 10**12
 _LEAST_UTILIZATION = 0.1
+_LOGIT_POSITIONS = 1024  # a tile of logits and the head's gradient take a few GB then
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ def _notes(plan: Plan) -> tuple[str, ...]:
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
             "the nodes have it"
         )
+    if plan.config.memory.offload_optimizer:
+        state = max(state.moments + state.gradient_sums for state in plan.states)
+        notes.append(f"every rank keeps up to {format_size(state)} of optimizer state in host memory between updates")
     if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
         notes.append(
             f"the KV cache holds {plan.rollout.num_full_sequences:,} full sequences, fewer than rollout.max_num_seqs = "
@@ -142,8 +146,13 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"parallel_config.vocab_emb_dp": False}
     if not parallel.enable_parallel_optimizer and layout.data_parallel > 1:
         yield {"parallel_config.enable_parallel_optimizer": True}
+    on_ascend = config.run.device == "ascend"
+    if on_ascend and is_split(parallel) and not rollout.ahead and not config.memory.offload_optimizer:
+        yield {"memory.offload_optimizer": True}
     yield from _rollout_candidates(plan)
-    if not config.model.recompute:
+    if on_ascend and not config.memory.head_tile:
+        yield {"memory.logit_positions": _LOGIT_POSITIONS}
+    if not (config.model.recompute or config.memory.recompute_layers or config.memory.recompute_operators):
         yield {"model.recompute": True}
     for factor in (2, 4, 8):
         if training.batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:

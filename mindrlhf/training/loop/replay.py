@@ -124,8 +124,10 @@ def _build_learner(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[
         rank = start_runtime(config.run, Path(log_dir))
     row_length = max(rows.mask.shape[1] for rows in micro_batches)
     num_image_rows = max(rows.mask.size for rows in micro_batches)
-    network = load_model(config.model, str(model_dir), config.run, row_length, num_image_rows=num_image_rows)
-    loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, config.run.device))
+    options: dict = {"memory": config.memory, "num_image_rows": num_image_rows}
+    network = load_model(config.model, str(model_dir), config.run, row_length, **options)
+    temperature, device = config.rollout.temperature, config.run.device
+    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device, config.memory.head_tile))
     return Learner(network, loss, config.optimizer, rank, config.run.device)
 
 

@@ -135,19 +135,20 @@ def _build_worker(config: Config, inputs: RunInputs, rank: Rank) -> OfflineWorke
 def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner:
     model, run = config.model, config.run
     if isinstance(config, RewardModelConfig):
-        network = load_scorer(model, model.path, run, length, config.lora)
+        network = load_scorer(model, model.path, run, length, config.lora, memory=config.memory)
         return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
-    num_image_rows = config.preference.batch_size * length
-    network = load_model(model, model.path, run, length, config.lora, num_image_rows=num_image_rows)
-    loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device))
+    options: dict = {"memory": config.memory, "num_image_rows": config.preference.batch_size * length}
+    tile = config.memory.head_tile
+    network = load_model(model, model.path, run, length, config.lora, **options)
+    loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device, tile))
     reference = None
     if reference_is_base(config):
         reference = BaseModel(loss.policy, rank)
     elif model.reference_path or config.dpo.reference == "live":
         frozen = replace(model, train_vision="none")
         path = model.reference_path or model.path
-        reference_network = load_model(frozen, path, run, length, num_image_rows=num_image_rows)
-        reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device), rank)
+        reference_network = load_model(frozen, path, run, length, **options)
+        reference = WholeModel(PolicyLogProbs(reference_network, 1.0, run.device, tile), rank)
     return PreferenceLearner(network, loss, config, rank, reference)
 
 

@@ -73,11 +73,9 @@ def _build_worker(config: SftConfig, inputs: RunInputs, rank: Rank) -> OfflineWo
 
 def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
     """Build the learner of a rank; ``length`` is that of the longest row."""
-    num_image_rows = config.supervised.batch_size * length
-    network = load_model(
-        config.model, config.model.path, config.run, length, config.lora, num_image_rows=num_image_rows
-    )
-    loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device))
+    options: dict = {"memory": config.memory, "num_image_rows": config.supervised.batch_size * length}
+    network = load_model(config.model, config.model.path, config.run, length, config.lora, **options)
+    loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device, config.memory.head_tile))
     return SupervisedLearner(network, loss, config, rank)
 
 

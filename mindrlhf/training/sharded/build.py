@@ -17,6 +17,7 @@ from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
+from mindrlhf.training.sharded.offload import OffloadedState
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.policy_loss import build_policy_loss
@@ -40,14 +41,17 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     """
     parallel = start_sharding(config, rank)
     shares_prompts = config.training.packing == SHARED_PROMPTS
-    options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature}
+    options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature, "memory": config.memory}
     options["shared_prompts"] = shares_prompts
     options["num_image_rows"] = config.training.batch_size * row_lengths[-1]
     policy = build_policy(
         read_hf_config(config.model.path), config.model, parallel, **options, lora=config.lora.options
     )
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
-    learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update))
+    shard = shard_of(policy, parallel, rank)
+    held = {one.name for one in shard.held}
+    offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
+    learner = ShardedLearner(shard, UpdateGraph.of(update), offloaded)
     reference = reference_source = None
     if config.algorithm.beta > 0 and not reference_is_base(config):
         path = config.model.reference_path or config.model.path

@@ -10,6 +10,7 @@ from mindspore.ops.operations import Morph
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
+from mindrlhf.config.memory.section import WHOLE, MemorySection
 from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
@@ -44,6 +45,7 @@ def build_policy(
     *,
     row_length: int,
     temperature: float,
+    memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
     lora: LoraOptions | None = None,
@@ -53,6 +55,7 @@ def build_policy(
     Args:
         hf_config: its config.json.
         model: dtypes and recomputation.
+        memory: of its logits and activations.
         parallel: the layout, with `data_parallel` filled in.
         row_length: longest row.
         temperature: of sampling.
@@ -63,8 +66,8 @@ def build_policy(
         UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        network = _build_network(hf_config, model, parallel, row_length, shared_prompts, lora, num_image_rows)
-        policy = PolicyLogProbs(network, temperature, "ascend")
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora, num_image_rows)
+        policy = PolicyLogProbs(network, temperature, "ascend", memory.head_tile)
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
 
@@ -75,12 +78,13 @@ def build_value_model(
     parallel: ParallelSection,
     *,
     row_length: int,
+    memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     lora: LoraOptions | None = None,
 ) -> TokenScores:
     """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
     with no_init_parameters():
-        network = _build_network(hf_config, model, parallel, row_length, shared_prompts, lora)
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora)
         critic = TokenScores(network, after_token=False)
     _place_in_last_stage(critic, critic.projection, parallel)
     return critic
@@ -90,6 +94,7 @@ def _build_network(
     hf_config: dict,
     model: ModelSection,
     parallel: ParallelSection,
+    memory: MemorySection,
     row_length: int,
     shared_prompts: bool,
     lora: LoraOptions | None,
@@ -103,6 +108,7 @@ def _build_network(
         device="ascend",
         parallel_config=dataclasses.asdict(parallel),
         recompute=model.recompute,
+        memory=memory,
         shared_prompts=shared_prompts,
         num_image_rows=num_image_rows,
     )

@@ -18,6 +18,7 @@ from mindrlhf.shards.sources import ArraySource
 from mindrlhf.training.records import Share
 from mindrlhf.training.sharded.cells import ParallelUpdate
 from mindrlhf.training.sharded.model import ShardedModel, set_shard
+from mindrlhf.training.sharded.offload import OffloadedState
 from mindrlhf.training.worker.learner import CountsCompiles
 from mindrlhf.training.worker.policy_learner import LearnerUpdate
 
@@ -58,14 +59,25 @@ class ShardedLearner(CountsCompiles):
     Args:
         model: its shard.
         graph: of the update; its parameters must be those of the model.
+        offloaded: the state that is on the host between updates; None keeps all on the device.
     """
 
     returns_logprobs = False
 
-    def __init__(self, model: ShardedModel, graph: UpdateGraph):
+    def __init__(self, model: ShardedModel, graph: UpdateGraph, offloaded: OffloadedState | None = None):
         super().__init__()
         self.model = model
         self.graph = graph
+        self._offloaded = offloaded
+
+    def make_room(self) -> None:
+        """See :meth:`CountsCompiles.make_room`."""
+        if self._offloaded is not None:
+            self._offloaded.send()
+
+    def _fetch_state(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.fetch()
 
     def compile(self, rows: PackedRows) -> None:
         """Compile the update for the shape of ``rows``; its cell must be MindSpore's."""
@@ -102,11 +114,12 @@ class ShardedLearner(CountsCompiles):
         return self.model.size_bytes(self.graph.state)
 
     def state_writer(self, hold: Callable) -> StateWriter:
-        """See :meth:`SavesState.state_writer`: of shards of weights and optimiser state."""
+        """See :meth:`SavesState.state_writer`: of shards of weights and optimiser state, wherever that is."""
         return self.model.state_writer(MODEL_NAME, hold, self.graph.state)
 
     def restore(self, directory: str) -> None:
         """Take this rank's shard of a checkpoint, whatever the layout of the run that saved it."""
+        self._fetch_state()
         optimizer_file = Path(directory) / OPTIMIZER_NAME
         optimizer_file = optimizer_file if optimizer_file.is_file() else ""
         source = self.model.open_saved(Path(directory) / MODEL_NAME, optimizer_file)
@@ -128,6 +141,7 @@ class ShardedLearner(CountsCompiles):
     def _call(
         self, rows: PackedRows, kl_coefficient: float, num_tokens: int, *, is_last: bool
     ) -> tuple[np.ndarray, float]:
+        self._fetch_state()
         self.graph.is_last.set_data(ms.Tensor([float(is_last)], ms.float32))
         statistics, norm = self.graph.cell(*self._inputs(rows, kl_coefficient, num_tokens))
         values = statistics.asnumpy().astype(np.float64)

@@ -95,7 +95,7 @@ def build_sharded_supervised(config: SftConfig, row_lengths: tuple[int, ...], ra
         UserError: the model cannot be sharded this way, or its weights do not fit.
     """
     parallel = start_sharding(config, rank)
-    options: dict = {"row_length": row_lengths[-1], "temperature": 1.0}
+    options: dict = {"row_length": row_lengths[-1], "temperature": 1.0, "memory": config.memory}
     policy = build_policy(
         read_hf_config(config.model.path), config.model, parallel, **options, lora=config.lora.options
     )
@@ -114,13 +114,12 @@ def build_sharded_preference(
     hf_config, length = read_hf_config(model.path), row_lengths[-1]
     reference = None
     if isinstance(config, RewardModelConfig):
-        scorer = build_value_model(
-            scorer_config(hf_config), model, parallel, row_length=length, lora=config.lora.options
-        )
+        options: dict = {"row_length": length, "memory": config.memory, "lora": config.lora.options}
+        scorer = build_value_model(scorer_config(hf_config), model, parallel, **options)
         shard = scorer_shard(scorer, parallel, rank)
         update = build_coefficient_update(scorer, config.optimizer, parallel)
     else:
-        options: dict = {"row_length": length, "temperature": 1.0}
+        options = {"row_length": length, "temperature": 1.0, "memory": config.memory}
         policy = build_policy(hf_config, model, parallel, **options, lora=config.lora.options)
         shard, update = shard_of(policy, parallel, rank), build_coefficient_update(policy, config.optimizer, parallel)
         if reference_is_base(config):

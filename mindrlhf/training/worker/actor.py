@@ -14,6 +14,7 @@ from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import (
     PolicyUpdateResult,
     ProcessStatistics,
+    Published,
     Share,
     TokenArrays,
 )
@@ -130,6 +131,12 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
     def end_dump(self) -> None:
         """Write no more cells."""
         self._cell_dump.end()
+
+    def publish(self, version: int) -> Published:
+        """See :meth:`NodeBoard.publish`; what follows is the generator's turn."""
+        published = super().publish(version)
+        self.learner.make_room()
+        return published
 
     def use_generator(self, generator: ReplicatedGenerator) -> None:
         """Take the rollout servers of this node; on its first rank."""

@@ -34,6 +34,9 @@ class CountsCompiles:
     def __init__(self) -> None:
         self._shapes_seen: set[tuple[str, tuple[int, ...]]] = set()
 
+    def make_room(self) -> None:
+        """Give up device memory that only an update needs; a learner that has a place for it overrides this."""
+
     def count_compile(self, graph: str, rows: PackedRows) -> None:
         """Note that ``graph`` runs on these rows: a shape seen for the first time is a compilation."""
         self._shapes_seen.add((graph, rows.input_ids.shape))

@@ -48,6 +48,9 @@ class ActorLearner(Protocol):
     def update(self, share: Share, lr: float, kl_coefficient: float) -> LearnerUpdate:
         """Make one optimiser update."""
 
+    def make_room(self) -> None:
+        """Give up device memory that only an update needs, if there is another place for it."""
+
     def count_compile(self, graph: str, rows: PackedRows) -> None:
         """Note that a graph runs on these rows."""
 

@@ -8,7 +8,14 @@ from mindrlhf.dryrun.plan.plan import Machine, Plan, make_plan, read_model
 
 ROOT = Path(__file__).parents[3]
 DEVICE_BYTES = 64 * 10**9
-EXAMPLES = {"qwen2_5_7b_8npu": 8, "qwen2_5_32b_16npu": 16, "qwen3_30b_a3b_32npu": 32, "deepseek_v3_512npu": 512}
+EXAMPLES = {
+    "qwen2_5_7b_8npu": 8,
+    "qwen2_5_7b_16npu_32k": 16,
+    "qwen2_5_7b_16npu_128k": 16,
+    "qwen2_5_32b_16npu": 16,
+    "qwen3_30b_a3b_32npu": 32,
+    "deepseek_v3_512npu": 512,
+}
 
 
 def example(name: str) -> Path:

@@ -28,6 +28,18 @@ from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
             "model.recompute",
         ),
         (
+            "qwen2_5_7b_8npu",
+            ("rollout.gpu_memory_utilization=0.75",),
+            DEVICE_BYTES,
+            "memory.offload_optimizer",
+        ),
+        (
+            "qwen2_5_7b_16npu_128k",
+            ("memory.logit_positions=0", "rollout.gpu_memory_utilization=0.4"),
+            50 * 10**9,
+            "memory.logit_positions",
+        ),
+        (
             "qwen2_5_32b_16npu",
             ("rollout.tensor_parallel=4", "rollout.num_replicas=4"),
             DEVICE_BYTES,

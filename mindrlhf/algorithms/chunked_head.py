@@ -1,0 +1,197 @@
+"""The vocabulary projection of a graph, tile by tile: logits of some positions and words exist at a time, never all.
+
+What :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs` computes, for Ascend. The backward pass computes every
+tile again from the log-normaliser, as :mod:`mindrlhf.algorithms.vocabulary` does on the CPU. It is written out, since
+MindSpore's own differentiation would keep every tile, and one tile waits for the one before, since MindSpore works a
+graph off level by level and would otherwise have all of them at once.
+"""
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from mindrlhf.algorithms.vocabulary import HeadTile
+
+
+class ChunkedTokenLogProbs(nn.Cell):
+    """Log-probabilities and entropies whose logits never exist as a whole.
+
+    Model-parallel ranks share the vocabulary. For each token they exchange the largest logit and three sums, and in the
+    backward pass the slopes of both results; hidden states and weights as in the plain form.
+
+    Args:
+        weight: output projection [vocabulary, width].
+        tile: how much is computed at a time.
+        splits: ranks that share the rows, each row, and the vocabulary.
+    """
+
+    def __init__(self, weight: ms.Parameter, tile: HeadTile, splits: tuple[int, int, int] = (1, 1, 1)):
+        super().__init__(auto_prefix=False)
+        self.weight = weight
+        self.tile = tile
+        self.num_parts = splits[2]
+        self.cast = ops.Cast()
+        part = weight.shape[0] // self.num_parts
+        self.first_rows = ms.Tensor(np.arange(self.num_parts, dtype=np.int32) * part)
+        # MindSpore's Morph runs a function on local shards.
+        self.on_each_rank = ops.operations.Morph(self._forward, _outputs_shape, _outputs_dtype, self._backward)
+        self.total = self.largest = None
+        tokens = (splits[:2],)
+        self.slice = ops.StridedSlice().shard(((*splits[:2], 1),))
+        self.squeeze = ops.Squeeze(-1).shard(((*splits[:2], 1),))
+        self.mask = ops.Mul().shard(tokens + tokens)
+        if max(splits) > 1:
+            from mindformers.parallel_core.process_group_config import ModelCommProcessGroups
+            from mindformers.parallel_core.training_graph.device_matrix import layout
+
+            self.on_each_rank.add_prim_attr("self_define_shard", True).shard(
+                in_strategy=(layout("dp", "cp", "None"), layout("tp", "None"), layout("dp", "cp"), layout("tp")),
+                out_strategy=(layout("dp", "cp", "None"),),
+            )
+            if self.num_parts > 1:
+                group = ModelCommProcessGroups.use_parallel_state_groups(required_groups=["tp"]).tp.group
+                self.total = ops.AllReduce(ops.ReduceOp.SUM, group)
+                self.largest = ops.AllReduce(ops.ReduceOp.MAX, group)
+
+    def construct(self, hidden, labels, mask):
+        """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
+
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length].
+        """
+        outputs = self.on_each_rank(hidden, self.cast(self.weight, hidden.dtype), labels, self.first_rows)
+        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
+
+    def _output(self, outputs, number):
+        stop = (*outputs.shape[:2], number + 1)
+        return self.squeeze(self.slice(outputs, (0, 0, number), stop, (1, 1, 1)))
+
+    def _forward(self, hidden, weight, labels, first_row):
+        """Log-probability, entropy and log-normaliser of each token, float32 [rows, length, 3]."""
+        shape, num_words = labels.shape, weight.shape[0]
+        rows, index = _as_rows(hidden), ops.reshape(labels - first_row, (-1, 1))
+        largest, sums, chosen, done = (), (), (), ()
+        for start, stop in _spans(rows.shape[0], self.tile.positions):
+            found = _tile_statistics(_cut(rows, start, stop), weight, _cut(index, start, stop), self.tile.words, done)
+            largest, sums, chosen, done = largest + found[:1], sums + found[1:2], chosen + found[2:], found
+        largest, sums, chosen = ops.Concat()(largest), ops.Concat()(sums), ops.Concat()(chosen)
+        highest = largest if self.largest is None else self.largest(largest)
+        sums = _shift(sums, largest, highest)
+        inside = ops.cast(ops.logical_and(index >= 0, index < num_words), ms.float32)
+        parts = ops.concat((sums, (chosen - highest) * inside), -1)
+        if self.total is not None:
+            parts = self.total(parts)
+        total, weighted, chosen = _column(parts, 0), _column(parts, 1), _column(parts, 2)
+        log_total = ops.log(total)
+        outputs = ops.concat((chosen - log_total, log_total - weighted / total, highest + log_total), -1)
+        return ops.reshape(outputs, (shape[0], shape[1], 3))
+
+    def _backward(self, hidden, weight, labels, first_row, outputs, slopes):
+        """Gradients of the inputs; see :func:`mindrlhf.algorithms.vocabulary.backward`."""
+        rows, index = _as_rows(hidden), ops.reshape(labels - first_row, (-1, 1))
+        outputs, slopes = _as_rows(outputs), _as_rows(slopes)
+        # What several ranks hold has, on each, a part of its gradient in MindSpore's graphs.
+        if self.total is not None:
+            slopes = self.total(slopes)
+        words = _spans(weight.shape[0], self.tile.words)
+        grad_rows, grad_weight, done = (), (), ()
+        for start, stop in _spans(rows.shape[0], self.tile.positions):
+            tokens = (_cut(outputs, start, stop), _cut(slopes, start, stop), _cut(index, start, stop))
+            grad_tile, grad_words, part = 0.0, (), _cut(rows, start, stop)
+            for number, (first, last) in enumerate(words):
+                table = ops.depend(_cut(weight, first, last), done)
+                grad_logits = _logit_gradients(part, table, tokens, first)
+                grad_tile = grad_tile + ops.cast(ops.MatMul()(grad_logits, table), ms.float32)
+                added = ops.cast(ops.MatMul(transpose_a=True)(grad_logits, part), ms.float32)
+                if start > 0:
+                    added = grad_weight[number] + added
+                done = (grad_tile, added)
+                if stop == rows.shape[0]:
+                    added = ops.cast(added, weight.dtype)
+                grad_words = grad_words + (added,)
+            grad_rows, grad_weight = grad_rows + (ops.cast(grad_tile, hidden.dtype),), grad_words
+        grad_hidden = ops.Reshape()(ops.Concat()(grad_rows), hidden.shape)
+        return grad_hidden, ops.Concat()(grad_weight), ops.ZerosLike()(labels), ops.ZerosLike()(first_row)
+
+
+def _tile_statistics(rows, weight, index, num_words, done):
+    """Largest logit [n, 1]; sums of exp(z - largest) and of that times (z - largest) [n, 2]; the labels' logits [n, 1].
+
+    Milakov and Gimelshein 2018 (arXiv:1805.02867), algorithm 3, over the words of one rank.
+    """
+    largest, sums, chosen = None, None, None
+    for first, last in _spans(weight.shape[0], num_words):
+        logits = _logits(rows, ops.depend(_cut(weight, first, last), done))
+        picked = _pick(logits, index - first)
+        highest = ops.ReduceMax(keep_dims=True)(logits, -1)
+        logits = logits - highest
+        powers = ops.exp(logits)
+        add_up = ops.ReduceSum(keep_dims=True)
+        found = ops.concat((add_up(powers, -1), add_up(powers * logits, -1)), -1)
+        if largest is None:
+            largest, sums, chosen = highest, found, picked
+        else:
+            both = ops.maximum(largest, highest)
+            sums = _shift(sums, largest, both) + _shift(found, highest, both)
+            largest, chosen = both, chosen + picked
+        done = (largest, sums, chosen)
+    return largest, sums, chosen
+
+
+def _logit_gradients(rows, table, tokens, first_word):
+    """Gradients [n, words] of a tile of logits, in the compute dtype.
+
+    With z the logits and p their softmax: d log p(label) / dz = onehot(label) - p, d entropy / dz = -p (log p +
+    entropy).
+    """
+    outputs, slopes, index = tokens
+    grad_logprobs, grad_entropy = _column(slopes, 0), _column(slopes, 1)
+    logprobs = _logits(rows, table) - _column(outputs, 2)
+    factor = -grad_logprobs - grad_entropy * (logprobs + _column(outputs, 1))
+    words = ops.reshape(ops.range(first_word, first_word + table.shape[0], 1), (1, -1))
+    is_label = ops.cast(ops.equal(index, ops.cast(words, index.dtype)), ms.float32)
+    return ops.cast(ops.exp(logprobs) * factor + is_label * grad_logprobs, rows.dtype)
+
+
+def _shift(sums, old, new):
+    """Sums [n, 2] of exp(z - old) and exp(z - old) (z - old), with ``new`` in the place of ``old``, [n, 1] both."""
+    moved = old - new
+    total = _column(sums, 0)
+    return ops.concat((total, _column(sums, 1) + total * moved), -1) * ops.exp(moved)
+
+
+def _logits(rows, table):
+    return ops.cast(ops.MatMul(transpose_b=True)(rows, table), ms.float32)
+
+
+def _pick(logits, index):
+    """Logits [n, 1] of the labels that are among the tile's words, else 0."""
+    inside = ops.logical_and(index >= 0, index < logits.shape[-1])
+    chosen = ops.gather_elements(logits, 1, ops.select(inside, index, ops.ZerosLike()(index)))
+    return chosen * ops.cast(inside, ms.float32)
+
+
+def _as_rows(values):
+    return ops.reshape(values, (-1, values.shape[-1]))
+
+
+@ops.constexpr
+def _spans(size, step):
+    step = step or size
+    return tuple((start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _cut(values, start, stop):
+    width = values.shape[1]
+    return ops.StridedSlice()(values, (start, 0), (stop, width), (1, 1))
+
+
+def _column(values, number):
+    return ops.StridedSlice()(values, (0, number), (values.shape[0], number + 1), (1, 1))
+
+
+def _outputs_shape(hidden_shape, weight_shape, labels_shape, first_row_shape):
+    return [*labels_shape, 3]
+
+
+def _outputs_dtype(hidden_dtype, *others):
+    return ms.float32
