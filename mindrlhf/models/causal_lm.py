@@ -38,7 +38,7 @@ class CausalLM(nn.Cell):
         hf_config: the config.json it was built from.
         splits: ranks that share the rows, each row, and the heads, channels and vocabulary.
         score_weight: projection `[1, H]` to a score; models with `spec.is_scorer` only.
-        lora: the adapters, of :class:`mindrlhf.models.lora.Lora`; None when there are none.
+        lora: the adapters, of :class:`mindrlhf.models.lora.model.Lora`; None when there are none.
         visual: the vision tower, which runs before the decoder and outside its graph; None in models of text alone.
         images: the images of a step, as the tower takes them or has made of them; None in models of text alone.
     """

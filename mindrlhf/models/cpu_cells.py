@@ -65,7 +65,7 @@ class Weights(nn.Cell):
         super().__init__()
         self.weight = Parameter(config.init_method(shape), name="weight")
         self.bias = Parameter(initializer("zeros", (shape[0],), config.params_dtype), name="bias") if bias else None
-        self.adapter = None  # mindrlhf.models.lora_cells.LowRankAdapter
+        self.adapter = None  # mindrlhf.models.lora.cpu_cells.LowRankAdapter
 
     def construct(self, rows, product):
         """Return the product `[N, out]` of rows `[N, in]` and the weight with what an adapter adds to it."""

@@ -93,7 +93,7 @@ class Experts(nn.Cell):
         self.weight2 = Parameter(config.init_method((self.num_experts * self.size, self.hidden_size)), name="weight2")
         self.matmul = ops.MatMul()
         self.split = ops.Split(1, 2)
-        self.gate_up_adapter = self.down_adapter = None  # of mindrlhf.models.lora_cells
+        self.gate_up_adapter = self.down_adapter = None  # of mindrlhf.models.lora.cpu_cells
 
     def construct(self, rows, weights):
         """rows `[N, H]`, weights `[N, E]` -> `[N, H]`."""

@@ -8,7 +8,7 @@ from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.memory.section import WHOLE, MemorySection
 from mindrlhf.config.sections import ModelSection, RunSection
 from mindrlhf.models.causal_lm import CausalLM, build_model
-from mindrlhf.models.lora import attach_lora
+from mindrlhf.models.lora.model import attach_lora
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.weights.adapters.peft import load_adapter

@@ -85,7 +85,7 @@ def plain(tmp_path_factory):
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.models.lora import attach_lora
+    from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.specs.lora import LoraOptions
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner

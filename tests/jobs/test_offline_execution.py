@@ -82,7 +82,7 @@ def train_plainly(kind: str, model: dict, given: list, lora: dict | None, log_di
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.models.lora import attach_lora
+    from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.specs.lora import LoraOptions
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner

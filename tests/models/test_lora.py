@@ -60,7 +60,7 @@ def model(reference_dir, options):
     """The base with new adapters, as training begins; its parameters are those of the adapters of `reference_dir`
     once `adapted` was asked for."""
     from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.lora import attach_lora
+    from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.weights.convert import load_hf_weights
     from mindrlhf.weights.hf import read_hf_config
 

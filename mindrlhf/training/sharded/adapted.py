@@ -8,7 +8,7 @@ import numpy as np
 
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.parameter import ParameterLayout
-from mindrlhf.models.lora import initial_down, scale_name, without_adapters
+from mindrlhf.models.lora.model import initial_down, scale_name, without_adapters
 from mindrlhf.shards.adapter_sources import AdapterSource, open_adapter_source
 from mindrlhf.shards.save import finish_saving, plan_saving
 from mindrlhf.shards.sources import ArraySource, ShardedSource
@@ -22,7 +22,7 @@ from mindrlhf.weights.sharded import ShardedManifest
 
 
 class AdaptedShard(ShardedModel):
-    """A shard of a model whose adapters are trained; see :mod:`mindrlhf.models.ascend_lora`.
+    """A shard of a model whose adapters are trained; see :mod:`mindrlhf.models.lora.ascend_cells`.
 
     A rank that holds rows of W has those of B, and one that holds columns of W those of A: so each merges what it
     publishes without the others.

@@ -16,7 +16,7 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
-from mindrlhf.models.lora import Lora
+from mindrlhf.models.lora.model import Lora
 from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.sharded.losses import (

@@ -27,7 +27,10 @@ from mindrlhf.weights.board import WeightBoard
 
 
 class AdaptedModel(WholeModel):
-    """A model of which every rank has a replica, and whose adapters are trained; see :mod:`mindrlhf.models.lora`."""
+    """A model of which every rank has a replica, and whose adapters are trained.
+
+    See :mod:`mindrlhf.models.lora.model`.
+    """
 
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, merged with their adapters."""

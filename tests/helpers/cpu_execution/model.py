@@ -16,7 +16,7 @@ from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
-from mindrlhf.models.lora import scale_name
+from mindrlhf.models.lora.model import scale_name
 from mindrlhf.models.vision.images import ImageRows
 from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec

@@ -48,7 +48,7 @@ def make_ranks(base, layout, targets=()):
     import mindspore as ms
     from cpu_execution.model import DescribedModel
 
-    from mindrlhf.models.lora import scale_name
+    from mindrlhf.models.lora.model import scale_name
     from mindrlhf.shards.sources import open_source
     from mindrlhf.training.sharded.adapted import AdaptedShard
     from mindrlhf.training.sharded.factory import layout_of, network_layouts

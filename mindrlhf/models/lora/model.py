@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindrlhf.models import lora_cells
+from mindrlhf.models.lora import cpu_cells
 from mindrlhf.models.trainable import train_only
 from mindrlhf.specs import ModelDims
 from mindrlhf.specs.fuse import fuse
@@ -104,11 +104,11 @@ def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 _CELL_OF = {
-    "copy": lora_cells.LowRankAdapter,
-    "qkv": lora_cells.LowRankAdapter,
-    "gate_up": lora_cells.GateUpAdapter,
-    "expert_gate_up": lora_cells.ExpertGateUpAdapter,
-    "expert_down": lora_cells.ExpertDownAdapter,
+    "copy": cpu_cells.LowRankAdapter,
+    "qkv": cpu_cells.LowRankAdapter,
+    "gate_up": cpu_cells.GateUpAdapter,
+    "expert_gate_up": cpu_cells.ExpertGateUpAdapter,
+    "expert_down": cpu_cells.ExpertDownAdapter,
 }
 
 
@@ -123,7 +123,7 @@ def _attach_on_cpu(network: nn.Cell, adapter: Adapter, scale: ms.Parameter) -> n
 
 def _attach_on_ascend(network: nn.Cell, adapter: Adapter, scale: ms.Parameter) -> nn.Cell:
     """The same of MindFormers' cells for Ascend."""
-    from mindrlhf.models.ascend_lora import attach
+    from mindrlhf.models.lora.ascend_cells import attach
 
     path, _, _ = adapter.base.mf_name.rpartition(".")
     parent, _, name = path.rpartition(".")
