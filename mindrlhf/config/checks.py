@@ -26,8 +26,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check = mistakes.check
     check(_check_parallel, config.parallel_config)
     check(_check_device, config.run, config.model, config.parallel_config)
-    # A plan knows no ranks, and trains nothing.
-    check(check_lora, config.lora, given, config.run.device if world_size is not None else "")
+    check(check_lora, config.lora, given)
     check(_check_adapters_reference, config)
     check(check_memory, config.memory, config.model.recompute, config.run.device, True, not config.rollout.ahead)
     check(check_algorithm, config, given)
@@ -86,7 +85,7 @@ def _check_common(
     mistakes = Mistakes()
     mistakes.check(_check_parallel, config.parallel_config)
     mistakes.check(_check_device, config.run, config.model, config.parallel_config)
-    mistakes.check(check_lora, config.lora, given, config.run.device)
+    mistakes.check(check_lora, config.lora, given)
     has_head = not isinstance(config, RewardModelConfig)
     mistakes.check(check_memory, config.memory, config.model.recompute, config.run.device, has_head, False)
     mistakes.check(_check_schedule, config.optimizer, given)

@@ -31,8 +31,8 @@ class LoraSection:
         return LoraOptions(self.rank, self.alpha, self.targets, self.rank_stabilised)
 
 
-def check_lora(lora: LoraSection, given: frozenset[str], device: str) -> None:
-    """Check the section; ``given`` are the keys the user set, ``device`` is what trains, "" when nothing does."""
+def check_lora(lora: LoraSection, given: frozenset[str]) -> None:
+    """Check the section; ``given`` are the keys the user set."""
     if lora.rank is None:
         for field in dataclasses.fields(lora):
             name = f"lora.{field.name}"
@@ -42,8 +42,3 @@ def check_lora(lora: LoraSection, given: frozenset[str], device: str) -> None:
         return
     if len(set(lora.targets)) < len(lora.targets):
         raise UserError(f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once")
-    if device not in ("", "cpu"):
-        raise UserError(
-            f"'lora.rank' is set, but on run.device={device} only all weights are trained so far: remove it, or set "
-            "run.device to cpu"
-        )

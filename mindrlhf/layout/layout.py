@@ -229,7 +229,8 @@ def parameter_layouts(
             )
         whole = ParameterLayout(rule.mf_name, shape, _stages(rule, is_tied, stages), matrix, tensor_map)
         # The optimiser knows nothing of what is not trained.
-        layouts.append(_with_optimizer_shard(whole, layout.optimizer_shard, element_bytes) if rule.trained else whole)
+        shard = 1 if rule.keeps_whole else layout.optimizer_shard
+        layouts.append(_with_optimizer_shard(whole, shard, element_bytes))
     return layouts
 
 

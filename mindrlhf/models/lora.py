@@ -1,7 +1,7 @@
 """A model with low-rank adapters: attached, initialised, turned off and on."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -9,50 +9,73 @@ from mindspore import nn
 
 from mindrlhf.models import lora_cells
 from mindrlhf.models.trainable import train_only
+from mindrlhf.specs import ModelDims
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.specs.lora import Adapter, LoraOptions, adapters
+from mindrlhf.specs.lora import SCALE_NAME, Adapter, LoraOptions, adapters
 from mindrlhf.specs.scoring import SCORE_NAME
-
-SCALE_NAME = "lora_scale"
 
 
 class Lora:
-    """The adapters of a model on the CPU.
+    """The adapters of a model.
 
     Args:
         network: :class:`mindrlhf.models.causal_lm.CausalLM`, its adapters attached to their cells and alone trained,
             but for the projection of a scoring model.
         options: what the adapters are like.
         base_path: Hugging Face directory of the weights that stay as they are.
+        device: whose cells the model has, `cpu` or `ascend`.
+        layer_stages: the pipeline stage of each layer, where there are several: they can share no parameter.
 
     Attributes:
         adapters: in the order of the forward pass; ``options`` and ``base_path`` are kept too.
     """
 
-    def __init__(self, network: nn.Cell, options: LoraOptions, base_path: str):
+    def __init__(
+        self,
+        network: nn.Cell,
+        options: LoraOptions,
+        base_path: str,
+        device: str = "cpu",
+        layer_stages: Sequence[int] = (),
+    ):
         self.options = options
         self.base_path = base_path
         self.adapters: list[Adapter] = adapters(network.spec, network.dims, options)
-        self._scale = ms.Parameter(ms.Tensor([options.scale], ms.float32), name=SCALE_NAME, requires_grad=False)
+        # By pipeline stage the factor of every adapter, which the graphs read.
+        self._scales = {
+            stage: ms.Parameter(ms.Tensor([options.scale], ms.float32), name=scale_name(stage), requires_grad=False)
+            for stage in {0, *layer_stages}
+        }
         trained = {SCORE_NAME}
         for adapter in self.adapters:
-            cell, kind = _place(network, adapter)
-            low_rank = _CELL_OF[adapter.base.transform](adapter, network.dims, self._scale)
-            setattr(cell, kind, low_rank)
+            scale = self._scales[layer_stages[adapter.layer] if layer_stages else 0]
+            low_rank = (_attach_on_cpu if device == "cpu" else _attach_on_ascend)(network, adapter, scale)
             # Becoming a part of a cell has given them names of its own.
             low_rank.down.name, low_rank.up.name = adapter.down.mf_name, adapter.up.mf_name
             trained |= {adapter.down.mf_name, adapter.up.mf_name}
-        self._scale.name = SCALE_NAME
+        for stage, scale in self._scales.items():
+            scale.name = scale_name(stage)
         train_only(network, trained.__contains__)
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> contextlib.AbstractContextManager[None]:
         """Compute without the adapters while the body runs: they add 0."""
-        self._scale.set_data(ms.Tensor([0.0], ms.float32))
-        try:
-            yield
-        finally:
-            self._scale.set_data(ms.Tensor([self.options.scale], ms.float32))
+        return without_adapters(self._scales[0])
+
+
+def scale_name(stage: int) -> str:
+    """Return the name of the parameter that has the factor s of the adapters of a pipeline stage, float32 [1]."""
+    return f"{SCALE_NAME}.{stage}"
+
+
+@contextlib.contextmanager
+def without_adapters(scale: ms.Parameter) -> Iterator[None]:
+    """Let the adapters that have this factor, float32 [1], add 0 while the body runs."""
+    factor = scale.asnumpy().copy()
+    scale.set_data(ms.Tensor([0.0], ms.float32))
+    try:
+        yield
+    finally:
+        scale.set_data(ms.Tensor(factor))
 
 
 def attach_lora(network: nn.Cell, options: LoraOptions, seed: int, base_path: str) -> None:
@@ -66,9 +89,13 @@ def attach_lora(network: nn.Cell, options: LoraOptions, seed: int, base_path: st
     network.lora = Lora(network, options, base_path)
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     for adapter in network.lora.adapters:
-        rule = adapter.down
-        parts = [_initial(name, shape, seed) for name, shape in zip(rule.hf_names, rule.shape(network.dims))]
-        parameters[rule.mf_name].set_data(ms.Tensor(np.array(fuse(rule, network.dims, parts))))
+        parameters[adapter.down.mf_name].set_data(ms.Tensor(np.array(initial_down(adapter, network.dims, seed))))
+
+
+def initial_down(adapter: Adapter, dims: ModelDims, seed: int) -> np.ndarray:
+    """Return the A that an adapter begins with, whole; see :func:`attach_lora`."""
+    rule = adapter.down
+    return fuse(rule, dims, [_initial(name, shape, seed) for name, shape in zip(rule.hf_names, rule.shape(dims))])
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -85,10 +112,26 @@ _CELL_OF = {
 }
 
 
-def _place(network: nn.Cell, adapter: Adapter) -> tuple[nn.Cell, str]:
-    """Return the cell that multiplies by a parameter, and the name under which it knows its adapter."""
+def _attach_on_cpu(network: nn.Cell, adapter: Adapter, scale: ms.Parameter) -> nn.Cell:
+    """Give an adapter to the cell that multiplies by its parameter; return what holds the factors."""
+    low_rank = _CELL_OF[adapter.base.transform](adapter, network.dims, scale)
     path, _, weight = adapter.base.mf_name.rpartition(".")
+    kind = {"weight": "adapter", "weight1": "gate_up_adapter", "weight2": "down_adapter"}[weight]
+    setattr(_cell_at(network, path), kind, low_rank)
+    return low_rank
+
+
+def _attach_on_ascend(network: nn.Cell, adapter: Adapter, scale: ms.Parameter) -> nn.Cell:
+    """The same of MindFormers' cells for Ascend."""
+    from mindrlhf.models.ascend_lora import attach
+
+    path, _, _ = adapter.base.mf_name.rpartition(".")
+    parent, _, name = path.rpartition(".")
+    return attach(_cell_at(network, parent), name, adapter, network.dims, scale)
+
+
+def _cell_at(network: nn.Cell, path: str) -> nn.Cell:
     cell = network.model
     for name in path.split("."):
         cell = cell[int(name)] if name.isdecimal() else getattr(cell, name)
-    return cell, {"weight": "adapter", "weight1": "gate_up_adapter", "weight2": "down_adapter"}[weight]
+    return cell

@@ -7,8 +7,11 @@ from pathlib import Path
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import DEFAULT_WORKERS, worker_pool
 from mindrlhf.specs import ParameterRule
+from mindrlhf.weights.adapters.config import CONFIG_NAME
+from mindrlhf.weights.adapters.peft import write_adapter
 from mindrlhf.weights.array_file import save_arrays
 from mindrlhf.weights.convert import MAX_SHARD_BYTES
+from mindrlhf.weights.hf import read_json_object
 from mindrlhf.weights.sharded import ShardedDirectory
 from mindrlhf.weights.writer import model_directory
 
@@ -22,7 +25,8 @@ def merge_directory(
 ) -> None:
     """Write the Hugging Face directory that a sharded directory was made from: every tensor equal to the bit.
 
-    It appears whole or not at all. Each shard and each tensor is compared with its checksum on the way.
+    It appears whole or not at all. Each shard and each tensor is compared with its checksum on the way. Of an adapter's
+    shards it is the directory in PEFT's format.
 
     Args:
         optimizer_file: where to write the optimiser state, as a run's checkpoint has it; replaced when it is there.
@@ -36,6 +40,11 @@ def merge_directory(
     if optimizer_file and not shards.state_names():
         raise UserError(f"{sharded_dir} holds no optimiser state: leave out --optimizer-out")
     infos = [shards.info(name) for name in shards.names()]
+    if shards.lora is not None:
+        _write_adapter(shards, Path(out_dir))
+        if optimizer_file:
+            _write_optimizer(shards, Path(optimizer_file))
+        return
     _check_space(Path(out_dir), sum(info.size_bytes for info in infos))
     with (
         model_directory(
@@ -56,6 +65,14 @@ def merge_directory(
         list(pool.map(merge, shards.rules()))
     if optimizer_file:
         _write_optimizer(shards, Path(optimizer_file))
+
+
+def _write_adapter(shards: ShardedDirectory, out_dir: Path) -> None:
+    if out_dir.exists():
+        raise UserError(f"{out_dir} exists: give a directory that does not")
+    tensors = ((name, shards.read_float32(name)) for name in shards.names())
+    shapes = {name: shards.info(name).shape for name in shards.names()}
+    write_adapter(tensors, shapes, read_json_object(shards.directory / CONFIG_NAME), out_dir)
 
 
 def _write_optimizer(shards: ShardedDirectory, path: Path) -> None:

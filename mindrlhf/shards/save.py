@@ -16,7 +16,9 @@ from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.strategy_files import write_strategy_directory
 from mindrlhf.specs import find_spec
+from mindrlhf.specs.lora import AdaptedRules
 from mindrlhf.system.files import write_json
+from mindrlhf.weights.adapters.config import CONFIG_NAME, saved_rules
 from mindrlhf.weights.convert import file_dtype, without_drafts
 from mindrlhf.weights.file_writer import TensorFileWriter
 from mindrlhf.weights.hf import SHARDED_NAME
@@ -35,7 +37,13 @@ _FILE_FORMAT = "safetensors"
 
 
 def plan_saving(
-    hf_config: dict, layouts: Sequence[ParameterLayout], layout: Layout, dtype: str, *, with_state: bool
+    hf_config: dict,
+    layouts: Sequence[ParameterLayout],
+    layout: Layout,
+    dtype: str,
+    *,
+    with_state: bool,
+    adapted: AdaptedRules | None = None,
 ) -> ShardedManifest:
     """Describe a directory that the ranks of a run are about to write.
 
@@ -45,9 +53,11 @@ def plan_saving(
         layout: that they come from.
         dtype: name of the parameters' dtype.
         with_state: AdamW's moments and step count are among the arrays.
+        adapted: of an adapter, whose parameters these are.
     """
     spec = find_spec(hf_config)
-    rules = {rule.mf_name: rule for rule in spec.rules(spec.dims(hf_config))}
+    kept = spec.rules(spec.dims(hf_config)) if adapted is None else saved_rules(adapted)
+    rules = {rule.mf_name: rule for rule in kept}
     arrays, tensors = {}, {}
     for one in layouts:
         rule = rules[one.name]
@@ -114,14 +124,20 @@ def finish_saving(
     hf_config: dict,
     layouts: Sequence[ParameterLayout],
     layout: Layout,
+    adapter_config: dict | None = None,
 ) -> None:
     """Make a directory whole that all ranks have written to: config.json, strategy files, and last its manifest.
+
+    Args:
+        adapter_config: of an adapter, in PEFT's format.
 
     Raises:
         UserError, OSError: the disk refuses.
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", without_drafts(hf_config))
+    if adapter_config is not None:
+        write_json(directory / CONFIG_NAME, adapter_config)
     dims = find_spec(hf_config).dims(hf_config)
     write_strategy_directory(directory / STRATEGY_NAME, dims, layout, layouts)
     write_json(directory / SHARDED_NAME, manifest.to_json())

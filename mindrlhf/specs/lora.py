@@ -12,10 +12,13 @@ from mindrlhf.errors import UserError
 from mindrlhf.specs.dims import ModelDims
 from mindrlhf.specs.model import ModelSpec
 from mindrlhf.specs.rules import BLOCK, ParameterRule
+from mindrlhf.specs.scoring import SCORE_NAME
 
 ROLES = ("attention", "mlp", "experts")
 _LAYERS = BLOCK.partition("{layer}")[0]
 DOWN, UP = "lora_A", "lora_B"
+# What the parameters begin with that hold the factor s in graphs, one for each pipeline stage: they are no weights.
+SCALE_NAME = "lora_scale"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ class Adapter:
     down: ParameterRule
     up: ParameterRule
 
+    @property
+    def layer(self) -> int:
+        """The number of the decoder layer that it is in."""
+        return int(self.base.mf_name.removeprefix(_LAYERS).partition(".")[0])
+
 
 def adapters(spec: ModelSpec, dims: ModelDims, options: LoraOptions) -> list[Adapter]:
     """Return the adapters of a model, in the order of the forward pass.
@@ -85,6 +93,29 @@ def role_of(rule: ParameterRule, dims: ModelDims) -> str | None:
     return "mlp" if part.startswith("mlp.") and not part.startswith("mlp.router.") else None
 
 
+class AdaptedRules:
+    """The parameters of a model whose adapters are trained, in place of its spec where only the rules are asked for.
+
+    They are those of the model, of which the projection of a scoring model alone is trained, and the factors. MindSpore
+    shards with the optimiser what is not trained too. Factors are small, and a rank adds their product to its shard of
+    the matrix: so they are left whole.
+    """
+
+    def __init__(self, spec: ModelSpec, dims: ModelDims, options: LoraOptions):
+        self.is_scorer = spec.is_scorer
+        self.adapters = adapters(spec, dims, options)
+        base = [replace(rule, trained=rule.mf_name == SCORE_NAME) for rule in spec.rules(dims)]
+        self._rules = base + [rule for one in self.adapters for rule in (one.down, one.up)]
+
+    def rules(self, _: ModelDims) -> list[ParameterRule]:
+        """Return the rules of the model that this was made for."""
+        return self._rules
+
+    def trained(self) -> list[ParameterRule]:
+        """Return the rules of what is trained, which is what an adapter's files hold."""
+        return [rule for rule in self._rules if rule.trained]
+
+
 def module_names(names: Sequence[str]) -> list[str]:
     """Return the names of modules whose weights are ``names``."""
     return [name.removesuffix(".weight") for name in names]
@@ -100,6 +131,8 @@ def _adapter(base: ParameterRule, rank: int) -> Adapter:
         transform="stack",
         shape=lambda dims: tuple((rank, columns) for _, columns in base.shape(dims)),
         shard_axis=1 if base.shard_axis == 1 else None,
+        keeps_whole=True,
+        keeps_float32=True,
     )
     up = replace(
         base,
@@ -108,6 +141,8 @@ def _adapter(base: ParameterRule, rank: int) -> Adapter:
         transform="stack" if is_stacked else base.transform,
         shape=lambda dims: tuple((rows, rank) for rows, _ in base.shape(dims)),
         shard_axis=0 if base.shard_axis == 0 else None,
+        keeps_whole=True,
+        keeps_float32=True,
     )
     return Adapter(base, down, up)
 

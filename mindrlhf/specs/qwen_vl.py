@@ -162,7 +162,8 @@ def _check(dims: VisionDims, hf_config: dict) -> None:
 
 def _parameter(name: str, shape: Callable[[ModelDims], tuple[int, ...]]) -> ParameterRule:
     """A tensor of the tower: whole on every rank, and not trained."""
-    return ParameterRule((name,), name, "copy", lambda dims: (shape(dims),), shard_axis=None, trained=False)
+    options: dict = {"shard_axis": None, "trained": False, "keeps_whole": True}
+    return ParameterRule((name,), name, "copy", lambda dims: (shape(dims),), **options)
 
 
 def _linear(

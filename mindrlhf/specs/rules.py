@@ -25,6 +25,7 @@ class ParameterRule:
         expert_axis: the axis of the MindFormers parameter that expert parallelism splits; None when it does not.
         in_layer: whether this decoder layer has the parameter.
         trained: gradients change it.
+        keeps_whole: a sharded optimiser leaves it, and its state if it has any, whole on each replica.
         keeps_float32: it stays float32 in files of a narrower dtype, as Hugging Face keeps it.
         num_experts: how often the tensors of one expert are repeated in `hf_names`; filled in by `for_layer`.
     """
@@ -38,6 +39,7 @@ class ParameterRule:
     expert_axis: int | None = None
     in_layer: Callable[[ModelDims, int], bool] = lambda dims, layer: True
     trained: bool = True
+    keeps_whole: bool = False
     keeps_float32: bool = False
     num_experts: int = 1
 
@@ -147,6 +149,7 @@ SELECTION_BIAS = ParameterRule(
     shard_axis=None,
     in_layer=_has_experts,
     trained=False,
+    keeps_whole=True,
     keeps_float32=True,
 )
 EXPERTS = (

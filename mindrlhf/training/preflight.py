@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.memory.checks import check_num_layers
 from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -136,7 +135,7 @@ def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes 
         mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
-    mistakes.check(_check_lora, config.lora, config.model.path, False, needs=["model.path"])
+    mistakes.check(_check_lora, config, config.model.path, False, needs=["model.path"])
     mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path"])
     for file in files.present:
         mistakes.check(check_images, config.model.path, file, needs=["model.path"])
@@ -167,7 +166,7 @@ def check_preference_inputs(
             if isinstance(config, DpoConfig):
                 mistakes.check(_check_gives_tokens, path, needs=[key])
     is_scorer = not isinstance(config, DpoConfig)
-    mistakes.check(_check_lora, config.lora, config.model.path, is_scorer, needs=["model.path"])
+    mistakes.check(_check_lora, config, config.model.path, is_scorer, needs=["model.path"])
     mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path"])
     for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
         mistakes.check(check_images, path, file, needs=["model.path"])
@@ -231,7 +230,7 @@ def _record_row_lengths(row_lengths: tuple[int, ...], files: Sequence[PromptFile
 def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int, mistakes: Mistakes) -> None:
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
-    check(_check_lora, config.lora, model.path, False, needs=["model.path"])
+    check(_check_lora, config, model.path, False, needs=["model.path"])
     if config.algorithm.beta > 0 and model.reference_path:
         check(_check_model, model, model.reference_path, tokenizer, needs=["model.reference_path"])
         check(_check_reference, config, needs=["model.path", "model.reference_path"])
@@ -296,15 +295,31 @@ def _check_gives_tokens(path: str) -> None:
         raise UserError(f"the model in {path} gives scores, not tokens: use a language model")
 
 
-def _check_lora(lora: LoraSection, path: str, is_scorer: bool) -> None:
+def _check_lora(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, path: str, is_scorer: bool) -> None:
     """Check that a model has the matrices that are to have adapters, and that an adapter to begin with is of it."""
+    lora, device = config.lora, config.run.device
     if lora.options is None:
         return
+    if device != "cpu" and not is_split(config.parallel_config):
+        raise UserError(
+            f"'lora.rank' is set, but on run.device={device} adapters are trained in models that 'parallel_config' "
+            "shards only: set parallel_config.enable_parallel_optimizer to true, or remove lora.rank"
+        )
+    if device != "cpu" and config.checkpoint.node_local:
+        raise UserError(
+            "'checkpoint.node_local' is true, but adapters of sharded models are put together from a directory that "
+            "all nodes see: set it to false, or remove lora.rank"
+        )
     hf_config = read_hf_config(path)
     if is_scorer:
         hf_config = scorer_config(hf_config)
     spec = find_spec(hf_config)
-    adapters(spec, spec.dims(hf_config), lora.options)
+    found = adapters(spec, spec.dims(hf_config), lora.options)
+    if device != "cpu" and any(one.base.expert_axis is not None for one in found):
+        raise UserError(
+            f"'lora.targets' includes experts, which have no adapters on run.device={device}: set lora.targets to "
+            "attention, mlp, or both"
+        )
     if lora.path:
         check_adapter(lora.path, hf_config, lora.options)
 
@@ -350,7 +365,8 @@ def _check_critic(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
             f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
         )
     _check_model(config.model, critic.path, tokenizer)
-    _check_lora(dataclasses.replace(config.lora, path=""), critic.path, True)
+    lora = dataclasses.replace(config.lora, path="")  # that adapter is the actor's
+    _check_lora(dataclasses.replace(config, lora=lora), critic.path, True)
     if 0 < num_steps <= critic.warmup_steps:
         raise UserError(
             f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "

@@ -32,6 +32,7 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -156,6 +157,8 @@ class ReinforcementTraining(life_cycle.Training):
         """Compare the model with the starting one, write the report, and export it."""
         summary = write_summary(self._output_dir, progress.evaluations)
         report = write_report(self._output_dir)
+        if self._config.lora.rank is not None and is_split(self._config.parallel_config):
+            export_adapter(self.team, self._output_dir / FINAL_NAME)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir)
         if summary:

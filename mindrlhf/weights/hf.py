@@ -11,7 +11,7 @@ import numpy as np
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
 from mindrlhf.weights.safetensors_file import SafetensorsFile
-from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo
+from mindrlhf.weights.tensors import STORAGE_DTYPES, TensorInfo, convert_dtype
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -61,6 +61,10 @@ class TensorDirectory(ABC):
     @abstractmethod
     def read(self, name: str) -> np.ndarray:
         """The tensor, not to be written to; bfloat16 as uint16 bit patterns."""
+
+    def read_float32(self, name: str) -> np.ndarray:
+        """The tensor, float32."""
+        return convert_dtype(self.read(name), self.info(name).dtype, "float32")
 
     def check_coverage(self, shapes: dict[str, tuple[int, ...]], ignored: Container[str] = frozenset()) -> None:
         """Compare names and shapes with what the model needs, both ways.

@@ -4,6 +4,7 @@
 
     sharded.json                     every array: dtype, shape, how it is sharded; checksum of every Hugging Face tensor
     config.json, tokenizer files     as in the Hugging Face directory
+    adapter_config.json              in PEFT's format, where the arrays are the factors of an adapter of that model
     strategy/                        MindSpore's strategy files of the layout
     rank_0/checkpoint_0.safetensors  the shards of rank 0, by MindFormers name (or checkpoint_0.ckpt)
     rank_0/manifest.json             checksum of each shard
@@ -22,8 +23,10 @@ import numpy as np
 
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import MAX_RANKS, ParameterLayout, check_layout
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import ParameterRule, find_spec
 from mindrlhf.specs.fuse import split
+from mindrlhf.specs.lora import AdaptedRules, LoraOptions
+from mindrlhf.weights.adapters.config import CONFIG_NAME, read_options, saved_rules
 from mindrlhf.weights.file_writer import checksum
 from mindrlhf.weights.hf import SHARDED_NAME, TensorDirectory, read_hf_config, read_json_object
 from mindrlhf.weights.shard_files import FILE_FORMATS, open_shard
@@ -159,6 +162,11 @@ def _array(name: str, entry: Mapping[str, Any]) -> ShardedArray:
     return ShardedArray(entry["dtype"], layout, entry["checksum"])
 
 
+def _lora(directory: Path) -> LoraOptions | None:
+    path = directory / CONFIG_NAME
+    return read_options(path) if path.is_file() else None
+
+
 class ShardedDirectory(TensorDirectory):
     """The logical tensors of a sharded directory; each array is put together from its shards when it is read.
 
@@ -166,6 +174,9 @@ class ShardedDirectory(TensorDirectory):
 
     Args:
         is_partial: ranks may have no directory here, as long as nothing of theirs is read.
+
+    Attributes:
+        lora: of a directory that holds an adapter, and in place of a model its factors; else None.
 
     Raises:
         UserError: the directory was not finished, a rank's directory or file is missing or truncated, or a manifest
@@ -183,7 +194,8 @@ class ShardedDirectory(TensorDirectory):
         self.hf_config = read_hf_config(self.directory)
         self.spec = find_spec(self.hf_config)
         self.dims = self.spec.dims(self.hf_config)
-        self._rules = self.spec.rules(self.dims)
+        self.lora = _lora(self.directory)
+        self._rules = self.spec.rules(self.dims) if self.lora is None else self._adapter_rules()
         self._rule_of_parameter = {rule.mf_name: rule for rule in self._rules}
         self._rule_of = {name: rule for rule in self._rules for name in rule.hf_names}
         self._shapes = {
@@ -196,6 +208,10 @@ class ShardedDirectory(TensorDirectory):
             if not is_partial or rank_file(self.directory, rank, self.manifest.file_format).parent.exists():
                 self._open_rank(rank)
         self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
+
+    def _adapter_rules(self) -> list[ParameterRule]:
+        known = saved_rules(AdaptedRules(self.spec, self.dims, self.lora))
+        return [rule for rule in known if rule.mf_name in self.manifest.arrays]
 
     def _check_rule(self, rule) -> None:
         array = self.manifest.arrays.get(rule.mf_name)

@@ -29,6 +29,7 @@ def compile_and_execute(
     shared_prompts: bool = False,
     images: Sequence[Sequence[np.ndarray]] = (),
     after_token: bool = False,
+    lora: dict | None = None,
     memory: Mapping[str, int | str | tuple[str, ...]] = MappingProxyType({}),
 ) -> dict[str, ExecutionResult]:
     """Return the result of every layout by name.
@@ -45,10 +46,11 @@ def compile_and_execute(
         images: of each call; see :func:`cpu_execution.run.execute`.
         memory: keys of the section `memory`.
         after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
+        lora: of adapters that are trained in place of the model; see :class:`cpu_execution.run.ExecutionJob`.
     """
-    changes = {"shared_prompts": shared_prompts, "memory": dict(memory)}
+    own = {"shared_prompts": shared_prompts, "lora": lora, "memory": dict(memory)}
     requests = {
-        (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **changes)
+        (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
         for size, layouts in all_layouts.items()
         for name, parallel in layouts.items()
         for cell in cells
@@ -62,7 +64,7 @@ def compile_and_execute(
             graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in cells]
             section = ParallelSection(**parallel)
             computed = computed_inputs.get(name, "")
-            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed, after_token))
+            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed, after_token, own["lora"]))
         done = execute(
             jobs,
             model,

@@ -34,6 +34,7 @@ SEES = "Qwen2_5_VLForConditionalGeneration"
 SP = {"use_seq_parallel": True}
 ZERO = {"enable_parallel_optimizer": True}
 WHOLE = {"vocab_emb_dp": True}
+ADAPTERS = {"rank": 4, "alpha": 8.0}
 
 
 def _zero(size: int) -> dict:
@@ -74,6 +75,12 @@ _ALL_LAYOUTS = {
     # Models that see, whose image rows come in as a parameter.
     "sees-dp2-mp2": (SEES, 2, 2, 1, 1, {}, {}),
     "sees-dp2-mp2-sp-whole-zero": (SEES, 2, 2, 1, 1, SP | WHOLE | ZERO, {}),
+    # Models whose adapters are trained.
+    "qwen2-mp2-adapted": (QWEN2, 1, 2, 1, 1, {}, {}),
+    "qwen2-dp2-zero-adapted": (QWEN2, 2, 1, 1, 1, ZERO, {}),
+    "qwen2-dp2-mp2-pp2-sp-zero-adapted": (QWEN2, 2, 2, 2, 1, SP | ZERO, {}),
+    "qwen3-dp2-mp2-cp2-zero-adapted": (QWEN3, 2, 2, 1, 2, ZERO, {}),
+    "critic-dp2-mp2-sp-adapted": (CRITIC, 2, 2, 1, 1, SP, {}),
     "sees-dp2-mp2-pp2-sp-zero": (SEES, 2, 2, 2, 1, SP | ZERO, {}),
     "sees-dp2-cp2": (SEES, 2, 1, 1, 2, {}, {}),
     # Logits in tiles, and recomputation: see _MEMORY.
@@ -107,6 +114,7 @@ _OF_EVERY_DAY = (
     "qwen2-dp2-mp2-pp2-zero-shared",
     "qwen3-dp2-mp2-cp2-zero-whole",
     "sees-dp2-mp2",
+    "qwen2-mp2-adapted",
     "critic-mp2",
     "critic-dp2-mp2-pp2-sp-whole-zero",
 )
@@ -136,5 +144,6 @@ def request(name: str) -> CompileRequest:
         seq_length=SEQ_LENGTH,
         cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
         shared_prompts=name.endswith("-shared"),
+        lora=ADAPTERS if name.endswith("-adapted") else None,
         memory=_MEMORY.get(name, {}),
     )

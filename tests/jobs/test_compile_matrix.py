@@ -7,13 +7,14 @@ import math
 import platform
 
 import pytest
-from layout_matrix import HIDDEN, LAYOUTS, SEQ_LENGTH, VOCABULARY, request
+from layout_matrix import ADAPTERS, HIDDEN, LAYOUTS, SEQ_LENGTH, VOCABULARY, request
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import Collective, compile_ranks
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import find_spec
+from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
@@ -43,12 +44,18 @@ def test_compiled_layouts_are_those_computed(reports, name):
     layout, config = layout_of(name), request(name).hf_config
     spec = find_spec(config)
     stage = layout.pipeline_stage - 1
-    in_stage = (one for one in parameter_layouts(spec, spec.dims(config), layout) if stage in one.stages)
+    rules, others = spec, {"image_rows"}
+    if request(name).lora:
+        rules = AdaptedRules(spec, spec.dims(config), LoraOptions(**request(name).lora))
+        others = {f"lora_scale.{stage}"}
+    in_stage = (one for one in parameter_layouts(rules, spec.dims(config), layout) if stage in one.stages)
     # The ranks run a vision tower by themselves and hand its rows to the graph.
     computed = {one.name: one for one in in_stage if not one.name.startswith("visual.")}
     found = {one.name: one for one in reports[name].parameters if not one.name.startswith("accu_grads.")}
-    compiled = {full_name: one for full_name, one in found.items() if full_name != "image_rows"}
-    assert compiled.keys() == {prefix + parameter for parameter in computed for prefix in STATES}
+    compiled = {full_name: one for full_name, one in found.items() if full_name not in others}
+    trained = {rule.mf_name for rule in rules.rules(spec.dims(config)) if rule.trained}
+    states = {parameter: STATES if parameter in trained else STATES[:1] for parameter in computed}
+    assert compiled.keys() == {prefix + parameter for parameter in computed for prefix in states[parameter]}
     ranks = range(stage * layout.stage_size, (stage + 1) * layout.stage_size)
     for full_name, one in compiled.items():
         expected = computed[full_name.removeprefix("adam_m.").removeprefix("adam_v.").removeprefix("grad.")]
@@ -125,6 +132,23 @@ def test_model_parallel_by_hand(reports):
         # Gradients of the three norms.
         NORM: 3,
         # The gradient norm.
+        SCALAR: 1,
+    }
+
+
+def test_adapters_by_hand(reports):
+    """What the model costs without gradients of embedding and norms, and those of the factors that are whole."""
+    assert {one.kind for one in reports["qwen2-mp2-adapted"].collectives} == {"AllReduce"}
+    rank = ADAPTERS["rank"]
+    assert total(reports["qwen2-mp2-adapted"].collectives, "AllReduce", (0, 1)) == {
+        # As in test_model_parallel_by_hand, but that no gradient is taken back to the embedding.
+        ACTIVATION: 4,
+        EMBEDDED: 1,
+        TOKENS: 6,
+        # A of a matrix whose rows are split, B of one whose columns are.
+        3 * rank * HIDDEN * FLOAT32: 1,
+        2 * rank * HIDDEN * FLOAT32: 1,
+        rank * HIDDEN * FLOAT32: 2,
         SCALAR: 1,
     }
 

@@ -8,6 +8,7 @@ import platform
 
 import numpy as np
 import pytest
+from cpu_execution.run import SEED
 from execution_cases import (
     CRITIC,
     EPSILON,
@@ -33,12 +34,15 @@ pytestmark = [
 TOLERANCE = 1e-5
 TENSOR_PARALLEL = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True}
 PIPELINE = {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2}
-# Kind of training -> model, graphs, token arrays of the update, and a layout.
+LORA = {"rank": 4, "alpha": 8.0}
+# Kind of training, of all weights or of adapters -> model, graphs, token arrays of the update, and a layout.
 KINDS = {
     "sft": (MODEL, (SUPERVISED_UPDATE, LOGPROBS), (), PIPELINE),
     "dpo": (MODEL, (PAIR_UPDATE, LOGPROBS), ("coefficients",), TENSOR_PARALLEL),
     "reward_model": (CRITIC, (PAIR_UPDATE, VALUES), ("coefficients",), TENSOR_PARALLEL),
 }
+ADAPTED = "_adapters"
+KINDS |= {kind + ADAPTED: values for kind, values in KINDS.items()}
 
 
 def batches(kind: str) -> list[list[np.ndarray]]:
@@ -47,7 +51,7 @@ def batches(kind: str) -> list[list[np.ndarray]]:
     for *rows, mask, _, returns, scalars in critic_batches():
         mask = mask.copy()
         mask[:, -1] = 0  # the last position of a row predicts nothing
-        found.append([*rows, mask, scalars] if kind == "sft" else [*rows, mask, returns, scalars])
+        found.append([*rows, mask, scalars] if kind.startswith("sft") else [*rows, mask, returns, scalars])
     return found
 
 
@@ -57,14 +61,18 @@ def executed(request, tmp_path_factory):
     kind = request.param
     model, cells, token_inputs, first = KINDS[kind]
     layouts = {"one": first, "other": TENSOR_PARALLEL if first is PIPELINE else PIPELINE}
+    lora = LORA if kind.endswith(ADAPTED) else None
+    if lora:
+        del layouts["other"]
     root = tmp_path_factory.mktemp(kind)
     given = batches(kind)
-    options = {"after_token": kind == "reward_model"}
+    options = {"after_token": kind.startswith("reward_model"), "lora": lora}
     results = compile_and_execute(root, model, {2: layouts}, given, cells, token_inputs, {}, **options)
-    return kind, results, train_plainly(kind, model, given, tmp_path_factory.mktemp("mindformers-log"))
+    return kind, results, train_plainly(kind, model, given, lora, tmp_path_factory.mktemp("mindformers-log"))
 
 
-def train_plainly(kind: str, model: dict, given: list, log_dir):
+def train_plainly(kind: str, model: dict, given: list, lora: dict | None, log_dir):
+    """Return losses and outputs of every call, and what is trained, before and after."""
     import mindspore as ms
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
@@ -74,6 +82,8 @@ def train_plainly(kind: str, model: dict, given: list, log_dir):
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.models.lora import attach_lora
+    from mindrlhf.specs.lora import LoraOptions
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner
 
@@ -82,9 +92,13 @@ def train_plainly(kind: str, model: dict, given: list, log_dir):
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     for name, value in mf_weights(model).items():
         parameters[name].set_data(ms.Tensor(value))
-    is_scorer = kind == "reward_model"
+    if lora:
+        attach_lora(network, LoraOptions(**lora), SEED, "base")
+    parameters = {parameter.name: parameter for parameter in network.trainable_params()}
+    begun = {name: parameter.asnumpy().copy() for name, parameter in parameters.items()}
+    is_scorer = kind.startswith("reward_model")
     policy = TokenScores(network, after_token=True) if is_scorer else PolicyLogProbs(network, 1.0, "cpu")
-    loss = SupervisedLoss(policy) if kind == "sft" else CoefficientLoss(policy)
+    loss = SupervisedLoss(policy) if kind.startswith("sft") else CoefficientLoss(policy)
     learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
     rows = [PackedRows(*inputs[:4], tokens={}) for inputs in given]
     outputs, losses = [], []
@@ -92,21 +106,22 @@ def train_plainly(kind: str, model: dict, given: list, log_dir):
         outputs.append(learner.model.logprobs(rows[call]))
         losses.append(learner.accumulate(rows[call], inputs[4:-1], inputs[-1][0, 1])[0][0])
         if is_last:
-            assert np.isfinite(learner.apply(LEARNING_RATE)) == (kind == "sft" or call != NOT_FINITE + 1)
-    return losses, outputs, {name: parameter.asnumpy() for name, parameter in parameters.items()}
+            assert np.isfinite(learner.apply(LEARNING_RATE)) == (kind.startswith("sft") or call != NOT_FINITE + 1)
+    return losses, outputs, begun, {name: parameter.asnumpy() for name, parameter in parameters.items()}
 
 
 def test_losses_are_those_of_one_process(executed):
-    kind, results, (losses, _, _) = executed
+    kind, results, (losses, *_) = executed
     # Nothing that sft is given can make a loss infinite.
-    assert [np.isnan(loss) for loss in losses] == [call == NOT_FINITE and kind != "sft" for call in range(len(IS_LAST))]
+    can_fail = not kind.startswith("sft")
+    assert [np.isnan(loss) for loss in losses] == [call == NOT_FINITE and can_fail for call in range(len(IS_LAST))]
     for result in results.values():
         np.testing.assert_allclose(result.losses, losses, rtol=0, atol=TOLERANCE)
 
 
 def test_outputs_before_each_update_are_those_of_one_process(executed):
     """Log-probabilities of the response tokens, or scores after them."""
-    kind, results, (_, outputs, _) = executed
+    kind, results, (_, outputs, *_) = executed
     for result in results.values():
         assert len(result.outputs["first"]) == len(outputs) == len(IS_LAST)
         for found, expected in zip(result.outputs["first"], outputs):
@@ -115,8 +130,7 @@ def test_outputs_before_each_update_are_those_of_one_process(executed):
 
 
 def test_weights_are_those_of_one_process(executed):
-    kind, results, (_, _, weights) = executed
-    start = mf_weights(KINDS[kind][0])
+    _, results, (_, _, start, weights) = executed
     for result in results.values():
         assert result.weights.keys() == weights.keys()
         for parameter, expected in weights.items():

@@ -55,18 +55,7 @@ _ALL_LAYOUTS = {
         4: {"qwen3_vl_tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": False}},
     },
 }
-_OF_EVERY_DAY = ("dp2_optimizer_parallel",)
-
-
-def _of_today(layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, dict]]:
-    chosen = {
-        size: {name: one for name, one in of_size.items() if name in _OF_EVERY_DAY or RUNS_SLOW_TESTS}
-        for size, of_size in layouts.items()
-    }
-    return {size: of_size for size, of_size in chosen.items() if of_size}
-
-
-LAYOUTS = {family: chosen for family, layouts in _ALL_LAYOUTS.items() if (chosen := _of_today(layouts))}
+LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else {}  # nightly
 FAMILY_OF = {name: family for family, sizes in LAYOUTS.items() for layouts in sizes.values() for name in layouts}
 NAMES = list(FAMILY_OF)
 # For each prompt the sizes of its images in tokens, and the lengths of its responses; two to a row, and padding.

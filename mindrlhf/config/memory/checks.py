@@ -8,9 +8,7 @@ from mindrlhf.errors import Mistakes, UserError
 _LAYERS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
 
-def check_memory(
-    memory: MemorySection, recompute: bool, device: str, has_head: bool, shares_devices: bool
-) -> None:
+def check_memory(memory: MemorySection, recompute: bool, device: str, has_head: bool, shares_devices: bool) -> None:
     """Check the section.
 
     Args:

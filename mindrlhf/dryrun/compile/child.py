@@ -37,6 +37,7 @@ from mindrlhf.dryrun.compile.request import (
 from mindrlhf.errors import UserError
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.specs import find_spec, with_num_layers
+from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.system.processes import die_with_parent
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -175,6 +176,7 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     options = OptimizerSection(epsilon=request.epsilon)
     memory = MemorySection(**request.memory)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts, "memory": memory}
+    rows["lora"] = LoraOptions(**request.lora) if request.lora else None
     if find_spec(hf_config).is_scorer:
         critic = build_value_model(hf_config, model, parallel, **rows)
         if request.cell == VALUES:

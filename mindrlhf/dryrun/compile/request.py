@@ -49,6 +49,7 @@ class CompileRequest:
         epsilon: AdamW's, a constant of the graph.
         shared_prompts: rows whose samples share their prompt: input_ids are int32 [rows, 3, length], see CausalLM.
         slots: of ``TOWER``: images, and patches of each.
+        lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of the adapters that are trained; None trains all.
         cell: one of the graphs above. The inputs of ``LOGPROBS`` and ``VALUES`` are the first four of the updates,
             those of ``TOWER`` are of :class:`mindrlhf.models.vision.tower.VisionTower`.
         strategy_file: where to write MindSpore's strategy file, an absolute path; empty writes none.
@@ -75,6 +76,7 @@ class CompileRequest:
     epsilon: float = 1e-8
     shared_prompts: bool = False
     slots: tuple[int, int] = (4, 1024)
+    lora: dict[str, object] | None = None
     cell: str = UPDATE
     strategy_file: str = ""
     mindir_file: str = ""

@@ -34,6 +34,7 @@ from mindrlhf.shards.strategy_files import (
     write_strategy_directory,
 )
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec, with_num_layers
+from mindrlhf.specs.lora import SCALE_NAME
 from mindrlhf.specs.rules import IMAGE_ROWS_NAME, VISION_PREFIX
 from mindrlhf.system.files import sync
 
@@ -144,6 +145,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             memory=dataclasses.asdict(config.memory),
             beta=config.algorithm.beta,
             shared_prompts=config.training.packing == SHARED_PROMPTS,
+            lora=config.lora.options and dataclasses.asdict(config.lora.options),
         )
         for stage in range(num_stages)
     }
@@ -227,7 +229,7 @@ def _extend(message, spec: ModelSpec, dims: ModelDims, layers: Sequence[int], st
         if mark:
             layer, _, name = rest.partition(".")
             by_layer.setdefault(int(layer), {})[prefix, name] = item.parallel_layouts
-        else:
+        elif not item.param_name.startswith(SCALE_NAME):
             outside.append((item.param_name, item.parallel_layouts))
     names = _layer_names(spec, dims)
     # MindSpore lists more than the weights: optimiser state, and counters of experts.

@@ -7,7 +7,6 @@ from mindrlhf.config.sections import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks, compiled_config
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
-from mindrlhf.errors import UserError
 
 # Not part of the compiled step: the generator and the runtime.
 _OUTSIDE_THE_STEP = (RUNTIME,)
@@ -43,8 +42,6 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
     Raises:
         UserError, RunFailure: this machine cannot compile, or a compilation failed.
     """
-    if plan.config.lora.rank is not None:
-        raise UserError("'lora.rank' is set, but --compile compiles the training of all weights: leave out one of them")
     num_stages = plan.layout.pipeline_stage
     stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
     reports = compile_ranks([_request(plan, stage * plan.layout.stage_size) for stage in stages])
@@ -86,4 +83,5 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
         plan_memory=True,
         beta=config.algorithm.beta,
         shared_prompts=config.training.packing == SHARED_PROMPTS,
+        lora=config.lora.options and dataclasses.asdict(config.lora.options),
     )

@@ -4,7 +4,6 @@ Parameters and optimiser state are sums over the parameter layouts, exact to the
 generator's share and the runtime are estimates, and marked so. Nothing here imports MindSpore.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -176,14 +175,10 @@ def accumulates(parallel: ParallelSection) -> bool:
 def _layouts(
     model: Model, layout: Layout, param_dtype: str, lora: LoraOptions | None
 ) -> tuple[list[ParameterLayout], list[ParameterLayout]]:
-    """How the parameters lie, and the factors of adapters; cached, since the search varies what it depends not on.
-
-    Weights that have no optimiser state are not counted as shared by a parallel optimizer.
-    """
+    """How the parameters lie, and the factors of adapters; cached, since the search varies what it depends not on."""
+    layouts = parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype])
     if lora is None:
-        return parameter_layouts(model.known, model.dims, layout, ELEMENT_BYTES[param_dtype]), []
-    held = dataclasses.replace(layout, optimizer_shard=1)
-    layouts = parameter_layouts(model.known, model.dims, held, ELEMENT_BYTES[param_dtype])
+        return layouts, []
     rules = KnownRules(model.spec, model.dims, lora)
     return layouts, parameter_layouts(rules, model.dims, layout, ADAPTER_BYTES)
 

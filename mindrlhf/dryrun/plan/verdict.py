@@ -104,8 +104,12 @@ def _reason(plan: Plan) -> str:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     notes = []
-    if plan.config.lora.rank is not None and plan.config.run.device != "cpu":
-        notes.append(f"adapters are trained on run.device=cpu only so far; `train` refuses {plan.config.run.device}")
+    config = plan.config
+    if config.lora.rank is not None and config.run.device != "cpu" and not is_split(config.parallel_config):
+        notes.append(
+            f"on run.device={config.run.device} `train` takes adapters where parallel_config shards the model only: "
+            "set parallel_config.enable_parallel_optimizer to true"
+        )
     if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
         notes.append(
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.checkpoint.background import BackgroundWriter, CopyBuffers
-from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.checkpoint.state import MODEL_NAME, StateWriter
 from mindrlhf.errors import UserError
+from mindrlhf.shards.merge import merge_directory
+from mindrlhf.system.files import remove, scratch_directory
 from mindrlhf.training.checkpoints.parts import KeepsPart
 from mindrlhf.training.records import SavedShards, SavingState
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.team import Team
+from mindrlhf.weights.adapters.peft import exported_adapter
 
 
 class SavesState(KeepsPart):
@@ -171,3 +174,19 @@ class ShardCheckpoints:
 
     def _finish(self, in_place: contextlib.ExitStack) -> None:
         self._writer.start(in_place.close)
+
+
+def export_adapter(team: ReplicaTeam, model_dir: Path) -> None:
+    """Write the adapter whose shards the ranks hold in PEFT's format, beside the place of an exported model.
+
+    One that is there already is that of a run that was killed before it exported the model.
+
+    Raises:
+        UserError, RunFailure: the disk refuses, or a rank died.
+    """
+    directory = exported_adapter(model_dir)
+    remove(directory)
+    with scratch_directory(model_dir.parent, ".adapter-shards-") as shards:
+        team.call("begin_saving", directory=str(shards), copies=False)
+        team.call("end_saving")
+        merge_directory(shards / MODEL_NAME, directory)

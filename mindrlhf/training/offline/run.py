@@ -15,6 +15,7 @@ from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
+from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.publication import Publication
 from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME
@@ -139,6 +140,8 @@ class OfflineTraining(life_cycle.Training):
             print(f"\n{summary}", flush=True)
         output_dir = Path(self._config.run.output_dir)
         report, final = write_report(output_dir), output_dir / FINAL_NAME
+        if self._config.lora.rank is not None and is_split(self._config.parallel_config):
+            export_adapter(self.team, final)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         with self._published(worker):
             worker.export(final, self._config.data.tokenizer_dir)

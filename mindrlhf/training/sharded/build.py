@@ -6,13 +6,14 @@ from pathlib import Path
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.derived import reference_is_base, resolve_data_parallel
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
 from mindrlhf.training.runtime import Rank, start_parallel
+from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
@@ -21,6 +22,8 @@ from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 from mindrlhf.weights.hf import read_hf_config
+
+AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
 def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: Rank) -> Actor:
@@ -41,14 +44,16 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature, "memory": config.memory}
     options["shared_prompts"] = shares_prompts
     options["num_image_rows"] = config.training.batch_size * row_lengths[-1]
-    policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
+    policy = build_policy(
+        read_hf_config(config.model.path), config.model, parallel, **options, lora=config.lora.options
+    )
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
     shard = shard_of(policy, parallel, rank)
     held = {one.name for one in shard.held}
     offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
     learner = ShardedLearner(shard, UpdateGraph.of(update), offloaded)
     reference = reference_source = None
-    if config.algorithm.beta > 0:
+    if config.algorithm.beta > 0 and not reference_is_base(config):
         path = config.model.reference_path or config.model.path
         reference_source = model_source(config.model, path, config.run.seed)
         reference = shard_of(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
@@ -59,9 +64,11 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     image_tokens = ImageTokens.of(policy.model.dims)
     _compile(learner, reference, [with_images(rows, (), (), image_tokens) for rows in plain])
     # Now a parameter has the shape of its shard.
-    learner.model.load(source)
+    load_trained(learner.model, source, config)
     if reference is not None:
         reference.load(reference_source)
+    elif config.algorithm.beta > 0:
+        reference = learner.model.base()
     actor = Actor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
     if config.reward.model_path:
         actor.use_reward_model(_build_reward_model(config, row_lengths, parallel, rank))
@@ -82,10 +89,11 @@ def _build_reward_model(
 
 def scorer_shard(scorer: TokenScores, parallel: ParallelSection, rank: Rank) -> ShardedModel:
     """Return this rank's shard of a reward model, and the graph of its scores, which stand after each token."""
-    return ShardedModel(scorer.model, build_logprobs(scorer, parallel), parallel, rank.index, after_token=True)
+    kind = ShardedModel if scorer.model.lora is None else AdaptedShard
+    return kind(scorer.model, build_logprobs(scorer, parallel), parallel, rank.index, after_token=True)
 
 
-def start_sharding(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, rank: Rank) -> ParallelSection:
+def start_sharding(config: AnyConfig, rank: Rank) -> ParallelSection:
     """Have MindSpore shard the graphs of a run from now on; return its layout with `data_parallel` filled in."""
     parallel = resolve_layout(config.parallel_config, rank.world_size)
     strategy_dir = Path(config.run.output_dir) / "logs" / "strategy"
@@ -95,8 +103,16 @@ def start_sharding(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfi
 
 
 def shard_of(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> ShardedModel:
-    """Return this rank's shard of a model, and the graph of its log-probabilities."""
-    return ShardedModel(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
+    """Return this rank's shard of a model, with adapters or without, and the graph of its log-probabilities."""
+    kind = ShardedModel if policy.model.lora is None else AdaptedShard
+    return kind(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
+
+
+def load_trained(model: ShardedModel, source: ArraySource, config: AnyConfig) -> None:
+    """Load the model that a run trains, and what its adapters begin with."""
+    model.load(source)
+    if isinstance(model, AdaptedShard):
+        model.begin(config.run.seed, config.lora.path)
 
 
 def _compile(learner: ShardedLearner, reference: ShardedModel | None, shapes: Sequence[PackedRows]) -> None:

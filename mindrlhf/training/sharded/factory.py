@@ -16,6 +16,8 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import num_logprob_micro_batches
 from mindrlhf.models.causal_lm import CausalLM, build_model
+from mindrlhf.models.lora import Lora
+from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 from mindrlhf.training.sharded.cells import ParallelLogProbs, ParallelUpdate
 from mindrlhf.training.sharded.losses import (
     ShardedCoefficientLoss,
@@ -46,6 +48,7 @@ def build_policy(
     memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
     num_image_rows: int = 1,
+    lora: LoraOptions | None = None,
 ) -> PolicyLogProbs:
     """Return the log-probabilities of a model without data: its parameters get shards once a graph is compiled.
 
@@ -57,12 +60,13 @@ def build_policy(
         row_length: longest row.
         temperature: of sampling.
         shared_prompts, num_image_rows: of its rows; see :func:`mindrlhf.models.causal_lm.build_model`.
+        lora: the adapters that are trained in place of the model; None trains all of it.
 
     Raises:
         UserError: the model is unknown, or cannot be sharded this way.
     """
     with no_init_parameters():  # they would take the memory of the whole model
-        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, num_image_rows)
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora, num_image_rows)
         policy = PolicyLogProbs(network, temperature, "ascend", memory.head_tile)
     _place_in_last_stage(policy, policy.token_logprobs, parallel)
     return policy
@@ -76,10 +80,11 @@ def build_value_model(
     row_length: int,
     memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
+    lora: LoraOptions | None = None,
 ) -> TokenScores:
     """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
     with no_init_parameters():
-        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts)
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora)
         critic = TokenScores(network, after_token=False)
     _place_in_last_stage(critic, critic.projection, parallel)
     return critic
@@ -92,9 +97,10 @@ def _build_network(
     memory: MemorySection,
     row_length: int,
     shared_prompts: bool,
+    lora: LoraOptions | None,
     num_image_rows: int = 1,
 ) -> CausalLM:
-    return build_model(
+    network = build_model(
         hf_config,
         seq_length=row_length,
         compute_dtype=model.compute_dtype,
@@ -106,6 +112,10 @@ def _build_network(
         shared_prompts=shared_prompts,
         num_image_rows=num_image_rows,
     )
+    if lora is not None:
+        stages = layout_of(parallel).layer_stages(network.dims.num_layers)
+        network.lora = Lora(network, lora, model.path, "ascend", stages)
+    return network
 
 
 def _place_in_last_stage(model: nn.Cell, output: nn.Cell, parallel: ParallelSection) -> None:
@@ -198,4 +208,5 @@ def _build_update(loss: ShardedLoss, options: OptimizerSection, parallel: Parall
 def network_layouts(network: CausalLM, layout: Layout) -> list[ParameterLayout]:
     """Return how the parameters of a model lie on the ranks; see :func:`mindrlhf.layout.layout.parameter_layouts`."""
     element_bytes = _ELEMENT_BYTES[str(network.head_weight.dtype).lower()]
-    return parameter_layouts(network.spec, network.dims, layout, element_bytes)
+    adapted = network.lora and AdaptedRules(network.spec, network.dims, network.lora.options)
+    return parameter_layouts(adapted or network.spec, network.dims, layout, element_bytes)

@@ -14,7 +14,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.shards.save import state_layouts, step_layout
-from mindrlhf.shards.sources import ArraySource, open_source
+from mindrlhf.shards.sources import ArraySource
 from mindrlhf.training.records import Share
 from mindrlhf.training.sharded.cells import ParallelUpdate
 from mindrlhf.training.sharded.model import ShardedModel, set_shard
@@ -122,7 +122,7 @@ class ShardedLearner(CountsCompiles):
         self._fetch_state()
         optimizer_file = Path(directory) / OPTIMIZER_NAME
         optimizer_file = optimizer_file if optimizer_file.is_file() else ""
-        source = open_source(Path(directory) / MODEL_NAME, optimizer_file, is_partial=True)
+        source = self.model.open_saved(Path(directory) / MODEL_NAME, optimizer_file)
         self.model.load(source)
         self._restore_state(source)
 

@@ -55,6 +55,7 @@ class ShardedModel(RankModel):
         super().__init__(network)
         self._after_token = after_token
         self.cell = cell
+        self.parallel = parallel
         self.layout = layout_of(parallel)
         self.rank = rank
         self.layouts: list[ParameterLayout] = network_layouts(network, self.layout)
@@ -115,15 +116,23 @@ class ShardedModel(RankModel):
         """
         if self.network.images is not None and self._is_in_first_stage:
             self.network.images.place(())
-        for one in self.held:
+        for one in self._held_in(source):
             parameter = self._parameters[one.name]
             array = convert_dtype(source.read_shard(one, self.rank), source.dtypes[one.name], _dtype_name(parameter))
             set_shard(parameter, array, one)
             source.release(one.name)
 
+    def _held_in(self, source: ArraySource) -> Sequence[ParameterLayout]:
+        """Return the layouts of what this rank takes of a source."""
+        return self.held
+
     def restore(self, directory: str | os.PathLike) -> None:
         """See :meth:`RankModel.restore`."""
-        self.load(open_source(directory, is_partial=True))
+        self.load(self.open_saved(directory))
+
+    def open_saved(self, directory: str | os.PathLike, optimizer_file: str | os.PathLike = "") -> ArraySource:
+        """Open what ranks of any layout have saved of this model; see :func:`mindrlhf.shards.sources.open_source`."""
+        return open_source(directory, optimizer_file, is_partial=True)
 
     def shards(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""
@@ -147,7 +156,8 @@ class ShardedModel(RankModel):
     def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:
         if ranks not in self._publications:
             rules = {rule.mf_name: rule for rule in self.network.spec.rules(self.network.dims)}
-            plan = plan_publication(self.layouts, rules, self.network.dims, self.rank, ranks)
+            layouts = [one for one in self.layouts if one.name in rules]
+            plan = plan_publication(layouts, rules, self.network.dims, self.rank, ranks)
             self._publications[ranks] = plan
         return self._publications[ranks]
 
@@ -174,16 +184,19 @@ class ShardedModel(RankModel):
         def write(parent: Path) -> dict[str, str]:
             checksums = write_rank(parent / name, manifest, self.rank, arrays)
             if self.rank == 0:
-                finish_saving(parent / name, manifest, self.network.hf_config, self.layouts, self.layout)
+                self._finish_saving(parent / name, manifest)
             return below(name, checksums)
 
         return write
+
+    def _finish_saving(self, directory: Path, manifest: ShardedManifest) -> None:
+        finish_saving(directory, manifest, self.network.hf_config, self.layouts, self.layout)
 
     def _held_arrays(
         self, manifest: ShardedManifest, state: Mapping[str, ms.Parameter]
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield what this rank writes in the order of its file."""
-        yield from self.shards()
+        yield from ((name, array) for name, array in self.shards() if name in manifest.arrays)
         # An optimiser also knows the parameters of other stages, of which there is no data here.
         for name in manifest.infos_of_rank(self.rank):
             if name in state:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mindrlhf.algorithms.losses import COEFFICIENT_INPUTS
 from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.shards.sources import RandomSource, open_scorer_source
@@ -13,7 +14,13 @@ from mindrlhf.specs import scorer_config
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import HeldOutLogProbs, Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
-from mindrlhf.training.sharded.build import model_source, scorer_shard, shard_of, start_sharding
+from mindrlhf.training.sharded.build import (
+    load_trained,
+    model_source,
+    scorer_shard,
+    shard_of,
+    start_sharding,
+)
 from mindrlhf.training.sharded.factory import (
     build_coefficient_update,
     build_policy,
@@ -89,11 +96,13 @@ def build_sharded_supervised(config: SftConfig, row_lengths: tuple[int, ...], ra
     """
     parallel = start_sharding(config, rank)
     options: dict = {"row_length": row_lengths[-1], "temperature": 1.0, "memory": config.memory}
-    policy = build_policy(read_hf_config(config.model.path), config.model, parallel, **options)
+    policy = build_policy(
+        read_hf_config(config.model.path), config.model, parallel, **options, lora=config.lora.options
+    )
     update = build_supervised_update(policy, config.optimizer, parallel)
     learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update, ()))
     _compile(learner, None, config.supervised.batch_size, row_lengths)
-    learner.model.load(model_source(config.model, config.model.path, config.run.seed))
+    load_trained(learner.model, model_source(config.model, config.model.path, config.run.seed), config)
     return ShardedOffline(learner)
 
 
@@ -105,25 +114,29 @@ def build_sharded_preference(
     hf_config, length = read_hf_config(model.path), row_lengths[-1]
     reference = None
     if isinstance(config, RewardModelConfig):
-        scorer = build_value_model(scorer_config(hf_config), model, parallel, row_length=length, memory=config.memory)
+        options: dict = {"row_length": length, "memory": config.memory, "lora": config.lora.options}
+        scorer = build_value_model(scorer_config(hf_config), model, parallel, **options)
         shard = scorer_shard(scorer, parallel, rank)
         update = build_coefficient_update(scorer, config.optimizer, parallel)
     else:
-        options: dict = {"row_length": length, "temperature": 1.0, "memory": config.memory}
-        policy = build_policy(hf_config, model, parallel, **options)
+        options = {"row_length": length, "temperature": 1.0, "memory": config.memory}
+        policy = build_policy(hf_config, model, parallel, **options, lora=config.lora.options)
         shard, update = shard_of(policy, parallel, rank), build_coefficient_update(policy, config.optimizer, parallel)
-        if model.reference_path or config.dpo.reference == "live":
+        if reference_is_base(config):
+            reference = shard.base()
+        elif model.reference_path or config.dpo.reference == "live":
             path = model.reference_path or model.path
             reference = shard_of(build_policy(read_hf_config(path), model, parallel, **options), parallel, rank)
     learner = ShardedLearner(shard, UpdateGraph.of(update, COEFFICIENT_INPUTS))
     _compile(learner, reference, config.preference.batch_size, row_lengths)
     if not isinstance(config, RewardModelConfig):
-        shard.load(model_source(model, model.path, config.run.seed))
+        source = model_source(model, model.path, config.run.seed)
     elif model.random_init:
-        shard.load(RandomSource(model.path, config.run.seed, as_scorer=True))
+        source = RandomSource(model.path, config.run.seed, as_scorer=True)
     else:
-        shard.load(open_scorer_source(model.path))
-    if reference is not None:
+        source = open_scorer_source(model.path)
+    load_trained(shard, source, config)
+    if reference is not None and reference.cell is not shard.cell:
         reference.load(model_source(model, model.reference_path or model.path, config.run.seed))
     return ShardedOffline(learner, reference)
 
@@ -133,8 +146,8 @@ def _compile(
 ) -> None:
     for length in row_lengths:
         rows = padding_rows((batch_size, length))
-        for model in (learner.model, reference):
-            if model is not None:
-                model.compile(rows)
+        learner.model.compile(rows)
+        if reference is not None and reference.cell is not learner.model.cell:
+            reference.compile(rows)
         # Last, so that MindSpore's strategy file is that of the update, which has the optimiser's state.
         learner.compile(rows)

@@ -8,10 +8,17 @@ import numpy as np
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.lora import DOWN, UP, LoraOptions
 from mindrlhf.specs.scoring import SCORE_NAME
-from mindrlhf.weights.adapters.peft import PREFIX, AdapterDirectory, adapter_shapes, iter_adapter_tensors
+from mindrlhf.weights.adapters.config import PREFIX
+from mindrlhf.weights.adapters.peft import (
+    AdapterDirectory,
+    adapter_shapes,
+    iter_adapter_tensors,
+    open_adapter,
+)
 from mindrlhf.weights.convert import check_checkpoint, common_dtype, export_hf, hf_shapes, iter_hf_tensors
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.sharded import ShardedDirectory
 from mindrlhf.weights.tensors import convert_dtype, dtype_name
 
 
@@ -41,7 +48,7 @@ def merge_adapter(
 
     Args:
         base_dir: of the model, which stays as it is.
-        adapter_dir: in PEFT's format.
+        adapter_dir: in PEFT's format, or the shards of one.
         out_dir: must not exist yet.
         dtype: of the files; None keeps the base's.
 
@@ -51,7 +58,7 @@ def merge_adapter(
     hf_config = read_hf_config(base_dir)
     spec = find_spec(hf_config)
     dims = spec.dims(hf_config)
-    base, adapter = open_tensors(base_dir), AdapterDirectory(adapter_dir)
+    base, adapter = open_tensors(base_dir), open_adapter(adapter_dir)
     check_checkpoint(base, spec, dims)
     wanted = _shapes_found(adapter, spec, dims)
     adapter.check_coverage(wanted)
@@ -61,7 +68,7 @@ def merge_adapter(
             module = PREFIX + name.removesuffix(".weight")
             if f"{module}.{DOWN}.weight" in wanted:
                 factors = (adapter.read_float32(f"{module}.{factor}.weight") for factor in (DOWN, UP))
-                yield name, merge(base.read(name), *factors, adapter.options.scale)
+                yield name, merge(base.read(name), *factors, adapter.lora.scale)
             elif PREFIX + name in wanted:
                 yield name, adapter.read_float32(PREFIX + name)
             else:
@@ -71,10 +78,12 @@ def merge_adapter(
     export_hf(merged(), hf_config, out_dir, dtype=files_dtype, tokenizer_dir=base_dir)
 
 
-def _shapes_found(adapter: AdapterDirectory, spec: ModelSpec, dims: ModelDims) -> dict[str, tuple[int, ...]]:
+def _shapes_found(
+    adapter: AdapterDirectory | ShardedDirectory, spec: ModelSpec, dims: ModelDims
+) -> dict[str, tuple[int, ...]]:
     """The tensors that an adapter must have, which are those of any of its model's matrices that it names."""
     found = set(adapter.names())
-    known = adapter_shapes(spec, dims, LoraOptions(adapter.options.rank, adapter.options.alpha))
+    known = adapter_shapes(spec, dims, LoraOptions(adapter.lora.rank, adapter.lora.alpha))
     modules = {name.rpartition(f".{factor}.")[0] for name in found & known.keys() for factor in (DOWN, UP)} - {""}
     shapes = {name: shape for name, shape in known.items() if name.rpartition(".lora_")[0] in modules}
     if PREFIX + SCORE_NAME in known:

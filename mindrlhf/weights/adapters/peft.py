@@ -18,24 +18,16 @@ from mindrlhf.specs.fuse import fuse, split
 from mindrlhf.specs.lora import LoraOptions, adapters, module_names, role_of
 from mindrlhf.specs.scoring import SCORE_NAME
 from mindrlhf.system.files import whole_directory, write_file
+from mindrlhf.weights.adapters.config import CONFIG_NAME, PREFIX, read_options
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.file_writer import TensorFileWriter
-from mindrlhf.weights.hf import TensorDirectory, read_json_object
+from mindrlhf.weights.hf import TensorDirectory
+from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.safetensors_file import SafetensorsFile, safetensors_layout
+from mindrlhf.weights.sharded import ShardedDirectory
 from mindrlhf.weights.tensors import TensorInfo, convert_dtype
 
-CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-# Settings of PEFT that change what an adapter computes, and the only values that are computed here.
-_PLAIN = {
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-}
+TENSORS_NAME = "adapter_model.safetensors"
 
 
 def exported_adapter(model_dir: Path) -> Path:
@@ -131,7 +123,7 @@ class AdapterDirectory(TensorDirectory):
     """A directory in PEFT's format; tensors are read lazily, under PEFT's names.
 
     Attributes:
-        options: rank, alpha and scaling; what is targeted shows in the names of the tensors.
+        lora: rank, alpha and scaling; what is targeted shows in the names of the tensors.
 
     Raises:
         UserError: it is no such directory, is damaged, or computes something else than W + s B A.
@@ -142,17 +134,7 @@ class AdapterDirectory(TensorDirectory):
         for name in (CONFIG_NAME, TENSORS_NAME):
             if not (self.directory / name).is_file():
                 raise UserError(f"{self.directory} has no {name}: give the directory of an adapter in PEFT's format")
-        path = self.directory / CONFIG_NAME
-        config = read_json_object(path)
-        if config.get("peft_type") != "LORA":
-            raise UserError(f"{path} has peft_type={config.get('peft_type')!r}: only 'LORA' is read")
-        for key, plain in _PLAIN.items():
-            if key in config and config[key] not in plain:
-                raise UserError(f"{path} has {key}={config[key]!r}: only {plain[0]!r} is supported")
-        rank, alpha = config.get("r"), config.get("lora_alpha")
-        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
-            raise UserError(f"{path} has r={rank!r} and lora_alpha={alpha!r}: both must be numbers above 0")
-        self.options = LoraOptions(rank, float(alpha), (), bool(config.get("use_rslora")))
+        self.lora = read_options(self.directory / CONFIG_NAME)
         self._file = SafetensorsFile(self.directory / TENSORS_NAME)
 
     def names(self) -> list[str]:
@@ -167,20 +149,32 @@ class AdapterDirectory(TensorDirectory):
         """The tensor as it is stored; bfloat16 as uint16 bit patterns."""
         return self._file.read(name)
 
-    def read_float32(self, name: str) -> np.ndarray:
-        """The tensor, float32."""
-        return convert_dtype(self.read(name), self.info(name).dtype, "float32")
+
+def open_adapter(directory: str | os.PathLike) -> AdapterDirectory | ShardedDirectory:
+    """Open an adapter in PEFT's format, or the shards of one, which have the same names.
+
+    Raises:
+        UserError: it is neither, or is damaged.
+    """
+    if not is_sharded(directory):
+        return AdapterDirectory(directory)
+    shards = ShardedDirectory(directory)
+    if shards.lora is None:
+        raise UserError(f"{directory} holds a model, not an adapter: give one of a run with lora.rank")
+    return shards
 
 
-def check_adapter(directory: str | os.PathLike, hf_config: dict, options: LoraOptions) -> AdapterDirectory:
+def check_adapter(
+    directory: str | os.PathLike, hf_config: dict, options: LoraOptions
+) -> AdapterDirectory | ShardedDirectory:
     """Open an adapter that is to go on in a model with adapters of ``options``.
 
     Raises:
         UserError: it is of another rank, scale or model.
     """
-    source = AdapterDirectory(directory)
+    source = open_adapter(directory)
     for key in ("rank", "alpha", "rank_stabilised"):
-        found, wanted = getattr(source.options, key), getattr(options, key)
+        found, wanted = getattr(source.lora, key), getattr(options, key)
         if found != wanted:
             raise UserError(
                 f"the adapter in {source.directory} has {key}={found}, but 'lora.{key}' is {wanted}: set it to {found}"

@@ -1,8 +1,9 @@
 """The product's worker of a sharded model, over graphs that were compiled for Ascend and lowered for the CPU."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import mindspore as ms
 from mindspore import nn
@@ -10,14 +11,18 @@ from mindspore.communication import create_group
 
 from cpu_execution.lower import LoweredGraph, lower_graph
 from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
+from cpu_execution.run import SEED
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
+from mindrlhf.models.lora import scale_name
 from mindrlhf.models.vision.images import ImageRows
 from mindrlhf.shards.sources import open_source
 from mindrlhf.specs import find_spec
+from mindrlhf.specs.lora import SCALE_NAME, LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
+from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.actor import Actor
@@ -37,10 +42,11 @@ class _Named:
 class DescribedModel:
     """Names and dtypes of a model, which is what the product reads of one whose graphs are given to it."""
 
-    def __init__(self, hf_config: dict):
+    def __init__(self, hf_config: dict, lora: dict | None = None):
         self.hf_config = hf_config
         self.spec = find_spec(hf_config)
         self.dims = self.spec.dims(hf_config)
+        self.lora = SimpleNamespace(options=LoraOptions(**lora), base_path="base") if lora else None
         self.head_weight = _Named("head")
         self.images: ImageRows | None = None
 
@@ -70,7 +76,7 @@ class LoweredCell:
         if missing := sorted(in_graph - self.parameters.keys()):
             raise LoweringError(f"the graph lacks {missing[0]}")
         # A tower, which the graph does not run, is among its parameters all the same.
-        prefixes = (*_ZERO_PREFIXES, VISION_PREFIX)
+        prefixes = (*_ZERO_PREFIXES, VISION_PREFIX, SCALE_NAME)
         unknown = [name for name in self.parameters if name not in known and not name.startswith(prefixes)]
         if unknown:
             raise LoweringError(f"the graph has an unknown parameter {unknown[0]}")
@@ -123,22 +129,20 @@ class LoweredRank:
 
     def __init__(self, job: dict, hf_config: dict, rank: int, directory: Path, groups: dict[str, tuple[int, ...]]):
         self._job, self._rank, self._directory, self._groups = job, rank, directory, groups
-        network, reference_network = DescribedModel(hf_config), DescribedModel(hf_config)
+        network = DescribedModel(hf_config, job["lora"])
         self.parallel = ParallelSection(**job["parallel"])
         lowered, cell = self._load("graphs")
         self.replaced = lowered.replaced
         self.update = RecordedUpdate(cell)
         parameters = self._with_tower(network, cell)
         outputs = SharedOutputs(self._load("output_graphs")[1], {})
-        model = ShardedModel(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
+        kind = AdaptedShard if job["lora"] else ShardedModel
+        model = kind(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
         names = [one.name for one in model.held]
-        outputs.weights = {name: parameters[name] for name in (*names, _IMAGE_ROWS) if name in cell.parameters}
-        reference_cell = self._load("output_graphs")[1]
-        of_reference = self._with_tower(reference_network, reference_cell)
-        reference = ShardedModel(
-            reference_network, reference_cell, self.parallel, rank, of_reference, after_token=job["after_token"]
-        )
-        for each in (cell, outputs.cell, reference_cell):
+        scale = scale_name(model.layout.stage_of(rank))
+        shared = (*names, _IMAGE_ROWS, scale)
+        outputs.weights = {name: parameters[name] for name in shared if name in cell.parameters}
+        for each in (cell, outputs.cell):
             each.check_names(names)
         graph = UpdateGraph(
             self.update,
@@ -148,9 +152,23 @@ class LoweredRank:
             tuple(job["token_inputs"]),
         )
         source = open_source(job["model_dir"])
-        for each in (model, reference):
-            each.load(source)
+        model.load(source)
+        if job["lora"]:
+            parameters[scale].set_data(ms.Tensor([network.lora.options.scale], ms.float32))
+            model.begin(SEED, "")
+            reference = model.base()
+        else:
+            reference = self._own_reference(hf_config, names)
+            reference.load(source)
         self.actor = Actor(ShardedLearner(model, graph), reference, saves_reference=False)
+
+    def _own_reference(self, hf_config: dict, names: Sequence[str]) -> ShardedModel:
+        network, cell = DescribedModel(hf_config), self._load("output_graphs")[1]
+        cell.check_names(names)
+        parameters = self._with_tower(network, cell)
+        return ShardedModel(
+            network, cell, self.parallel, self._rank, parameters, after_token=self._job["after_token"]
+        )
 
     def _with_tower(self, network: DescribedModel, cell: LoweredCell) -> dict[str, ms.Parameter]:
         """Return all parameters of a model, with those of a vision tower, which runs on the CPU's own cells."""

@@ -37,6 +37,7 @@ from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
+from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
@@ -130,6 +131,8 @@ class _Rank0:
         updates += [self._update(policy, position) for position in range(1, len(self._batches))]
         self._publish(policy, board, "after")
         self._save(SAVED_NAME)
+        if self._job["lora"]:
+            export_adapter(self._team, self._directory / EXPORT_NAME)
         self._actor.export(self._directory / EXPORT_NAME, None)
         # Again from the checkpoint, with the batches that the ranks still have.
         self._team.call("restore", directory=str(self._directory / "middle"))
@@ -138,8 +141,9 @@ class _Rank0:
         self._publish(policy, board, "resumed")
         outputs = {"first": [array for update in updates for array in update.logprobs]}
         outputs["reference"] = self._reference(policy)
-        policy.sync_reference()
-        outputs["synchronised"] = self._reference(policy)
+        if not self._job["lora"]:  # whose reference is the policy itself, without its adapters
+            policy.sync_reference()
+            outputs["synchronised"] = self._reference(policy)
         self._write(outputs, updates)
 
     def _compute_outputs(self, policy: Policy) -> None:

@@ -25,6 +25,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import launch
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
+from mindrlhf.specs.lora import AdaptedRules, LoraOptions
 from mindrlhf.weights.convert import export_hf
 from mindrlhf.weights.sharded import rank_file
 
@@ -39,6 +40,7 @@ SAVED_NAME, EXPORT_NAME = "saved", "exported"
 # The moments at which ranks publish: at the start, after the last update, and after the updates that follow the first
 # were made once more from a checkpoint.
 PUBLICATIONS = ("before", "after", "resumed")
+SEED = 3
 _MODULES = str(Path(__file__).parents[1])  # where ranks find this package
 _NUM_WARM_UP_CALLS = 1
 
@@ -56,6 +58,8 @@ class ExecutionJob:
         computed_input: that of them which the output graphs compute under the initial weights, "old_logprobs" or
             "values"; empty when all are given.
         after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
+        lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
+            they begin with those of :data:`SEED`.
     """
 
     name: str
@@ -65,6 +69,7 @@ class ExecutionJob:
     token_inputs: tuple[str, ...]
     computed_input: str = ""
     after_token: bool = False
+    lora: dict | None = None
 
     @property
     def layout(self) -> Layout:
@@ -85,7 +90,7 @@ class ExecutionResult:
         outputs: by name, of each call, float32 [rows, length] of all ranks: "first", log-probabilities (or values)
             that the step began with, or each update, where none were asked for; "reference", those of the reference
             model at the end; "synchronised", those of it as a copy of the policy.
-        weights: the final parameters, whole, by MindFormers name, as saved.
+        weights: the final parameters, whole, by MindFormers name, as saved; of a model with adapters, theirs.
         replica_difference: largest difference between ranks that hold the same shard.
         published: the logical Hugging Face tensors by the moment's name (``PUBLICATIONS``).
         written_bytes: bytes that each rank wrote to the board for a version. Together they are never less than the
@@ -209,9 +214,15 @@ def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int
 def _assemble(job: ExecutionJob, hf_config: dict, directory: Path) -> tuple[dict[str, np.ndarray], float]:
     """Put the shards together that the ranks have saved; also the largest difference between replicas of a shard."""
     spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    layouts = parameter_layouts(spec, dims, job.layout)
+    if job.lora:
+        adapted = AdaptedRules(spec, dims, LoraOptions(**job.lora))
+        saved = {rule.mf_name for rule in adapted.trained()}
+        layouts = [one for one in parameter_layouts(adapted, dims, job.layout) if one.name in saved]
     shards = [load_file(rank_file(directory, rank, "safetensors")) for rank in range(job.layout.world_size)]
     weights, difference = {}, 0.0
-    for layout in parameter_layouts(spec, spec.dims(hf_config), job.layout):
+    for layout in layouts:
         whole = np.full(layout.shape, np.nan, np.float32)
         for ranks in layout.replicas().values():
             first = shards[ranks[0]][layout.name]

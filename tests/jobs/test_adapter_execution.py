@@ -1,0 +1,183 @@
+"""Adapters of sharded models, compiled for Ascend and executed by CPU ranks, train like those of one plain process.
+
+As in test_parallel_execution: the ranks run the product's worker, the plain process the product's cells for the CPU.
+"""
+
+import platform
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from cpu_execution.run import SEED
+from execution_cases import (
+    EPSILON,
+    IS_LAST,
+    LEARNING_RATE,
+    MODEL,
+    NOT_FINITE,
+    ROW_LENGTH,
+    batches,
+    hf_weights,
+    mf_weights,
+)
+from execution_jobs import compile_and_execute
+from slow_tests import RUNS_SLOW_TESTS
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
+]
+
+TOLERANCE = 1e-5
+LORA = {"rank": 4, "alpha": 8.0}
+OLD_LOGPROBS = 6  # their place among the inputs of the update
+FIRST_UPDATE = IS_LAST.index(True) + 1  # its number of calls
+_ALL_LAYOUTS = {
+    2: {
+        "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
+        "tp2_sequence_parallel": {
+            "data_parallel": 1,
+            "model_parallel": 2,
+            "use_seq_parallel": True,
+            "vocab_emb_dp": True,
+        },
+        "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
+        "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
+    },
+    4: {"dp2_tp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True, "enable_parallel_optimizer": True}},
+}
+_OF_EVERY_DAY = {2: {"tp2_sequence_parallel": _ALL_LAYOUTS[2]["tp2_sequence_parallel"]}}
+LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else _OF_EVERY_DAY
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+
+
+@pytest.fixture(scope="module")
+def executions(tmp_path_factory):
+    """The result of every layout by name."""
+    from mindrlhf.algorithms.losses import POLICY_INPUTS
+    from mindrlhf.dryrun.compile.request import LOGPROBS, UPDATE
+
+    root, computed = tmp_path_factory.mktemp("execution"), dict.fromkeys(NAMES, "old_logprobs")
+    cells = (UPDATE, LOGPROBS)
+    return compile_and_execute(root, MODEL, LAYOUTS, batches(), cells, POLICY_INPUTS, computed, lora=LORA)
+
+
+@dataclass
+class Plain:
+    """What one process computes: losses and norms, log-probabilities of the base, and the merged model at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: list[np.ndarray]
+    adapters: dict[str, np.ndarray]
+    begun: dict[str, np.ndarray]
+    merged: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    import mindspore as ms
+
+    from mindrlhf.algorithms import policy_losses
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import PolicyLoss
+    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.data.packing import PackedRows
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.models.lora import attach_lora
+    from mindrlhf.specs.lora import LoraOptions
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.learner import Learner
+    from mindrlhf.weights.adapters.merge import iter_merged_tensors
+
+    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
+    network = build_model(MODEL, seq_length=ROW_LENGTH)
+    parameters = {parameter.name: parameter for parameter in network.get_parameters()}
+    for name, value in mf_weights().items():
+        parameters[name].set_data(ms.Tensor(value))
+    attach_lora(network, LoraOptions(**LORA), SEED, "base")
+    surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
+    loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
+    learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
+    rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
+    adapters = {one.name: one for one in network.trainable_params()}
+    begun = {name: parameter.asnumpy().copy() for name, parameter in adapters.items()}
+    initial = [learner.model.logprobs(one) for one in rows]
+    losses, norms = [], []
+    for call, (inputs, is_last) in enumerate(zip(batches(), IS_LAST)):
+        inputs[OLD_LOGPROBS] = initial[call]
+        kl_coefficient, num_tokens = inputs[9][0]
+        losses.append(learner.accumulate(rows[call], [*inputs[4:9], kl_coefficient], num_tokens)[0][0])
+        if is_last:
+            norms.append(learner.apply(LEARNING_RATE))
+    trained = {name: parameter.asnumpy() for name, parameter in adapters.items()}
+    return Plain(losses, norms, initial, trained, begun, dict(iter_merged_tensors(network)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_norms_are_those_of_one_process(executions, plain, name):
+    result = executions[name]
+    assert [np.isnan(loss) for loss in plain.losses] == [call == NOT_FINITE for call in range(len(IS_LAST))]
+    np.testing.assert_allclose(result.losses, plain.losses, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(result.grad_norms, plain.norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_alone_are_trained_and_saved(executions, plain, name):
+    """Two updates, and between them one that is withheld."""
+    result = executions[name]
+    assert result.weights.keys() == plain.adapters.keys()
+    for parameter, expected in plain.adapters.items():
+        np.testing.assert_allclose(result.weights[parameter], expected, rtol=0, atol=TOLERANCE, err_msg=parameter)
+        assert np.abs(expected - plain.begun[parameter]).max() > 100 * TOLERANCE, parameter
+    assert result.replica_difference == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_is_the_policy_without_its_adapters(executions, plain, name):
+    """Its log-probabilities at the end are still those under the initial weights, which "first" are too."""
+    for kind in ("first", "reference"):
+        for found, expected in zip(executions[name].outputs[kind], plain.initial, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+    for first, reference in zip(executions[name].outputs["first"], executions[name].outputs["reference"]):
+        np.testing.assert_array_equal(first, reference)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_weights_are_published(executions, plain, name):
+    published, base = executions[name].published, hf_weights()
+    for hf_name, tensor in base.items():
+        np.testing.assert_array_equal(published["before"][hf_name], tensor, err_msg=hf_name)
+    assert published["after"].keys() == plain.merged.keys()
+    for hf_name, expected in plain.merged.items():
+        np.testing.assert_allclose(published["after"][hf_name], expected, rtol=0, atol=TOLERANCE, err_msg=hf_name)
+        is_adapted = ".layers." in hf_name and "_proj.weight" in hf_name
+        assert (np.abs(expected - base[hf_name]).max() > 10 * TOLERANCE) == is_adapted, hf_name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_after_a_restored_checkpoint_are_the_same_to_the_last_bit(executions, name):
+    result = executions[name]
+    np.testing.assert_array_equal(result.resumed_losses, result.losses[FIRST_UPDATE:])
+    for hf_name, tensor in result.published["after"].items():
+        np.testing.assert_array_equal(result.published["resumed"][hf_name], tensor, err_msg=hf_name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_adapter_is_exported_in_peft_s_format(executions, tmp_path, name):
+    """And base and adapter into the model that was published."""
+    from safetensors.numpy import load_file
+
+    from mindrlhf.weights.adapters.merge import merge_adapter
+
+    result = executions[name]
+    exported, saved = result.exported.with_name("exported_adapter"), result.exported.parent / "saved" / "model"
+    tensors = load_file(exported / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 2 * 7 and all(one.startswith("base_model.model.model.layers.") for one in tensors)
+    base = result.exported.parents[1] / "model"
+    for adapter in (saved, exported):
+        merge_adapter(base, adapter, tmp_path / "merged" / adapter.name)
+        (file,) = (tmp_path / "merged" / adapter.name).glob("*.safetensors")
+        for hf_name, tensor in load_file(file).items():
+            np.testing.assert_allclose(tensor, result.published["after"][hf_name], rtol=0, atol=1e-7, err_msg=hf_name)
