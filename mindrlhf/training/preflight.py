@@ -84,7 +84,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     check = mistakes.check
     check(check_vision, config, needs=["model.path"])
     check(check_replay, config, needs=["model.path"])
-    check(_check_layers, config.memory, config.model.path, needs=["model.path"])
+    check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
     if config.run.device == "cpu":
         check(check_data_parallel, config.parallel_config, "run.device=cpu")
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
@@ -136,7 +136,7 @@ def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes 
     files = _Files.open(config.data, "sft", mistakes)
     mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
     mistakes.check(_check_lora, config, config.model.path, False, needs=["model.path"])
-    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path"])
+    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
     for file in files.present:
         mistakes.check(check_images, config.model.path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
@@ -167,7 +167,7 @@ def check_preference_inputs(
                 mistakes.check(_check_gives_tokens, path, needs=[key])
     is_scorer = not isinstance(config, DpoConfig)
     mistakes.check(_check_lora, config, config.model.path, is_scorer, needs=["model.path"])
-    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path"])
+    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
     for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
         mistakes.check(check_images, path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
