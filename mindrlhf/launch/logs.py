@@ -18,6 +18,10 @@ HARMLESS_LINES = re.compile(
             r"^\[WARNING\] .*/thread_bind_core\.py:",
             r"^\[WARNING\] .*The number of actor threads is only",
             r"^\[WARNING\] .*Skip to bind thread core",
+            # Kept graphs: MindSpore cannot know that what they were made of was compared.
+            r"^\[WARNING\] .*\[mindspore/ccsrc/frontend/jit/ps/compile_cache_manager\.cc",
+            r"^\[WARNING\] .*GetCompileCacheResource\] Check the consistency of dependency files hash failed",
+            r"^\[WARNING\] .*CommManager instance for CPU not found",
             r"^\[WARNING\] .*deprecated",
             r"^\[WARNING\] .*Distributed job is spawned",
             r"^\[WARNING\] .*\[mindspore/profiler/(schedule|profiler_action_controller)\.py",

@@ -58,7 +58,7 @@ class GraphCache:
         status = root.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(f"{root} can be written by others")
-        self._root = root
+        self._root, self._says = root, rank == 0
         # MindSpore looks into the directory that it was told first, whatever it is told later.
         self._place = root / f"{_NEW}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files = self._place / f"rank_{rank}" / "graph_cache"
@@ -102,6 +102,8 @@ class GraphCache:
             yield
         finally:
             ms.set_context(enable_compile_cache=False)
+            if is_found and not self.num_found and self._says:
+                print(f"mindrlhf: compiled graphs are those of an earlier start: {self._root}", flush=True)
             self.num_found += is_found
             if not is_found:
                 with contextlib.suppress(OSError):  # as above, or another process was first
