@@ -1,5 +1,7 @@
 """A tiny policy and a tiny critic, six batches and layouts of each, for parallel graphs executed on CPU ranks."""
 
+from pathlib import Path
+
 import numpy as np
 from slow_tests import RUNS_SLOW_TESTS
 
@@ -31,7 +33,7 @@ MODEL = {
 }
 CRITIC = {**MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
 # By number of ranks, name -> parallel_config.
-_ALL_LAYOUTS = {
+ALL_LAYOUTS = {
     2: {
         "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
         "tp2_sequence_parallel": {
@@ -89,7 +91,7 @@ def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, di
     return {size: layouts for size, layouts in chosen.items() if layouts}
 
 
-LAYOUTS = _of_today(_ALL_LAYOUTS)
+LAYOUTS = _of_today(ALL_LAYOUTS)
 CRITIC_LAYOUTS = _of_today(_ALL_CRITIC_LAYOUTS)
 # Those whose ranks compute the old log-probabilities of a step; those of the others are made up.
 WITH_LOGPROBS = [
@@ -172,3 +174,32 @@ def _with_scalars(calls: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
                 inputs.append(scalars)
             first = call + 1
     return calls
+
+
+def plain_network(log_dir: Path):
+    """Return the model on CPU cells, whole, with the weights that the ranks begin with."""
+    import mindspore as ms
+
+    from mindrlhf.models.causal_lm import build_model
+    from mindrlhf.models.context import prepare_mindformers
+
+    prepare_mindformers("cpu", log_dir)
+    network = build_model(MODEL, seq_length=ROW_LENGTH)
+    parameters = {parameter.name: parameter for parameter in network.get_parameters()}
+    for name, value in mf_weights().items():
+        parameters[name].set_data(ms.Tensor(value))
+    return network
+
+
+def plain_learner(network):
+    """Return what updates such a model in one process, with the loss that the ranks have."""
+    from mindrlhf.algorithms import policy_losses
+    from mindrlhf.algorithms.logprobs import PolicyLogProbs
+    from mindrlhf.algorithms.losses import PolicyLoss
+    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.training.runtime import Rank
+    from mindrlhf.training.worker.learner import Learner
+
+    surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
+    loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
+    return Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")

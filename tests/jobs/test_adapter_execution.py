@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from cpu_execution.run import SEED
 from execution_cases import (
-    EPSILON,
+    ALL_LAYOUTS,
     IS_LAST,
     LEARNING_RATE,
     MODEL,
     NOT_FINITE,
-    ROW_LENGTH,
     batches,
     hf_weights,
-    mf_weights,
+    plain_learner,
+    plain_network,
 )
 from execution_jobs import compile_and_execute
 from slow_tests import RUNS_SLOW_TESTS
@@ -32,18 +32,9 @@ TOLERANCE = 1e-5
 LORA = {"rank": 4, "alpha": 8.0}
 OLD_LOGPROBS = 6  # their place among the inputs of the update
 FIRST_UPDATE = IS_LAST.index(True) + 1  # its number of calls
+_OF_TWO = ("tp2", "tp2_sequence_parallel", "dp2_optimizer_parallel", "pp2")
 _ALL_LAYOUTS = {
-    2: {
-        "tp2": {"data_parallel": 1, "model_parallel": 2, "vocab_emb_dp": False},
-        "tp2_sequence_parallel": {
-            "data_parallel": 1,
-            "model_parallel": 2,
-            "use_seq_parallel": True,
-            "vocab_emb_dp": True,
-        },
-        "dp2_optimizer_parallel": {"data_parallel": 2, "enable_parallel_optimizer": True},
-        "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
-    },
+    2: {name: ALL_LAYOUTS[2][name] for name in _OF_TWO},
     4: {"dp2_tp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True, "enable_parallel_optimizer": True}},
 }
 _OF_EVERY_DAY = {2: {"tp2_sequence_parallel": _ALL_LAYOUTS[2]["tp2_sequence_parallel"]}}
@@ -76,30 +67,14 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    import mindspore as ms
-
-    from mindrlhf.algorithms import policy_losses
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.losses import PolicyLoss
-    from mindrlhf.config.sections import OptimizerSection
     from mindrlhf.data.packing import PackedRows
-    from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.models.lora.model import attach_lora
     from mindrlhf.specs.lora import LoraOptions
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
     from mindrlhf.weights.adapters.merge import iter_merged_tensors
 
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    network = build_model(MODEL, seq_length=ROW_LENGTH)
-    parameters = {parameter.name: parameter for parameter in network.get_parameters()}
-    for name, value in mf_weights().items():
-        parameters[name].set_data(ms.Tensor(value))
+    network = plain_network(tmp_path_factory.mktemp("mindformers-log"))
     attach_lora(network, LoraOptions(**LORA), SEED, "base")
-    surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
-    loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
-    learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
+    learner = plain_learner(network)
     rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
     adapters = {one.name: one for one in network.trainable_params()}
     begun = {name: parameter.asnumpy().copy() for name, parameter in adapters.items()}

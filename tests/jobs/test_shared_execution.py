@@ -5,7 +5,6 @@ import platform
 import numpy as np
 import pytest
 from execution_cases import (
-    EPSILON,
     IS_LAST,
     KL_COEFFICIENT,
     LEARNING_RATE,
@@ -14,6 +13,8 @@ from execution_cases import (
     ROW_LENGTH,
     VOCABULARY,
     mf_weights,
+    plain_learner,
+    plain_network,
 )
 from execution_jobs import compile_and_execute
 
@@ -81,25 +82,9 @@ def execution(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Losses of the calls, initial log-probabilities by sample, and final weights, from rows that repeat prompts."""
-    import mindspore as ms
-
-    from mindrlhf.algorithms import policy_losses
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.algorithms.losses import PolicyLoss
-    from mindrlhf.config.sections import OptimizerSection
-    from mindrlhf.models.causal_lm import build_model
-    from mindrlhf.models.context import prepare_mindformers
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.worker.learner import Learner
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    network = build_model(MODEL, seq_length=ROW_LENGTH)
+    network = plain_network(tmp_path_factory.mktemp("mindformers-log"))
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
-    for name, value in mf_weights().items():
-        parameters[name].set_data(ms.Tensor(value))
-    surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
-    loss = PolicyLoss(PolicyLogProbs(network, 1.0, "cpu"), surrogate, on_policy=False, kl_estimator="k3")
-    learner = Learner(network, loss, OptimizerSection(epsilon=EPSILON), Rank(0, 1), "cpu")
+    learner = plain_learner(network)
     losses, logprobs = [], []
     batches = [make_batch(sequences(call), PLAIN) for call in range(len(IS_LAST))]
     for batch in batches:
