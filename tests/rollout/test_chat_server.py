@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -77,8 +78,8 @@ def serve(tmp_path, monkeypatch):
         thread.join(10)
 
 
-def put(server, body, num_retries=0, key=""):
-    return ask(server.url, body, api_key_variable=key, request_timeout_s=10, num_retries=num_retries)
+def put(server, body, num_retries=0, key="", timeout_s=30):
+    return ask(server.url, body, api_key_variable=key, request_timeout_s=timeout_s, num_retries=num_retries)
 
 
 def question(text="hi", **more):
@@ -105,20 +106,24 @@ def test_a_graded_text_cannot_end_its_turn(serve):
 
 
 def test_waiting_questions_are_answered_together_each_with_its_own(serve):
-    release = threading.Event()
+    busy, release = threading.Event(), threading.Event()
 
     def reply(prompt):
-        release.wait(10)
+        busy.set()
+        release.wait(60)
         return next(word for word in prompt.split() if word.startswith("q"))
 
     server, echo = serve(reply)
     with ThreadPoolExecutor(9) as threads:
-        futures = [threads.submit(put, server, question(f"q{number}")) for number in range(9)]
+        futures = [threads.submit(put, server, question("q0"), timeout_s=60)]
+        assert busy.wait(60), "the first is asked alone: the rest come while it is being answered"
+        futures += [threads.submit(put, server, question(f"q{number}"), timeout_s=60) for number in range(1, 9)]
         while server._questions.qsize() < 8:
             assert not any(future.done() for future in futures)
+            time.sleep(0.01)
         release.set()
         assert [future.result() for future in futures] == [f"q{number}" for number in range(9)]
-    assert sorted(len(batch) for batch, _ in echo.batches) == [1, 8]
+    assert [len(batch) for batch, _ in echo.batches] == [1, 8]
 
 
 @pytest.mark.parametrize(
