@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Train the quickstart's model with each algorithm's recipe and several seeds, and tabulate the held-out accuracy.
+"""Train the quickstart's model by several recipes with several seeds, and tabulate the held-out accuracy.
 
     bash examples/quickstart/make_data.sh
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py > table.md
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --recipes GRPO DAPO --seeds 0 1
+    OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
+The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -31,10 +33,11 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.observe.records import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
-# Algorithm -> its config and what is changed in it. The quickstart itself takes 100 steps of one update.
-RECIPES = {
+_QUICKSTART = "examples/quickstart/config.yaml"
+# Recipe -> its config and what is changed in it. The quickstart itself takes 100 steps of one update.
+_ALGORITHMS = {
     "GRPO": (
-        "examples/quickstart/config.yaml",
+        _QUICKSTART,
         ("run.max_steps=12", "training.num_minibatches=4", "evaluation.every_steps=6"),
     ),
     "DAPO": ("examples/dapo/config.yaml", ()),
@@ -43,6 +46,20 @@ RECIPES = {
     "REINFORCE++": ("examples/reinforce_pp/config.yaml", ()),
     "PPO": ("examples/ppo/config.yaml", ()),
 }
+_SCHEDULES = {
+    "within the step": (_QUICKSTART, ()),
+    "1 ahead": (_QUICKSTART, ("rollout.ahead=1",)),
+    "2 ahead": (_QUICKSTART, ("rollout.ahead=2",)),
+    "in spans": (_QUICKSTART, ("rollout.span_tokens=16", "rollout.in_flight=2")),
+    "asynchronous": (_QUICKSTART, ("rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=8")),
+}
+_ADAPTERS = {
+    "all weights": (_QUICKSTART, ()),
+    "rank 8": (_QUICKSTART, ("lora.rank=8", "optimizer.start_lr=2e-3")),
+    "rank 32": (_QUICKSTART, ("lora.rank=32", "optimizer.start_lr=2e-3")),
+}
+TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS}
+RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class Run:
     @property
     def directory(self) -> Path:
         """Where the finished run lies."""
-        return self.parent / f"{Path(RECIPES[self.recipe][0]).parent.name}_seed{self.seed}"
+        return self.parent / f"{self.recipe.lower().replace(' ', '_')}_seed{self.seed}"
 
     @property
     def unfinished_directory(self) -> Path:
@@ -141,7 +158,7 @@ def change(result: dict[str, Any]) -> str:
 
 def table(recipes: list[str], seeds: list[int], parent: Path) -> str:
     """Return the Markdown table, a row for each recipe and a column for each seed."""
-    titles = ["algorithm", "config", "steps", "samples", *(f"seed {seed}" for seed in seeds), "mean change"]
+    titles = ["recipe", "config", "steps", "samples", *(f"seed {seed}" for seed in seeds), "mean change"]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for recipe in recipes:
         runs = [Run(recipe, seed, parent) for seed in seeds]
@@ -167,15 +184,17 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Make the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description="compare the algorithms on the quickstart's problems")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all")
+    parser = argparse.ArgumentParser(description="compare recipes on the quickstart's problems")
+    parser.add_argument("--table", choices=TABLES, default="algorithms", help="default: algorithms")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="default: all of the table")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/algorithms"), help="default: runs/algorithms")
     arguments = parser.parse_args()
+    recipes = arguments.recipes or list(TABLES[arguments.table])
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run under way too
-    # Seeds outside: what is finished when someone stops the script compares all algorithms.
-    runs = [Run(recipe, seed, arguments.output_dir) for seed in arguments.seeds for recipe in arguments.recipes]
+    # Seeds outside: what is finished when someone stops the script compares all recipes.
+    runs = [Run(recipe, seed, arguments.output_dir) for seed in arguments.seeds for recipe in recipes]
     try:
         missing = [run for run in runs if not run.is_finished()]
         say(f"{len(runs) - len(missing)} of {len(runs)} runs are finished in {arguments.output_dir}")
@@ -186,7 +205,7 @@ def main() -> int:
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    print(table(arguments.recipes, arguments.seeds, arguments.output_dir))
+    print(table(recipes, arguments.seeds, arguments.output_dir))
     return 0
 
 

@@ -1,5 +1,6 @@
 """The comparison of the algorithms: what its recipes are, which runs it repeats, and the table it makes of results."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -49,7 +50,7 @@ def test_recipes_are_the_algorithms_they_are_called(script, at_root, tmp_path):
         "REINFORCE++": ("reinforce_pp", "ppo_clip"),
         "PPO": ("gae", "ppo_clip"),
     }
-    configs = {name: script.Run(name, 0, tmp_path).config() for name in script.RECIPES}
+    configs = {name: script.Run(name, 0, tmp_path).config() for name in script.TABLES["algorithms"]}
     assert {name: (config.algorithm.advantage, config.algorithm.loss) for name, config in configs.items()} == estimators
     assert [name for name, config in configs.items() if config.algorithm.dynamic_sampling] == ["DAPO"]
     # The same start, the same problems and the same number of responses in a step, or the table compares nothing.
@@ -61,6 +62,18 @@ def test_recipes_are_the_algorithms_they_are_called(script, at_root, tmp_path):
     assert {config.training.num_minibatches for config in configs.values()} == {4}
 
 
+def test_schedules_and_adapters_change_nothing_else(script, at_root, tmp_path):
+    plain = dataclasses.asdict(script.Run("within the step", 0, tmp_path).config())
+    changed = {"schedules": {"rollout"}, "adapters": {"lora", "optimizer"}}
+    for name, sections in changed.items():
+        for recipe in script.TABLES[name]:
+            config = dataclasses.asdict(script.Run(recipe, 0, tmp_path).config())
+            differing = {section for section in plain if config[section] != plain[section]} - {"run"}
+            assert differing <= sections, recipe
+            assert differing or recipe in ("within the step", "all weights")
+    assert len({script.Run(recipe, 0, tmp_path).directory for recipe in script.RECIPES}) == len(script.RECIPES)
+
+
 def test_table(script, at_root, tmp_path):
     for seed, after in ((0, 0.75), (7, 0.65)):
         run = script.Run("DAPO", seed, tmp_path)
@@ -68,7 +81,7 @@ def test_table(script, at_root, tmp_path):
         _finish(run, before=0.35, after=after, low=after - 0.4, high=after - 0.3, last_metrics=last)
     _finish(script.Run("RLOO", 0, tmp_path), before=0.35, after=0.3, low=-0.1, high=0.02, last_metrics={"step": 12})
     assert script.table(["DAPO"], [0, 7], tmp_path).splitlines() == [
-        "| algorithm | config | steps | samples | seed 0 | seed 7 | mean change |",
+        "| recipe | config | steps | samples | seed 0 | seed 7 | mean change |",
         "|---|---|---|---|---|---|---|",
         "| DAPO | [dapo](../examples/dapo/config.yaml) | 12 | 5,000 to 5,007 | "
         "35.0 to 75.0 (+40.0; +35.0 to +45.0) | 35.0 to 65.0 (+30.0; +25.0 to +35.0) | +35.0 |",
@@ -113,7 +126,7 @@ def test_a_run_of_another_config_is_refused(script, at_root, tmp_path):
 def test_a_failed_run_names_its_log_and_leaves_no_result(script, at_root, tmp_path, monkeypatch):
     run = script.Run("GRPO", 0, tmp_path)
     monkeypatch.setitem(script.RECIPES, "GRPO", ("examples/quickstart/config.yaml", ("no.such_key=1",)))
-    with pytest.raises(RunFailure, match=r"quickstart_seed0\.log"):
+    with pytest.raises(RunFailure, match=r"grpo_seed0\.log"):
         script.train(run)
-    assert "no" in (tmp_path / "quickstart_seed0.log").read_text()
+    assert "no" in (tmp_path / "grpo_seed0.log").read_text()
     assert not run.directory.exists()
