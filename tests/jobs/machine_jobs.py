@@ -31,7 +31,8 @@ RECIPE = {
 
 @pytest.fixture
 def start_machines(fault_inputs_dir, tmp_path):
-    """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run.
+    """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run,
+    on as many nodes unless SHAPE says otherwise.
 
     Its output directory is ``run`` in that of the machines.
     """
@@ -47,8 +48,9 @@ def start_machines(fault_inputs_dir, tmp_path):
             export PYTHONPATH=$PWD
             train() {{
                 {sys.executable} -m mindrlhf.cli train examples/sanity/config.yaml {shlex.join(words)} \\
-                    --nodes {num_nodes} --node-rank $NODE_RANK --master $MASTER_IP:8118 "$@"
+                    $SHAPE --master $MASTER_IP:8118 "$@"
             }}
+            SHAPE="--nodes {num_nodes} --node-rank $NODE_RANK"
             {run}
         """
         started.append(Machines(directory, script, num_nodes, keep=(fault_inputs_dir, sanity_inputs.REPOSITORY)))

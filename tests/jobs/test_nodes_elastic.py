@@ -1,0 +1,124 @@
+"""Nodes for rollout only on pretended machines: they come, die, leave and come again, and the run stays the same."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from machine_jobs import TIMEOUT_S, assert_same, num_steps, one_machine
+from machines import Machines
+from slow_tests import SLOW
+
+pytestmark = [pytest.mark.timeout(900), SLOW]
+
+RECIPE = {"run__max_steps": 80, "training__epochs": 100, "evaluation__every_steps": 40}
+# The last machine is for rollout only.
+SCRIPT = """
+if [ $NODE_RANK = {last} ]; then SHAPE="{shape} --role rollout"; else SHAPE="{shape} --node-rank $NODE_RANK"; fi
+{run}
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fault_inputs_dir, tmp_path_factory) -> Path:
+    """The run of one rank without such nodes."""
+    return one_machine(fault_inputs_dir, tmp_path_factory.mktemp("undisturbed") / "run", 1, **RECIPE)
+
+
+@pytest.fixture
+def start_elastic(start_machines):
+    """Start machines of which the last is for rollout only."""
+
+    def start(num_training: int = 1, run: str = "train") -> Machines:
+        shape = f"--nodes {num_training} --elastic"
+        script = SCRIPT.format(last=num_training, shape=shape, run=run)
+        return start_machines(num_training + 1, script, **RECIPE)
+
+    return start
+
+
+def wait_to_take_part(machines: Machines, times: int = 1) -> None:
+    """Wait until the node for rollout only has taken part in a whole step."""
+    machines.wait_for(lambda: machines.text(0).count("takes part from version") >= times)
+    before = num_steps(machines)
+    machines.wait_for(lambda: num_steps(machines) > before + 1)
+
+
+def num_made(machines: Machines, node: int) -> int:
+    """Return how many samples a node says it has made."""
+    return sum(map(int, re.findall(r"this node has made (\d+) samples", machines.text(node))))
+
+
+def kill_while_it_generates(machines: Machines, node: int, kill) -> None:
+    """Stop a node's server, so that the run waits for it, before the node is killed."""
+    os.kill(machines.find(node, "-m mindrlhf.rollout.server "), signal.SIGSTOP)
+    before, since_s = num_steps(machines), time.monotonic()
+    while time.monotonic() - since_s < 3:
+        if (now := num_steps(machines)) != before:
+            before, since_s = now, time.monotonic()
+        time.sleep(0.1)
+    kill()
+
+
+def test_a_node_for_rollout_only_takes_its_share_of_the_prompts(start_elastic, undisturbed):
+    machines = start_elastic()
+    assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
+    assert "rollout node node1, 10.77.0.2 takes part from version" in machines.text(0), machines.all_text()
+    assert num_made(machines, 1) > 40, machines.all_text()
+    assert_same(machines.directory / "run", undisturbed)
+    assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"
+
+
+def test_the_run_goes_on_when_such_a_node_has_no_power_any_more(start_elastic, undisturbed):
+    machines = start_elastic()
+    wait_to_take_part(machines)
+    kill_while_it_generates(machines, 1, lambda: machines.power_off(1))
+    assert machines.wait(TIMEOUT_S) == [0, None], machines.all_text()
+    text = machines.text(0)
+    assert re.search(r"rollout node node1, 10.77.0.2 has closed the connection.*; the run goes on without it", text), text
+    assert re.search(r"\d+ prompts of rollout nodes that are lost are issued again", text), text
+    assert_same(machines.directory / "run", undisturbed)
+
+
+def test_the_run_goes_on_when_such_a_node_is_cut_off(start_elastic, undisturbed):
+    machines = start_elastic()
+    wait_to_take_part(machines)
+    kill_while_it_generates(machines, 1, lambda: machines.cut(1))
+    codes = machines.wait(TIMEOUT_S)
+    assert codes[0] == 0 and codes[1] == 1, machines.all_text()
+    assert re.search(r"rollout node node1, 10.77.0.2 has (not been heard of|failed)", machines.text(0)), machines.text(0)
+    assert_same(machines.directory / "run", undisturbed)
+
+
+def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed):
+    # As Kubernetes would: what was killed is started again.
+    machines = start_elastic(run="until train; do :; done")
+    wait_to_take_part(machines)
+    launcher = machines.find(1, "-m mindrlhf.cli ")
+    kill_while_it_generates(machines, 1, lambda: os.kill(launcher, signal.SIGKILL))
+    wait_to_take_part(machines, 2)
+    assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
+    assert "are issued again" in machines.text(0), machines.text(0)
+    assert_same(machines.directory / "run", undisturbed)
+
+
+def test_sigterm_has_the_node_leave_in_good_order(start_elastic, undisturbed):
+    machines = start_elastic()
+    wait_to_take_part(machines)
+    os.kill(machines.find(1, "-m mindrlhf.cli "), signal.SIGTERM)
+    machines.wait_for(lambda: machines.code(1) is not None)
+    assert num_steps(machines) < 80, "it left before the end"
+    assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
+    assert "rollout node node1, 10.77.0.2 leaves; the run goes on without it" in machines.text(0), machines.text(0)
+    assert "rollout node node1, 10.77.0.2 has left" in machines.text(0), machines.text(0)
+    assert "SIGTERM received: leaving the run" in machines.text(1) and "this node has left the run" in machines.text(1)
+    assert_same(machines.directory / "run", undisturbed)
+
+
+def test_two_nodes_train_and_a_third_makes_samples(start_elastic, fault_inputs_dir, tmp_path):
+    machines = start_elastic(2)
+    assert machines.wait(TIMEOUT_S) == [0, 0, 0], machines.all_text()
+    assert num_made(machines, 2) > 0, machines.all_text()
+    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **RECIPE))
