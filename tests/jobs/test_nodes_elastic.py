@@ -13,7 +13,7 @@ from slow_tests import SLOW
 
 pytestmark = [pytest.mark.timeout(900), SLOW]
 
-RECIPE = {"run__max_steps": 80, "training__epochs": 100, "evaluation__every_steps": 40}
+RECIPE = {"run__max_steps": 40, "training__epochs": 100, "evaluation__every_steps": 20}
 # The last machine is for rollout only.
 SCRIPT = """
 if [ $NODE_RANK = {last} ]; then SHAPE="{shape} --role rollout"; else SHAPE="{shape} --node-rank $NODE_RANK"; fi
@@ -66,7 +66,7 @@ def test_a_node_for_rollout_only_takes_its_share_of_the_prompts(start_elastic, u
     machines = start_elastic()
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "rollout node node1, 10.77.0.2 takes part from version" in machines.text(0), machines.all_text()
-    assert num_made(machines, 1) > 40, machines.all_text()
+    assert num_made(machines, 1) > 20, machines.all_text()
     assert_same(machines.directory / "run", undisturbed)
     assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"
 
@@ -77,7 +77,8 @@ def test_the_run_goes_on_when_such_a_node_has_no_power_any_more(start_elastic, u
     kill_while_it_generates(machines, 1, lambda: machines.power_off(1))
     assert machines.wait(TIMEOUT_S) == [0, None], machines.all_text()
     text = machines.text(0)
-    assert re.search(r"rollout node node1, 10.77.0.2 has closed the connection.*; the run goes on without it", text), text
+    named = "rollout node node1, 10.77.0.2 has closed the connection"
+    assert re.search(rf"{named}.*; the run goes on without it", text), text
     assert re.search(r"\d+ prompts of rollout nodes that are lost are issued again", text), text
     assert_same(machines.directory / "run", undisturbed)
 
@@ -88,7 +89,8 @@ def test_the_run_goes_on_when_such_a_node_is_cut_off(start_elastic, undisturbed)
     kill_while_it_generates(machines, 1, lambda: machines.cut(1))
     codes = machines.wait(TIMEOUT_S)
     assert codes[0] == 0 and codes[1] == 1, machines.all_text()
-    assert re.search(r"rollout node node1, 10.77.0.2 has (not been heard of|failed)", machines.text(0)), machines.text(0)
+    named = "rollout node node1, 10.77.0.2 has not been heard of"
+    assert named in machines.text(0), machines.text(0)
     assert_same(machines.directory / "run", undisturbed)
 
 
@@ -109,7 +111,7 @@ def test_sigterm_has_the_node_leave_in_good_order(start_elastic, undisturbed):
     wait_to_take_part(machines)
     os.kill(machines.find(1, "-m mindrlhf.cli "), signal.SIGTERM)
     machines.wait_for(lambda: machines.code(1) is not None)
-    assert num_steps(machines) < 80, "it left before the end"
+    assert num_steps(machines) < 40, "it left before the end"
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "rollout node node1, 10.77.0.2 leaves; the run goes on without it" in machines.text(0), machines.text(0)
     assert "rollout node node1, 10.77.0.2 has left" in machines.text(0), machines.text(0)

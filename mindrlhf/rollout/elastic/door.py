@@ -68,13 +68,16 @@ class Door:
             threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
-        with contextlib.suppress(Stranger, ConnectionClosed, ProtocolError, OSError, KeyError, ValueError, TypeError):
+        try:
             signed = admit(connection, self._key)
             header, _ = signed.receive(_HELLO_TIMEOUT_S)
-            member = Member(signed, str(header["host"]), int(header["num_servers"]), self._key, self._say_lost)
-            with self._lock:
-                self._waiting.append(member)
-            say(f"rollout node {member.name} is ready: it takes part from the next version of the weights on")
+            host, num_servers = str(header["host"]), int(header["num_servers"])
+        except (Stranger, ConnectionClosed, ProtocolError, OSError, KeyError, ValueError, TypeError):
+            return connection.close()
+        member = Member(signed, host, num_servers, self._key, self._say_lost)
+        with self._lock:
+            self._waiting.append(member)
+        return say(f"rollout node {member.name} is ready: it takes part from the next version of the weights on")
 
     def _say_lost(self, member: Member, how: str) -> None:
         if not self._is_closed:

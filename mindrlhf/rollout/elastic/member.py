@@ -7,8 +7,8 @@ On one connection (:class:`mindrlhf.launch.nodes.channel.Channel`) rank 0 asks a
     generate {sampling} + requests   completions {weights_version} + samples, any number of times; generated
     abort, while it generates        generated
 
-"failed" {message} is the answer when something went wrong there; "leaving" may come at any time. Weights come by the
-carrier of :mod:`mindrlhf.weights.exchange`, as changes since the last version where that is less.
+"failed" {message} and "leaving" may come at any time, and end it. Weights come by the carrier of
+:mod:`mindrlhf.weights.exchange`, as changes since the last version where that is less.
 """
 
 import json
@@ -31,7 +31,9 @@ from mindrlhf.weights.exchange.tcp import TcpCarrier
 from mindrlhf.weights.tensors import TensorInfo
 
 LEAD, NODE = 0, 1  # the ends of the exchange
-LEAVING = "leaving"
+LEAVING, FAILED = "leaving", "failed"
+# After any of these messages nothing more comes; what is said of the node.
+_ENDS = {LOST: "{how}", LEAVING: "leaves", FAILED: "has failed: {message}"}
 
 
 def whole_tensors(infos: Sequence[TensorInfo], checksums: Sequence[int]) -> dict[str, dict[str, Any]]:
@@ -90,7 +92,9 @@ class Member:
         self._is_generating = False
         self._carrier: TcpCarrier | None = None
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._is_built = threading.Event()
         self._channel = Channel(connection, self._hear)
+        self._is_built.set()
 
     def update_weights(self, version: int, board: WeightBoard) -> None:
         """Have the servers there load ``version``, which ``board`` holds."""
@@ -148,11 +152,9 @@ class Member:
 
     def _receive(self, *kinds: str) -> dict[str, Any]:
         message = self._inbox.get()
-        if message["kind"] in (LOST, LEAVING):
+        if message["kind"] in _ENDS:
             self._inbox.put(message)  # for later calls
-            raise RunFailure(message.get("how", "leaves"))
-        if message["kind"] == "failed":
-            raise RunFailure(f"has failed: {message['message']}")
+            raise RunFailure(_ENDS[message["kind"]].format(**message))
         if message["kind"] not in kinds:
             raise RunFailure(f"answers with '{message['kind']}' where {' or '.join(kinds)} was due")
         return message
@@ -160,6 +162,7 @@ class Member:
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "beat":
             return
+        self._is_built.wait()
         self._inbox.put(message)
-        if message["kind"] in (LOST, LEAVING):
-            self.drop(message.get("how", "leaves"))
+        if message["kind"] in _ENDS:
+            self.drop(_ENDS[message["kind"]].format(**message))

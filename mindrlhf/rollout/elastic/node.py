@@ -12,7 +12,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.launch.nodes.guests import DoorAddress
 from mindrlhf.rollout.elastic.door import say
-from mindrlhf.rollout.elastic.member import LEAVING, NODE, pieces_of, unpack_infos, whole_tensors
+from mindrlhf.rollout.elastic.member import FAILED, LEAVING, NODE, pieces_of, unpack_infos, whole_tensors
 from mindrlhf.rollout.messages import pack_completions, unpack_requests, unpack_sampling
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.types import Cancelled
@@ -85,7 +85,7 @@ class _Service:
         if (link := self._link) is not None:
             link.channel.send(LEAVING)
             link.is_gone.wait(_GOODBYE_LIMIT_S)  # what is closed here first may be lost on its way
-            link.channel.close()
+            link.close()
 
     def _connect(self) -> "_Link | None":
         try:
@@ -104,7 +104,7 @@ class _Link:
     Attributes:
         host: the address by which this node reaches it.
         messages: that came; the last is "lost".
-        is_gone: set with that.
+        is_gone: set with that, and when it is closed here.
     """
 
     def __init__(self, signed: SignedConnection, host: str) -> None:
@@ -113,6 +113,11 @@ class _Link:
         self.is_gone = threading.Event()
         # Rank 0 compiles and computes in its own process, and may miss beats; that it lives the launchers watch.
         self.channel = Channel(signed, self._hear, watches=False)
+
+    def close(self) -> None:
+        """End it without a word."""
+        self.channel.close()
+        self.is_gone.set()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "beat":
@@ -158,12 +163,12 @@ class _Answering:
             except Cancelled:
                 return
             except Exception as error:
-                self._channel.send("failed", message=" ".join(str(error).split()) or type(error).__name__)
+                self._channel.send(FAILED, message=" ".join(str(error).split()) or type(error).__name__)
                 raise
 
     def close(self) -> None:
         """End the connection."""
-        self._channel.close()
+        self._link.close()
         if self._carrier is not None:
             self._carrier.close()
         if self._board is not None:
