@@ -106,8 +106,19 @@ def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed):
     assert_same(machines.directory / "run", undisturbed)
 
 
-def test_sigterm_has_the_node_leave_in_good_order(start_elastic, undisturbed):
-    machines = start_elastic()
+# The machine for rollout only sees an empty directory in the place of the run's.
+OWN_DIRECTORY = """
+export MINDRLHF_SECRET=a_secret_of_some_length
+mkdir -p {run}
+if [ $NODE_RANK = 1 ]; then mkdir /tmp/empty; mount --bind /tmp/empty {run}; fi
+train
+"""
+
+
+def test_sigterm_has_the_node_leave_in_good_order_and_it_need_not_share_a_directory(
+    start_elastic, undisturbed, tmp_path
+):
+    machines = start_elastic(run=OWN_DIRECTORY.format(run=tmp_path / "machines_0" / "run"))
     wait_to_take_part(machines)
     os.kill(machines.find(1, "-m mindrlhf.cli "), signal.SIGTERM)
     machines.wait_for(lambda: machines.code(1) is not None)
@@ -117,6 +128,7 @@ def test_sigterm_has_the_node_leave_in_good_order(start_elastic, undisturbed):
     assert "rollout node node1, 10.77.0.2 has left" in machines.text(0), machines.text(0)
     assert "SIGTERM received: leaving the run" in machines.text(1) and "this node has left the run" in machines.text(1)
     assert_same(machines.directory / "run", undisturbed)
+    assert not list((machines.directory / "run" / "logs").glob("rollout_node1")), "its logs are on its own disk"
 
 
 def test_two_nodes_train_and_a_third_makes_samples(start_elastic, fault_inputs_dir, tmp_path):

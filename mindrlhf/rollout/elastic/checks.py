@@ -1,5 +1,7 @@
 """What a run must not do that nodes for rollout only may join."""
 
+import json
+
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
@@ -20,12 +22,13 @@ def check_elastic(config: GrpoConfig) -> None:
         "tools.names": (list(config.tools.names), []),
         "tools.environment": (config.tools.environment, ""),
         "training.replay_routing": (config.training.replay_routing, False),
+        "lora.rank": (config.lora.rank, None),
     }
     for key, (value, needed) in unsupported.items():
         if value != needed:
             raise UserError(
-                f"'{key}' is {value}, but with --elastic it has to be {needed or repr(needed)}: set it so, or leave "
-                "out --elastic"
+                f"'{key}' is {value}, but with --elastic it has to be {json.dumps(needed)}: set it so, or leave out "
+                "--elastic"
             )
     if is_split(config.parallel_config):
         raise UserError("the model is cut over ranks, but --elastic is for whole models: leave out --elastic")
