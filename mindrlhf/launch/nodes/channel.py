@@ -9,6 +9,7 @@ import numpy as np
 
 from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.handshake import SignedConnection
+from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 BEAT_INTERVAL_S = 1.0
@@ -16,6 +17,13 @@ BEAT_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 10.0
 _SEND_TIMEOUT_S = 5.0
 LOST = "lost"
+
+
+def told_activity(beat: Mapping[str, Any]) -> tuple[Activity, int] | None:
+    """Return what a beat tells of the peer's processes, and how many they are; None where it tells nothing."""
+    if "cpu_time_s" not in beat:
+        return None
+    return Activity(beat["cpu_time_s"], beat["is_runnable"], beat["waits_for_disk"]), beat["num_processes"]
 
 
 class Channel:

@@ -16,7 +16,7 @@ from typing import Any
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
-from mindrlhf.launch.nodes.channel import LOST, Channel
+from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
 from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, Guests
 from mindrlhf.launch.nodes.place import Place
@@ -163,6 +163,7 @@ class FirstNode(Peers):
     def activity(self) -> tuple[Activity, int]:
         """See :meth:`Peers.activity`."""
         all_of_them = [node.activity for node in self._nodes.values()]
+        all_of_them += self._guests.activities() if self._guests is not None else []
         total = sum((activity for activity, _ in all_of_them), Activity(0.0))
         return total, sum(number for _, number in all_of_them)
 
@@ -307,9 +308,7 @@ class FirstNode(Peers):
     def _hear(self, node: int, message: dict[str, Any]) -> None:
         who = self._nodes[node]
         if message["kind"] == "beat":
-            if "cpu_time_s" in message:
-                activity = Activity(message["cpu_time_s"], message["is_runnable"], message["waits_for_disk"])
-                who.activity = activity, message["num_processes"]
+            who.activity = told_activity(message) or who.activity
         elif message["kind"] == "signal":
             self._signals.append(message["number"])
         elif message["kind"] == "ended":
