@@ -91,7 +91,7 @@ def num_steps(machines: Machines) -> int:
 def find(machines: Machines, node: int, kind: str) -> int:
     """Return the pid of the first process of a kind on a machine: one of KINDS, or "scheduler"."""
     for pid, line in sorted(machines.processes(node).items()):
-        if "THE END" in line or ("msrun" in line) != (kind == "msrun"):
+        if line.startswith("bash ") or ("msrun" in line) != (kind == "msrun"):
             continue
         is_scheduler = read_environment(pid).get("MS_ROLE") == "MS_SCHED"
         if KINDS["rank" if kind == "scheduler" else kind] in line and is_scheduler == (kind == "scheduler"):

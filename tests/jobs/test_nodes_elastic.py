@@ -7,13 +7,27 @@ import time
 from pathlib import Path
 
 import pytest
-from machine_jobs import TIMEOUT_S, assert_same, num_steps, one_machine
+from machine_jobs import TIMEOUT_S, assert_same, find, num_steps, one_machine
 from machines import Machines
 from slow_tests import SLOW
 
 pytestmark = [pytest.mark.timeout(900), SLOW]
 
-RECIPE = {"run__max_steps": 40, "training__epochs": 100, "evaluation__every_steps": 20}
+NUM_STEPS = 40
+# Verifiers wait while there is a file, so that a test may hold the run for as long as a node needs to come.
+VERIFIER = """
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).with_name("hold")
+
+
+def lowercase(completion, answer):
+    while HOLD.exists():
+        time.sleep(0.05)
+    return sum("a" <= one <= "z" for one in completion) / max(1, len(completion))
+"""
+READY = "is ready: it takes part from the next version of the weights on"
 # The last machine is for rollout only.
 SCRIPT = """
 if [ $NODE_RANK = {last} ]; then SHAPE="{shape} --role rollout"; else SHAPE="{shape} --node-rank $NODE_RANK"; fi
@@ -22,19 +36,47 @@ if [ $NODE_RANK = {last} ]; then SHAPE="{shape} --role rollout"; else SHAPE="{sh
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fault_inputs_dir, tmp_path_factory) -> Path:
+def recipe(fault_inputs_dir) -> dict[str, object]:
+    """What the runs have in common."""
+    verifier = fault_inputs_dir / "held.py"
+    verifier.write_text(VERIFIER)
+    return {
+        "run__max_steps": NUM_STEPS,
+        "training__epochs": 100,
+        "evaluation__every_steps": NUM_STEPS // 2,
+        "reward__verifier_function": f"{verifier}:lowercase",
+        "reward__timeout_s": 300,
+        "rollout__stall_timeout_s": 60,
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, fault_inputs_dir, tmp_path_factory) -> Path:
     """The run of one rank without such nodes."""
-    return one_machine(fault_inputs_dir, tmp_path_factory.mktemp("undisturbed") / "run", 1, **RECIPE)
+    return one_machine(fault_inputs_dir, tmp_path_factory.mktemp("undisturbed") / "run", 1, **recipe)
 
 
 @pytest.fixture
-def start_elastic(start_machines):
+def hold(recipe, fault_inputs_dir):
+    """A file: while it is there, the run waits."""
+    path = fault_inputs_dir / "hold"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def start_elastic(start_machines, recipe, hold):
     """Start machines of which the last is for rollout only."""
 
     def start(num_training: int = 1, run: str = "train") -> Machines:
         shape = f"--nodes {num_training} --elastic"
         script = SCRIPT.format(last=num_training, shape=shape, run=run)
-        return start_machines(num_training + 1, script, **RECIPE)
+        hold.touch()
+        machines = start_machines(num_training + 1, script, **recipe)
+        # However slow it is: no step is made before it is there.
+        machines.wait_for(lambda: machines.text(0).count(READY) == 1)
+        hold.unlink()
+        return machines
 
     return start
 
@@ -55,7 +97,7 @@ def kill_while_it_generates(machines: Machines, node: int, kill) -> None:
     """Stop a node's server, so that the run waits for it, before the node is killed."""
     os.kill(machines.find(node, "-m mindrlhf.rollout.server "), signal.SIGSTOP)
     before, since_s = num_steps(machines), time.monotonic()
-    while time.monotonic() - since_s < 3:
+    while time.monotonic() - since_s < 8:
         if (now := num_steps(machines)) != before:
             before, since_s = now, time.monotonic()
         time.sleep(0.1)
@@ -94,12 +136,14 @@ def test_the_run_goes_on_when_such_a_node_is_cut_off(start_elastic, undisturbed)
     assert_same(machines.directory / "run", undisturbed)
 
 
-def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed):
+def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed, hold):
     # As Kubernetes would: what was killed is started again.
     machines = start_elastic(run="until train; do :; done")
     wait_to_take_part(machines)
-    launcher = machines.find(1, "-m mindrlhf.cli ")
-    kill_while_it_generates(machines, 1, lambda: os.kill(launcher, signal.SIGKILL))
+    launcher = find(machines, 1, "launcher")
+    kill_while_it_generates(machines, 1, lambda: (hold.touch(), os.kill(launcher, signal.SIGKILL)))
+    machines.wait_for(lambda: machines.text(0).count(READY) == 2)
+    hold.unlink()
     wait_to_take_part(machines, 2)
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "are issued again" in machines.text(0), machines.text(0)
@@ -120,9 +164,9 @@ def test_sigterm_has_the_node_leave_in_good_order_and_it_need_not_share_a_direct
 ):
     machines = start_elastic(run=OWN_DIRECTORY.format(run=tmp_path / "machines_0" / "run"))
     wait_to_take_part(machines)
-    os.kill(machines.find(1, "-m mindrlhf.cli "), signal.SIGTERM)
+    os.kill(find(machines, 1, "launcher"), signal.SIGTERM)
     machines.wait_for(lambda: machines.code(1) is not None)
-    assert num_steps(machines) < 40, "it left before the end"
+    assert num_steps(machines) < NUM_STEPS, "it left before the end"
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "rollout node node1, 10.77.0.2 leaves; the run goes on without it" in machines.text(0), machines.text(0)
     assert "rollout node node1, 10.77.0.2 has left" in machines.text(0), machines.text(0)
@@ -131,8 +175,8 @@ def test_sigterm_has_the_node_leave_in_good_order_and_it_need_not_share_a_direct
     assert not list((machines.directory / "run" / "logs").glob("rollout_node1")), "its logs are on its own disk"
 
 
-def test_two_nodes_train_and_a_third_makes_samples(start_elastic, fault_inputs_dir, tmp_path):
+def test_two_nodes_train_and_a_third_makes_samples(start_elastic, recipe, fault_inputs_dir, tmp_path):
     machines = start_elastic(2)
     assert machines.wait(TIMEOUT_S) == [0, 0, 0], machines.all_text()
     assert num_made(machines, 2) > 0, machines.all_text()
-    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **RECIPE))
+    assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe))
