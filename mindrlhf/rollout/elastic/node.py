@@ -69,6 +69,8 @@ class _Service:
                     time.sleep(_RETRY_INTERVAL_S)
                     continue
                 self._link = link
+                if self._is_over:  # since before the link was there to be told
+                    link.close()
                 with contextlib.closing(_Answering(self._generator, link, self._key)) as answering:
                     try:
                         answering.run()
@@ -104,7 +106,7 @@ class _Link:
     Attributes:
         host: the address by which this node reaches it.
         messages: that came; the last is "lost".
-        is_gone: set with that, and when it is closed here.
+        is_gone: set with that.
     """
 
     def __init__(self, signed: SignedConnection, host: str) -> None:
@@ -115,9 +117,9 @@ class _Link:
         self.channel = Channel(signed, self._hear, watches=False)
 
     def close(self) -> None:
-        """End it without a word."""
+        """End it without a word to the other side."""
         self.channel.close()
-        self.is_gone.set()
+        self._hear({"kind": LOST})
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "beat":
