@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mindrlhf.config import offline_sections, sections, watching_sections
+from mindrlhf.config.distillation.section import DistillationSection
 from mindrlhf.config.keys import section
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.memory.section import MemorySection
@@ -23,6 +24,7 @@ class GrpoConfig:
     tools: sections.ToolSection = section(sections.ToolSection, "the tools")
     sandbox: sections.SandboxSection = section(sections.SandboxSection, "the sandbox")
     algorithm: sections.AlgorithmSection = section(sections.AlgorithmSection, "the objective")
+    distillation: DistillationSection = section(DistillationSection, "the teachers")
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")

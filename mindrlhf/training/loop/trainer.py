@@ -256,7 +256,8 @@ class Trainer(Steps):
         metrics: dict[str, float] = {}
         penalties = baselines = None
         if self.objective.kl_in_reward:
-            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, reference)
+            penalties, kl = self.objective.penalties(samples, old_logprobs, reference)
+            metrics |= kl
         if self.objective.needs_greedy:
             baselines = np.array([greedy[sample.group].reward for sample in samples])
             metrics["reward/greedy"] = float(baselines.mean())

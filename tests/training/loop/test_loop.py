@@ -9,6 +9,7 @@ import pytest
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
 from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.distillation.section import DistillationSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.stream import PromptStream
@@ -299,6 +300,7 @@ def make_config(**options):
     classes = {
         "run": sections.RunSection,
         "algorithm": sections.AlgorithmSection,
+        "distillation": DistillationSection,
         "correction": sections.CorrectionSection,
         "training": sections.TrainingSection,
         "optimizer": sections.OptimizerSection,
