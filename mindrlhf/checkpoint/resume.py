@@ -45,6 +45,7 @@ YOUNGER_KEYS = {
     "algorithm.distill_reward_weight": 0.0,
     "correction.preset": "default",
     "distillation.teachers": {},
+    "evaluation.best_by": "accuracy",
     "evaluation.patience": 0,
     "evaluation.sets": {},
     "evaluation.verifiers": {},
