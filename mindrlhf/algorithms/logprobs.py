@@ -1,6 +1,8 @@
 """Token log-probabilities and entropy from hidden states: graph cells."""
 
+import heapq
 import itertools
+import weakref
 
 import mindspore as ms
 import numpy as np
@@ -109,18 +111,26 @@ def _split_pick(num_parts: int):
     )
 
 
-_kernel_numbers = itertools.count(1)
+_free_numbers: list[int] = []  # a heap: of kernels that are no more
+_next_number = itertools.count(1)
 
 
-def _name_kernel(kernel: ops.Custom, function) -> None:
+def _name_kernel(owner: nn.Cell, kernel: ops.Custom, function) -> None:
     """Give a Python function that a graph calls a number that is the same in every process that builds the same model.
 
-    MindSpore's own is the function's address, under which the next process knows another function, or none.
+    MindSpore's own is the function's address, under which the next process knows another function, or none. The number
+    is free again when its owner is gone.
     """
-    number = next(_kernel_numbers)
+    number = heapq.heappop(_free_numbers) if _free_numbers else next(_next_number)
     add_pyfunc(number, function)
+    weakref.finalize(owner, _free_kernel, number)
     kernel.add_prim_attr("fn_id", number)
     kernel.add_prim_attr("uniq_name", f"kernel_{number}")
+
+
+def _free_kernel(number: int) -> None:
+    add_pyfunc(number, None)  # and with it the arrays that it held
+    heapq.heappush(_free_numbers, number)
 
 
 class TiledTokenLogProbs(nn.Cell):
@@ -135,16 +145,17 @@ class TiledTokenLogProbs(nn.Cell):
     def __init__(self, weight: ms.Parameter):
         super().__init__(auto_prefix=False)
         self.weight = weight
-        self.weight_gradient = np.zeros(weight.shape, np.float32) if weight.requires_grad else None
+        self.weight_gradient = weight_gradient = np.zeros(weight.shape, np.float32) if weight.requires_grad else None
         # A list, since MindSpore cells do not take plain arrays as attributes that change.
         self._bound: list[np.ndarray] = []
+        bound = self._bound  # MindSpore keeps the functions: they must not keep the cell
 
         def forward(hidden, labels, mask):
-            return vocabulary.forward(hidden, self._bound[0], labels, mask)
+            return vocabulary.forward(hidden, bound[0], labels, mask)
 
         def backward(hidden, labels, mask, entropy, log_normaliser, grad_logprobs, grad_entropy):
             results = (entropy, log_normaliser, grad_logprobs, grad_entropy)
-            return vocabulary.backward(hidden, self._bound[0], labels, mask, *results, self.weight_gradient)
+            return vocabulary.backward(hidden, bound[0], labels, mask, *results, weight_gradient)
 
         self.forward_kernel = ops.Custom(
             forward,
@@ -158,8 +169,8 @@ class TiledTokenLogProbs(nn.Cell):
             out_dtype=lambda hidden, *others: hidden,
             func_type="pyfunc",
         )
-        _name_kernel(self.forward_kernel, forward)
-        _name_kernel(self.backward_kernel, backward)
+        _name_kernel(self, self.forward_kernel, forward)
+        _name_kernel(self, self.backward_kernel, backward)
 
     def bind(self) -> None:
         """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""

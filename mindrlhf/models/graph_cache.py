@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.graph.api import _get_compile_cache_dep_files
 
 import mindrlhf
 
@@ -51,27 +52,28 @@ class GraphCache:
         root: the directory; made where it is missing. It must be this user's alone, since graphs are run.
         facts: what the graphs depend on beside the cells and the software, such as the config.
         rank: this process; MindSpore keeps the graphs of each rank apart.
+        repeats: this process makes the same models more than once. MindSpore then logs two errors, which mean
+            nothing, for each graph that it compiles.
     """
 
-    def __init__(self, root: Path, facts: Sequence[str], rank: int = 0):
+    def __init__(self, root: Path, facts: Sequence[str], rank: int = 0, *, repeats: bool = False):
         root.mkdir(parents=True, exist_ok=True)
         status = root.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(f"{root} can be written by others")
-        self._root, self._says = root, rank == 0
+        self._root, self._says, self._repeats = root, rank == 0, repeats
         # MindSpore looks into the directory that it was told first, whatever it is told later.
         self._place = root / f"{_NEW}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files = self._place / f"rank_{rank}" / "graph_cache"
-        # MindSpore's mark of the program that compiled, which must be the same.
         program = os.path.realpath(sys.argv[0])
         if not os.path.isfile(program):
             raise FileNotFoundError(f"the program '{sys.argv[0]}' is no file")
-        self._mark = root / f"{_DEPENDENCIES}.{_digest([program])}"
+        self._mark = _mark()
         self._common = [_software(), program, *facts, str(rank)]
         role = os.environ.get("MS_ROLE", "")  # of ranks that msrun started, begins the names of MindSpore's files
         self._dependencies = self._files / f"{role}{_DEPENDENCIES}"
         self._graph_name = f"{role}compile_cache_%d.mindir"
-        self._num_compiled = 0  # with the cache on: MindSpore numbers its files so
+        self.num_compiled = 0  # with the cache on: MindSpore numbers its files so
         self._seen: WeakKeyDictionary[nn.Cell, set] = WeakKeyDictionary()
         self.num_found = 0
         _make_room(root)
@@ -88,7 +90,7 @@ class GraphCache:
 
     @contextlib.contextmanager
     def _compiling(self, key: str) -> Iterator[None]:
-        kept, number = self._root / key, self._num_compiled
+        kept, number = self._root / key, self.num_compiled
         try:
             self._files.mkdir(parents=True)
             is_found = self._take(kept, number)
@@ -96,7 +98,7 @@ class GraphCache:
             shutil.rmtree(self._place, ignore_errors=True)
             yield
             return
-        self._num_compiled += 1
+        self.num_compiled += 1
         ms.set_context(enable_compile_cache=True, compile_cache_path=str(self._place))
         try:
             yield
@@ -112,9 +114,12 @@ class GraphCache:
 
     def _take(self, kept: Path, number: int) -> bool:
         """Copy a graph to where MindSpore looks for its next one; False where there is none, or a damaged one."""
-        # Without this file MindSpore gives up on all further graphs of the process.
-        if self._mark.exists():
-            shutil.copy(self._mark, self._dependencies)
+        graph = self._files / (self._graph_name % number)
+        # Without its mark and a graph MindSpore gives up on all further graphs of the process. One that cannot be read
+        # it compiles, and writes it there.
+        self._dependencies.write_text(self._mark)
+        if self._repeats:
+            graph.touch()
         if not kept.exists():
             return False
         content = (kept / _GRAPH).read_bytes()
@@ -122,26 +127,28 @@ class GraphCache:
             shutil.rmtree(kept)
             return False
         os.utime(kept)
-        (self._files / (self._graph_name % number)).write_bytes(content)
+        graph.write_bytes(content)
         return True
 
     def _keep(self, kept: Path, number: int) -> None:
         graph = self._files / (self._graph_name % number)
+        if not graph.stat().st_size:
+            return  # compiling failed
         (self._files / _SUM).write_text(hashlib.sha256(graph.read_bytes()).hexdigest())
         graph.rename(self._files / _GRAPH)
-        self._dependencies.replace(self._mark)
+        self._dependencies.unlink(missing_ok=True)
         self._files.rename(kept)
 
 
 _cache: GraphCache | None = None
 
 
-def open_graph_cache(facts: Sequence[str], rank: int = 0) -> None:
+def open_graph_cache(facts: Sequence[str], rank: int = 0, *, repeats: bool = False) -> None:
     """Keep the graphs that :func:`run_graph` compiles from now on; a directory that cannot be used is passed over."""
     global _cache
     root = cache_dir()
     try:
-        _cache = GraphCache(root, facts, rank) if root else None
+        _cache = GraphCache(root, facts, rank, repeats=repeats) if root else None
     except OSError as error:
         _cache = None
         print(f"mindrlhf: compiled graphs are not kept: {error}", flush=True)
@@ -200,6 +207,13 @@ def _digest(parts: Sequence[str]) -> str:
     for part in parts:
         state.update(part.encode(errors="surrogateescape") + b"\0")
     return state.hexdigest()[:40]
+
+
+def _mark() -> str:
+    """Return what MindSpore knows the program by that compiled: a digest of its script's digest, and of what that one
+    imports from beside it."""
+    digests = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in _get_compile_cache_dep_files()]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _make_room(root: Path) -> None:

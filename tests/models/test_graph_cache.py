@@ -13,7 +13,7 @@ from mindrlhf.models import graph_cache
 
 # Each graph is a name, a constant and a number of rows; MindSpore's numbering of graphs is one of the whole process.
 PROGRAM = """
-import json, sys
+import gc, json, sys
 import mindspore as ms
 import numpy as np
 from mindspore import nn
@@ -33,10 +33,13 @@ class Scaled(nn.Cell):
         return self.kernel(hidden * self.constant, labels, mask)[0]
 
 
-graph_cache.open_graph_cache(["facts"])
+graph_cache.open_graph_cache(["facts"], repeats=len(sys.argv) > 2)
 answers = []
 cells = {}
 for constant, rows in json.loads(sys.argv[1]):
+    if len(sys.argv) > 2:
+        cells.clear()
+        gc.collect()
     if constant not in cells:
         cells[constant] = Scaled(constant)
     cell = cells[constant]
@@ -51,18 +54,20 @@ print(json.dumps(answers))
 """
 
 
-def run(graphs: list[tuple[float, int]], directory: Path) -> list[tuple[str, int]]:
+def run(graphs: list[tuple[float, int]], directory: Path, *options: str, num_compiled=None) -> list[tuple[str, int]]:
     """Return the bytes of each graph's answer, and whether the graph was found, of a process of its own."""
     program = directory.parent / "program.py"
     program.write_text(PROGRAM)
     ended = subprocess.run(
-        [sys.executable, program, json.dumps(graphs)],
+        [sys.executable, program, json.dumps(graphs), *options],
         env={**os.environ, "MINDRLHF_GRAPH_CACHE": str(directory)},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
+    if num_compiled is not None:
+        assert (ended.stdout + ended.stderr).count("Execute all the compilation actions") == num_compiled
     return [tuple(answer) for answer in json.loads(ended.stdout.splitlines()[-1])]
 
 
@@ -95,6 +100,12 @@ def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(tmp_path):
     mended = run([(1.0, 4), (2.0, 4)], directory)
     assert mended == compiled
     assert {path.name for path in directory.iterdir() if path.name.startswith(".new-")} == set()
+
+
+def test_models_that_are_made_again_in_one_process_find_their_graphs(tmp_path):
+    answers = run([(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)], tmp_path / "graphs", "repeats", num_compiled=2)
+    assert [found for _, found in answers] == [0, 0, 1, 1]
+    assert answers[0][0] == answers[2][0] != answers[1][0] == answers[3][0]
 
 
 def test_a_place_that_others_can_write_is_not_used(tmp_path, monkeypatch, capsys):
