@@ -17,7 +17,7 @@ for split in train test; do
     # shellcheck disable=SC2086
     .venv/bin/mindrlhf data build --input "$work/prompts/$split.jsonl" --output "$work/prompts/$split.mindrecord" $build
 done
-for model in "$@"; do
+for model in qwen3_moe deepseek_v3; do
     .venv/bin/mindrlhf sft examples/quickstart/sft.yaml run.output_dir="$work/warm_$model" \
         model.path="examples/experts/$model" model.random_init=true data.train_file="$work/sft/train.mindrecord" \
         data.tokenizer_dir=examples/quickstart/checkpoint supervised.epochs=3
