@@ -60,7 +60,7 @@ _ADAPTERS = {
     "rank 32": (_QUICKSTART, ("lora.rank=32", "optimizer.start_lr=2e-3")),
 }
 _EXPERTS_CONFIG = "examples/experts/config.yaml"
-_DEEPSEEK = "model.path=runs/experts/warm_deepseek_v3/checkpoints/step_00000100/model"
+_DEEPSEEK = "model.path=runs/experts/warm_deepseek_v3/final"
 _EXPERTS = {
     "Qwen3-MoE": (_EXPERTS_CONFIG, ()),
     "Qwen3-MoE replayed": (_EXPERTS_CONFIG, ("training.replay_routing=true",)),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the problems and the two models that examples/experts starts from, in runs/experts: by supervised fine-tuning of
-# random models on answers half of which are wrong, of which the runs take the checkpoint of step 100.
+# random models on answers half of which are wrong.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 problems=examples/quickstart/problems.py
