@@ -6,8 +6,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --recipes GRPO DAPO --seeds 0 1
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
-The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
-models with experts, with and without routing replay, and how far generator and trainer differ (examples/experts).
+The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -59,16 +58,8 @@ _ADAPTERS = {
     "rank 8": (_QUICKSTART, ("lora.rank=8", "optimizer.start_lr=2e-3")),
     "rank 32": (_QUICKSTART, ("lora.rank=32", "optimizer.start_lr=2e-3")),
 }
-_EXPERTS_CONFIG = "examples/experts/config.yaml"
-_DEEPSEEK = "model.path=runs/experts/warm_deepseek_v3/final"
-_EXPERTS = {
-    "Qwen3-MoE": (_EXPERTS_CONFIG, ()),
-    "Qwen3-MoE replayed": (_EXPERTS_CONFIG, ("training.replay_routing=true",)),
-    "DeepSeek-V3": (_EXPERTS_CONFIG, (_DEEPSEEK,)),
-    "DeepSeek-V3 replayed": (_EXPERTS_CONFIG, (_DEEPSEEK, "training.replay_routing=true")),
-}
-TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS, "experts": _EXPERTS}
-RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _EXPERTS
+TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS}
+RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -122,12 +113,6 @@ class Run:
         """Return `summary.json`: accuracies before and after, and their paired difference, each with its interval."""
         return json.loads((self.directory / "summary.json").read_text(encoding="utf-8"))
 
-    def mismatch(self) -> tuple[float, float]:
-        """Return the k3 between generator and trainer, mean over the steps, and their largest difference, in nats."""
-        steps = [line for line in read_jsonl(self.directory / "metrics.jsonl") if "rollout_diff/k3" in line]
-        k3 = [line["rollout_diff/k3"] for line in steps]
-        return statistics.mean(k3), max(line["rollout_diff/max_abs"] for line in steps)
-
     def num_samples(self) -> int:
         """Return how many responses were sampled for training."""
         steps = list(read_jsonl(self.directory / "metrics.jsonl"))
@@ -173,9 +158,7 @@ def change(result: dict[str, Any]) -> str:
 
 def table(recipes: list[str], seeds: list[int], parent: Path) -> str:
     """Return the Markdown table, a row for each recipe and a column for each seed."""
-    shows_mismatch = any(recipe in _EXPERTS for recipe in recipes)
     titles = ["recipe", "config", "steps", "samples", *(f"seed {seed}" for seed in seeds), "mean change"]
-    titles += ["mismatch (k3)", "mismatch (largest)"] if shows_mismatch else []
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for recipe in recipes:
         runs = [Run(recipe, seed, parent) for seed in seeds]
@@ -190,9 +173,6 @@ def table(recipes: list[str], seeds: list[int], parent: Path) -> str:
             *map(change, results),
             f"{100 * statistics.mean(result['difference']['mean'] for result in results):+.1f}",
         ]
-        if shows_mismatch:
-            k3, largest = zip(*(run.mismatch() for run in runs))
-            cells += [f"{min(k3):.1e} to {max(k3):.1e}", f"{min(largest):.1e} to {max(largest):.1e}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

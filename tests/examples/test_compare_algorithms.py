@@ -90,19 +90,6 @@ def test_table(script, at_root, tmp_path):
     assert "| 12 | 1,536 | 35.0 to 30.0 (-5.0; -10.0 to +2.0) | -5.0 |" in script.table(["RLOO"], [0], tmp_path)
 
 
-def test_models_with_experts_are_shown_with_their_mismatch(script, at_root, tmp_path):
-    for seed, largest in ((0, 1e-6), (1, 0.25)):
-        run = script.Run("DeepSeek-V3 replayed", seed, tmp_path)
-        assert run.config().training.replay_routing and "deepseek_v3" in run.config().model.path
-        last = {"step": 12, "rollout_diff/k3": 3e-5, "rollout_diff/max_abs": largest}
-        _finish(run, before=0.35, after=0.75, low=0.35, high=0.45, last_metrics=last)
-        with open(run.directory / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": 13, "rollout_diff/k3": 1e-5 * (1 + seed), "rollout_diff/max_abs": 1e-9}))
-    header, _, row = script.table(["DeepSeek-V3 replayed"], [0, 1], tmp_path).splitlines()
-    assert header.endswith("| mean change | mismatch (k3) | mismatch (largest) |")
-    assert row.endswith("| +40.0 | 2.0e-05 to 2.5e-05 | 1.0e-06 to 2.5e-01 |")
-
-
 def test_a_finished_run_is_not_repeated(script, at_root, tmp_path, monkeypatch, capsys):
     run = script.Run("GSPO", 1, tmp_path)
     assert not run.is_finished()
