@@ -4,10 +4,12 @@ import math
 
 import pytest
 import sanity_inputs
+from slow_tests import RUNS_SLOW_TESTS
 
 pytestmark = pytest.mark.timeout(400)
 
 NUM_STEPS = 3
+NIGHTLY = ("reinforce_pp", "rloo")  # other advantages, no other part
 TWO_UPDATES = {"training__num_minibatches": 2}
 # Preset -> what to add so that every part of it takes part, and metrics that it must report.
 RUNS = {
@@ -26,7 +28,7 @@ def inputs_dir(tmp_path_factory, rollout_python):
     return directory
 
 
-@pytest.mark.parametrize("preset", RUNS)
+@pytest.mark.parametrize("preset", [name for name in RUNS if RUNS_SLOW_TESTS or name not in NIGHTLY])
 def test_a_short_run_ends_with_finite_numbers(inputs_dir, tmp_path, preset):
     options, reported = RUNS[preset]
     finished = sanity_inputs.train(

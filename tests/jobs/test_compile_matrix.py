@@ -210,6 +210,7 @@ def sizes_of(*names: str) -> dict[int, int]:
     return counts
 
 
+@pytest.mark.skipif("qwen2-dp2" not in LAYOUTS, reason="slow")
 def test_data_parallel_by_hand(reports):
     """Every gradient once, the statistics, and the gradient norm."""
     statistics = 7 * FLOAT32
@@ -241,6 +242,7 @@ def test_pipeline_by_hand(reports):
     }
 
 
+@pytest.mark.skipif("qwen2-dp2-mp4-whole" not in LAYOUTS, reason="slow")
 def test_vocabulary_that_stays_whole_needs_no_embedding_collective(reports):
     group = tuple(range(4, 8))
     forward = total(reports["qwen2-dp2-mp4-whole"].collectives, "AllReduce", group)

@@ -259,7 +259,7 @@ def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executio
 def test_fused_kernels_and_collectives_were_lowered(executions):
     """The executed graphs are those of the cluster: with Ascend's attention, and collectives that the CPU lacks."""
     assert all(result.lowered["FlashAttentionScore"] >= 1 for result in executions.values())
-    assert executions["tp2_sequence_parallel"].lowered["ReduceScatter"] >= 1
+    assert executions["tp2_dp2_sequence_and_optimizer_parallel"].lowered["ReduceScatter"] >= 1
     assert {"Send", "Receive"} <= executions["pp2"].lowered.keys()
 
 

@@ -40,6 +40,11 @@ class MemorySection:
         return HeadTile(self.logit_positions, self.logit_words)
 
     @property
+    def recomputes_parts(self) -> bool:
+        """Whether layers or operators are named, which `model.recompute` excludes."""
+        return bool(self.recompute_layers or self.recompute_operators)
+
+    @property
     def layers(self) -> frozenset[int]:
         """The numbers in ``recompute_layers``.
 

@@ -111,7 +111,8 @@ def _switches(config: GrpoConfig, layout_keys: dict[str, Any]) -> Iterator[dict[
     rows_per_pipeline_micro_batch = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
     shards = (False, True) if replicas > 1 else (False,)
     counts = [stages * factor for factor in _MICRO_BATCHES_PER_STAGE] if stages > 1 else [1]
-    for shard, recompute, num_micro_batches in itertools.product(shards, (False, True), counts):
+    recomputes = (False,) if config.memory.recomputes_parts else (False, True)
+    for shard, recompute, num_micro_batches in itertools.product(shards, recomputes, counts):
         yield layout_keys | {
             "parallel_config.enable_parallel_optimizer": shard,
             "parallel_config.micro_batch_num": num_micro_batches,

@@ -152,8 +152,9 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from _rollout_candidates(plan)
     if on_ascend and not config.memory.head_tile:
         yield {"memory.logit_positions": _LOGIT_POSITIONS}
-    if not (config.model.recompute or config.memory.recompute_layers or config.memory.recompute_operators):
-        yield {"model.recompute": True}
+    recompute = {} if config.memory.recomputes_parts else {"model.recompute": True}
+    if recompute and not config.model.recompute:
+        yield recompute
     for factor in (2, 4, 8):
         if training.batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:
             yield {"training.batch_size": training.batch_size // factor}
@@ -165,7 +166,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
                 "parallel_config.data_parallel": layout.data_parallel // factor,
             }
             yield keys
-            yield {**keys, "model.recompute": True}
+            yield {**keys, **recompute}
     for factor in (2, 4, 8):
         if layout.data_parallel % factor == 0:
             stages = layout.pipeline_stage * factor

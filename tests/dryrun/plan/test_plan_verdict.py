@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from plan_cases import DEVICE_BYTES, plan_of
 
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.dryrun.plan.cost import divisors, estimate_cost
 from mindrlhf.dryrun.plan.plan import Machine, make_plan
 from mindrlhf.dryrun.plan.search import search
@@ -108,6 +109,18 @@ def test_search_tries_every_layout_of_a_dense_model():
             replicas = 8 // model // stages
             expected += 2 * (2 if replicas > 1 else 1) * (3 if stages > 1 else 1)
     assert result.num_tried == expected
+
+
+@pytest.mark.parametrize("part", ["memory.recompute_layers=0-13", "memory.recompute_operators=[norms]"])
+def test_what_is_recomputed_in_part_is_not_proposed_whole_as_well(part):
+    """The config would be refused."""
+    plan = plan_of("qwen2_5_7b_8npu", "model.recompute=false", part, "training.batch_size=4")
+    found = search(plan.config, plan.model, plan.machine)
+    every = search(dataclasses.replace(plan.config, memory=MemorySection()), plan.model, plan.machine)
+    assert (found.num_tried, bool(found.best)) == (every.num_tried // 2, True)
+    changes = give_verdict(dataclasses.replace(plan, machine=Machine(8, 40 * 10**9, 8))).changes
+    for keys in (*(one.keys for one in found.best), *(one.keys for one in changes)):
+        assert not keys.get("model.recompute")
 
 
 def test_nothing_fits_tiny_devices():
