@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import IMAGE, VISION_END, VISION_START, TinyVl, write_tiny_vl
 
 from mindrlhf.data.packing import TokenSequence
@@ -31,6 +32,7 @@ MODELS = {
 }
 # Height and width of the images of each segment: partial windows, whole ones, several images, none.
 SIZES = ([(112, 168)], [(84, 56)], [(140, 140), (56, 84)], [])
+ONE_OF_EACH_FAMILY = ["flat-untied", "qwen3-tied", "qwen2-nested"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,6 +173,7 @@ def test_logits_logprobs_and_all_gradients_match_transformers(network, batch, se
     check_gradients(network, {p.name: g.asnumpy() for p, g in zip(parameters, gradients)}, expected)
 
 
+@pytest.mark.parametrize("model_dir", MODELS if RUNS_SLOW_TESTS else ONE_OF_EACH_FAMILY, indirect=True)
 def test_frozen_tower_runs_once_and_gives_the_same_logprobs(network, batch, sequences, expected):
     """The cells as training has them: the tower's rows are set before a run."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
