@@ -138,6 +138,8 @@ def _reported_metrics() -> set[str]:
     of_sets = re.search(r"def set_metrics.*?(?=\n    def )", heldout, flags=re.DOTALL)[0]
     for text, part in ((heldout.replace(of_sets, ""), "<verifier>"), (of_sets, "<set>")):
         others |= {re.sub(r"\{\w+\}", part, name) for name in re.findall(r'f?"(eval/[^"]+)"', text)}
+    teachers = (ROOT / "mindrlhf" / "training" / "distillation" / "assignment.py").read_text(encoding="utf-8")
+    others |= {name.format(source="<source>") for name in re.findall(r'f"(teacher/[^"]+)"', teachers)}
     return set(reported) | set(timings) | set(rates) | others
 
 

@@ -44,6 +44,8 @@ FREE_KEYS = frozenset(
 YOUNGER_KEYS = {
     "algorithm.distill_reward_weight": 0.0,
     "correction.preset": "default",
+    "distillation.teachers": {},
+    "evaluation.best_by": "accuracy",
     "evaluation.patience": 0,
     "evaluation.sets": {},
     "evaluation.verifiers": {},
@@ -101,6 +103,23 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
         changes = [f"{key} was {_shown(before, key)} and is now {_shown(now, key)}" for key in refused]
         them = "it" if len(refused) == 1 else "them"
         raise UserError(f"cannot resume the checkpoint: {'; '.join(changes)}: set {them} back, or start a new run")
+
+
+def check_same_teachers(old: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """Check that a run is resumed with the teachers that it began with.
+
+    Args:
+        old: of the checkpoint, empty in those of releases that took none.
+        new: of now.
+
+    Raises:
+        UserError: a directory holds another model.
+    """
+    if changed := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
+        raise UserError(
+            f"cannot resume the checkpoint: what {' and '.join(changed)} names holds another model than the run began "
+            "with: put it back, or start a new run"
+        )
 
 
 def _is_free(key: str, free: frozenset[str]) -> bool:

@@ -48,6 +48,7 @@ class RunState:
     algorithm_state: dict = field(default_factory=dict)  # AlgorithmState.to_json()
     carried: list = field(default_factory=list)  # leftover_records() of the samples that are not trained on yet
     data: dict = field(default_factory=dict)  # data_fingerprint() of the run's files; empty in older checkpoints
+    teachers: dict = field(default_factory=dict)  # digest of the directory of each teacher, by the key that names it
 
 
 def write_state(directory: Path, state: RunState) -> None:
@@ -76,7 +77,7 @@ def read_state(directory: Path) -> RunState:
     version = values.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise DamagedDirectory(f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}")
-    values.setdefault("data", {})
+    values = {"data": {}, "teachers": {}, **values}
     fields = {item.name: item.type for item in dataclasses.fields(RunState)}
     if values.keys() != fields.keys():
         raise DamagedDirectory(f"{path} is damaged: {min(values.keys() ^ fields.keys())!r} is missing or unknown")

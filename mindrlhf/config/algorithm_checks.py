@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
 from mindrlhf.config.derived import correction_weight, has_older_samples, is_corrected
+from mindrlhf.config.distillation.checks import check_teachers
 from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import AlgorithmSection
@@ -17,7 +18,7 @@ def check_algorithm(config: GrpoConfig, given: frozenset[str]) -> None:
     mistakes = Mistakes()
     check = mistakes.check
     check(_check_estimator, config.algorithm)
-    check(_check_teacher, config)
+    check(check_teachers, config)
     check(_check_kl, config.algorithm)
     check(_check_reference, config.algorithm, given)
     check(_check_levels, config.algorithm)
@@ -40,27 +41,6 @@ def _check_estimator(algorithm: AlgorithmSection) -> None:
             f"'algorithm.pass_k' is {algorithm.pass_k}, but the best of {algorithm.pass_k} can only differ within "
             f"groups of more samples: set 'algorithm.num_generations' above {algorithm.pass_k} (it is "
             f"{algorithm.num_generations}), or lower pass_k"
-        )
-
-
-def _check_teacher(config: GrpoConfig) -> None:
-    algorithm = config.algorithm
-    if "teacher" not in advantages.find(algorithm.advantage).NEEDS:
-        return
-    if not config.model.reference_path:
-        raise UserError(
-            f"'algorithm.advantage' is {algorithm.advantage}, but there is no teacher: set 'model.reference_path' to "
-            "its directory"
-        )
-    if algorithm.beta == 0 or algorithm.kl_in != "reward" or algorithm.kl_estimator != "k1":
-        raise UserError(
-            f"'algorithm.advantage' is {algorithm.advantage}, whose advantage is the KL against the teacher: set "
-            "algorithm.beta to 1, kl_in to reward and kl_estimator to k1, or algorithm.name to distill, which does so"
-        )
-    if algorithm.distill_reward_weight and algorithm.num_generations < 2:
-        raise UserError(
-            f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the "
-            "samples of a group: set it to 2 or more"
         )
 
 

@@ -5,11 +5,11 @@ from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
 from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.evaluation.checks import check_evaluation
 from mindrlhf.config.lora_section import check_lora
 from mindrlhf.config.memory.checks import check_memory
 from mindrlhf.config.offline_sections import DpoSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.config.watching_sections import check_checkpoint, check_profiler
 from mindrlhf.errors import Mistakes, UserError
 
@@ -40,7 +40,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_reference, config)
     check(_check_schedule, config.optimizer, given)
     check(_check_rewards, config.reward, given)
-    check(_check_evaluation, config, given)
+    check(check_evaluation, config, given)
     check(_check_rollout_dtype, config)
     check(_check_guard, config.guard)
     check(check_checkpoint, config.checkpoint, True)
@@ -292,50 +292,6 @@ def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> Non
     if weights and weights != count:
         mistakes.add(f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each")
     mistakes.raise_if_any()
-
-
-def _check_evaluation(config: GrpoConfig, given: frozenset[str]) -> None:
-    mistakes = Mistakes()
-    reward, evaluation = config.reward, config.evaluation
-    parts = (*reward.verifier_function, *([REWARD_MODEL_NAME] if reward.model_path else ()))
-    if evaluation.verifier and evaluation.verifier not in parts:
-        mistakes.add(
-            f"'evaluation.verifier' is '{evaluation.verifier}', which is not in reward.verifier_function "
-            f"({', '.join(parts)})"
-        )
-    if evaluation.temperature == 0 and evaluation.num_samples > 1:
-        mistakes.add(
-            f"'evaluation.num_samples' is {evaluation.num_samples}, but at evaluation.temperature 0 all samples are "
-            "alike: set it to 1, or raise the temperature"
-        )
-    mistakes.check(_check_sets, evaluation, parts)
-    if evaluation.patience and not evaluation.every_steps:
-        mistakes.add(
-            f"'evaluation.patience' is {evaluation.patience}, but with evaluation.every_steps 0 nothing is evaluated "
-            "on the way: set every_steps, or patience to 0"
-        )
-    if not config.data.eval_file:
-        unused = sorted(name for name in given if name.startswith("evaluation."))
-        if unused:
-            mistakes.add(
-                f"'{unused[0]}' is set, but there is no data.eval_file to evaluate on: set it, or remove the key"
-            )
-    mistakes.raise_if_any()
-
-
-def _check_sets(evaluation: sections.EvaluationSection, parts: tuple[str, ...]) -> None:
-    for name in evaluation.sets:
-        if not name.replace("_", "").isalnum():
-            raise UserError(f"'evaluation.sets' has the name '{name}', which metrics carry: use letters, digits and _")
-    for name, verifier in evaluation.verifiers.items():
-        if name not in evaluation.sets:
-            known = ", ".join(evaluation.sets) or "none"
-            raise UserError(f"'evaluation.verifiers' names the set '{name}', but evaluation.sets has {known}")
-        if verifier not in parts:
-            raise UserError(
-                f"'evaluation.verifiers' has '{verifier}' for {name}, which is not in reward.verifier_function "
-                f"({', '.join(parts)})"
-            )
 
 
 def _check_guard(guard: watching_sections.GuardSection) -> None:

@@ -284,16 +284,19 @@ def _convert(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
     if origin is dict:
         if not isinstance(value, Mapping):
             raise UserError(f"'{name}' must be a mapping, not {_shown(value)}")
-        return {_text(name, item): _text(name, setting) for item, setting in value.items()}
+        return {_text(name, item): _located(name, _text(name, setting), metadata) for item, setting in value.items()}
     value = _scalar(name, value, hint)
     if hint is str:
         _check_text(name, value)
-        if metadata["is_path"]:
-            check_path(f"'{name}'", value)
-        if metadata["is_model"]:
-            value = local_directory(value)
+        value = _located(name, value, metadata)
     _check_range(name, value, metadata)
     return value
+
+
+def _located(name: str, value: str, metadata: Mapping[str, Any]) -> str:
+    if metadata["is_path"]:
+        check_path(f"'{name}'", value)
+    return local_directory(value) if metadata["is_model"] else value
 
 
 def _parse_item(name: str, text: str) -> Any:

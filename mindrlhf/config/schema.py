@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from mindrlhf.config import offline_sections, sections, watching_sections
+from mindrlhf.config.distillation.section import DistillationSection
+from mindrlhf.config.evaluation.section import EvaluationSection
 from mindrlhf.config.keys import section
 from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.memory.section import MemorySection
@@ -23,6 +25,7 @@ class GrpoConfig:
     tools: sections.ToolSection = section(sections.ToolSection, "the tools")
     sandbox: sections.SandboxSection = section(sections.SandboxSection, "the sandbox")
     algorithm: sections.AlgorithmSection = section(sections.AlgorithmSection, "the objective")
+    distillation: DistillationSection = section(DistillationSection, "the teachers")
     correction: sections.CorrectionSection = section(sections.CorrectionSection, "the off-policy correction")
     training: sections.TrainingSection = section(sections.TrainingSection, "the batches")
     optimizer: sections.OptimizerSection = section(sections.OptimizerSection, "the optimiser")
@@ -30,7 +33,7 @@ class GrpoConfig:
     critic: sections.CriticSection = section(sections.CriticSection, "the critic")
     parallel_config: sections.ParallelSection = section(sections.ParallelSection, "the layout")
     memory: MemorySection = section(MemorySection, "the memory")
-    evaluation: sections.EvaluationSection = section(sections.EvaluationSection, "the evaluation")
+    evaluation: EvaluationSection = section(EvaluationSection, "the evaluation")
     checkpoint: CheckpointSection = section(CheckpointSection, "the checkpoints")
     guard: watching_sections.GuardSection = section(watching_sections.GuardSection, "the guards")
     observe: watching_sections.ObserveSection = section(watching_sections.ObserveSection, "the reports")

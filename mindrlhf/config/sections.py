@@ -363,22 +363,3 @@ class ParallelSection:
     vocab_emb_dp: bool = key(True, "keep the embedding whole on each rank instead of sharding its vocabulary")
     enable_parallel_optimizer: bool = key(False, "split the optimiser state over the data-parallel ranks (ZeRO)")
     optimizer_weight_shard_size: int = key(-1, "ranks that share one optimiser state; -1 means all", minimum=-1)
-
-
-@dataclass(frozen=True)
-class EvaluationSection:
-    """Accuracy on held-out prompts during training."""
-
-    every_steps: int = key(50, "steps between evaluations; 0 means only before the first and after the last", minimum=0)
-    before_training: bool = key(True, "evaluate the starting model too")
-    patience: int = key(
-        0, "end the run after this many evaluations in a row that are no better than the best; 0 means never", minimum=0
-    )
-    num_samples: int = key(1, "samples per prompt", minimum=1)
-    temperature: float = key(1.0, "sampling temperature; 0 takes the likeliest token", minimum=0)
-    max_prompts: int = key(0, "use only the first prompts of `data.eval_file`; 0 means all", minimum=0)
-    verifier: str = key(
-        "", "the verifier whose mean is called accuracy; empty means the first of `reward.verifier_function`"
-    )
-    sets: dict[str, str] = key({}, "further sets, reported beside `data.eval_file`, as `name: MindRecord file`")
-    verifiers: dict[str, str] = key({}, "accuracy in a further set, as `name: verifier`; `verifier` unless given")

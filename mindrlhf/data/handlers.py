@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mindrlhf.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
-MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "images")
+MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "images", "source")
 # Where an image stands in a text, and under which keys data sets keep one.
 IMAGE_MARK = "<image>"
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "base64")
@@ -68,7 +68,8 @@ def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler
         name: a key of ``HANDLERS``, or ``map_keys``.
         key_map: for ``map_keys``: which key of the record holds the question (required), the answer and
             the response (for pairs: the preferred one, and ``rejected``), and the verifiers it chooses
-            (``verifier``), and its images. A dotted key (``reward_model.ground_truth``) reaches into nested records.
+            (``verifier``), its images, and its ``source``. A dotted key (``reward_model.ground_truth``) reaches into
+            nested records.
 
     Raises:
         UserError: unknown name, or a key map that is missing, wrong or not wanted.
@@ -88,9 +89,9 @@ def handler_names() -> tuple[str, ...]:
     return (*HANDLERS, "map_keys")
 
 
-def with_source(example: Example, source_id: str) -> Example:
-    """Return ``example`` with its ``source_id`` set."""
-    return replace(example, source_id=source_id)
+def with_source(example: Example, place: str) -> Example:
+    """Return ``example`` with its ``source_id``: the place where it was read, after the source that it names."""
+    return replace(example, source_id=f"{example.source_id}:{place}" if example.source_id else place)
 
 
 def read_gsm8k(fields: Mapping) -> Example:
@@ -179,6 +180,7 @@ def _map_keys_handler(key_map: Mapping[str, str]) -> Handler:
             response=_text(fields, key_map["response"]) if "response" in key_map else None,
             rejected=_text(fields, key_map["rejected"]) if "rejected" in key_map else None,
             verifier=_verifier(fields, key_map["verifier"]) if "verifier" in key_map else "",
+            source_id=_source(fields, key_map["source"]) if "source" in key_map else "",
         )
 
     return read_mapped
@@ -206,6 +208,13 @@ def _text(fields: Mapping, key: str) -> str:
     if not value.strip():
         raise RecordError(f"field {key!r} is empty")
     return value
+
+
+def _source(fields: Mapping, key: str) -> str:
+    source = _text(fields, key)
+    if ":" in source:
+        raise RecordError(f"field {key!r} is {source!r}: the name of a source has no colon")
+    return source
 
 
 def _verifier(fields: Mapping, key: str) -> str:

@@ -32,6 +32,7 @@ TASKS = tuple(RESPONSES)
 # MindRecord's defaults (16 MiB and 32 MiB) make small files large: a page table of 1 MiB serves some 5,000 pages.
 HEADER_SIZE_BYTES = 1 << 20
 PAGE_SIZE_BYTES = 8 << 20
+_SOURCES = "SELECT DISTINCT substr(source_id_0, 1, instr(source_id_0, ':') - 1) FROM INDEXES"
 FORBIDDEN_IN_NAMES = set(r'\/:*?"<>|`&;' + "'")
 
 
@@ -53,6 +54,11 @@ class PromptRecord:
     )  # int32 [response], likewise; empty unless the task is preference
     verifier: str = ""  # names of the verifiers it chooses, separated by commas
     image_files: tuple[bytes, ...] = ()  # PNG, in the order of their tokens in the prompt
+
+    @property
+    def source(self) -> str:
+        """Where it comes from: what the data says, else the name of the file that was read."""
+        return self.source_id.partition(":")[0]
 
     @property
     def images(self) -> tuple[np.ndarray, ...]:
@@ -241,6 +247,11 @@ class PromptFile:
         records = dict(zip(distinct, self._read_distinct(distinct), strict=True))
         return [records[index] for index in wanted]
 
+    def sources(self) -> list[str]:
+        """Return the distinct sources of all records, in order of name; MindRecord's index has them."""
+        with _open_index(self.path) as database:
+            return sorted(source for (source,) in database.execute(_SOURCES))
+
     def _read_distinct(self, indices: list[int]) -> list[PromptRecord]:
         from mindspore.dataset import MindDataset, SubsetSampler
 
@@ -335,7 +346,7 @@ def _check_index(path: Path, header: PromptFileHeader) -> None:
     if not index.is_file():
         raise UserError(f"{path} has no index {index.name}: copy it along, or build the file again")
     try:
-        with closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        with _open_index(path) as database:
             ((name,),) = database.execute("SELECT NAME FROM SHARD_NAME")
             ((num_records,),) = database.execute("SELECT COUNT(*) FROM INDEXES")
     except (sqlite3.Error, ValueError) as error:
@@ -344,6 +355,10 @@ def _check_index(path: Path, header: PromptFileHeader) -> None:
         raise UserError(f"{path} was renamed: MindRecord needs its first name, so rename both files to {name}[.db]")
     if num_records != header.num_kept:
         raise UserError(f"the index {index} has {num_records} records, the file {header.num_kept}: build it again")
+
+
+def _open_index(path: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(f"{index_path(path).absolute().as_uri()}?mode=ro", uri=True))
 
 
 @contextmanager

@@ -108,6 +108,9 @@ class PackedRows:
     # dtype and shape; see mindrlhf.training.routing.rows.
     context: dict[str, np.ndarray] = field(default_factory=dict)
     images: tuple[str, ...] = ()  # digests of the images that the rows look at, in the order of their rows
+    # Where there are several teachers: the number of each row's own, from 1, 0 for padding; and of those to be asked.
+    teachers: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -132,6 +135,7 @@ class TokenSequence:
     is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each: those of the prompt
     experts: np.ndarray | None = None  # uint8 or uint16 [tokens - 1, layers with experts, active]: to be replayed
+    teacher: int = 0  # number of the teacher that judges it, from 1; 0 where there is one model for all
 
     @property
     def num_tokens(self) -> int:

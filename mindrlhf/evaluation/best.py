@@ -6,7 +6,7 @@ from mindrlhf.evaluation.heldout import Evaluation
 
 
 def best_step(evaluations: Sequence[Evaluation]) -> int | None:
-    """Return the step of the best held-out accuracy after training began, the earliest of equals."""
+    """Return the step of the best evaluation after training began, the earliest of equals."""
     scores = _scores(evaluations)
     return max(scores, key=scores.__getitem__) if scores else None
 
@@ -18,6 +18,6 @@ def num_since_best(evaluations: Sequence[Evaluation]) -> int:
 
 
 def _scores(evaluations: Sequence[Evaluation]) -> dict[int, float]:
-    """Accuracy by step, of those after training began; only those on the prompts of the last evaluation count."""
-    trained = [one for one in evaluations if one.step > 0 and one.is_comparable(evaluations[-1])]
-    return {evaluation.step: float(evaluation.scores.mean()) for evaluation in trained}
+    """Merit by step, of those after training began; only those that are judged like the last one count."""
+    trained = [one for one in evaluations if one.step > 0 and one.is_judged_alike(evaluations[-1])]
+    return {evaluation.step: evaluation.merit for evaluation in trained}

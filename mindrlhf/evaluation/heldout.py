@@ -1,11 +1,13 @@
 """Accuracy on held-out prompts, with an interval that says how sure it is."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mindrlhf.config.evaluation.section import PASS_AT_K
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.mindrecord import PromptRecord
@@ -31,6 +33,9 @@ class Evaluation:
     shown: list[dict[str, Any]]  # prompt, completion, answer, reward
     # Digest of prompts and answers: only evaluations with the same one can be compared.
     questions: str = ""
+    # What the best model is chosen by, where that is not the accuracy here: which number of which questions, and it.
+    judged_by: str = ""
+    judged: float = 0.0
 
     @classmethod
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
@@ -52,6 +57,33 @@ class Evaluation:
     def scores(self) -> np.ndarray:
         """Rewards of the verifier that counts as accuracy, float64 [prompts that it applies to, num_samples]."""
         return applicable(self.rewards[self.verifier])
+
+    @property
+    def accuracy(self) -> float:
+        """Mean of the scores."""
+        return float(self.scores.mean())
+
+    @property
+    def pass_at_k(self) -> float:
+        """Chance that one of a prompt's k = ``num_samples`` answers is right."""
+        return float(pass_at_k(self.scores > 0.5, self.num_samples).mean())
+
+    @property
+    def merit(self) -> float:
+        """What the best model is chosen by: the higher, the better."""
+        return self.judged if self.judged_by else self.accuracy
+
+    def judged_on(self, other: "Evaluation", set_name: str, metric: str) -> "Evaluation":
+        """Return this evaluation with a metric of ``other``, of the set ``set_name``, as its merit."""
+        value = other.pass_at_k if metric == PASS_AT_K else other.accuracy
+        what = f"{set_name} {metric} {other.num_samples} {other.questions} {other.verifier}"
+        return dataclasses.replace(self, judged_by=what, judged=value)
+
+    def is_judged_alike(self, other: "Evaluation") -> bool:
+        """Whether the merits of both are the same number of the same prompts."""
+        if self.judged_by or other.judged_by:
+            return self.judged_by == other.judged_by
+        return self.is_comparable(other)
 
     @property
     def num_prompts(self) -> int:
@@ -88,7 +120,7 @@ class Evaluation:
             f"eval/{name}/accuracy_high": interval.high,
         }
         if self.num_samples > 1:
-            values[f"eval/{name}/pass@k"] = pass_at_k(self.scores > 0.5, self.num_samples).mean()
+            values[f"eval/{name}/pass@k"] = self.pass_at_k
         return {metric: float(value) for metric, value in values.items()}
 
     def to_json(self) -> dict[str, Any]:

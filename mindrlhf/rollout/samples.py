@@ -44,6 +44,7 @@ class Sample:
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
     experts: np.ndarray | None = None  # see Completion
+    source: str = ""  # of the prompt; see PromptRecord
 
     @property
     def num_generated(self) -> int:
@@ -247,6 +248,7 @@ def _sample(
         weights_version=completion.weights_version,
         spans=completion.spans,
         experts=completion.experts,
+        source=records[group].source,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
+from mindrlhf.training.distillation.rows import asked_together, plan_by_teacher, with_teachers
 from mindrlhf.training.records import Share, TokenArrays
 from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
 from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
@@ -49,9 +50,17 @@ class RowOptions:
             for size in self.sizes
         ]
 
+    def plan_first_fit(self, sequences: Sequence[TokenSequence]) -> list[Row]:
+        """Return rows that take sequences as they come, by length alone."""
+        return plan_rows([sequence.num_tokens for sequence in sequences], self.row_lengths, pack=self.pack)
+
+    def plan_best_fit(self, sequences: Sequence[TokenSequence]) -> list[Row]:
+        """Return rows for the packings that make fuller ones."""
+        return plan_best_fit(pieces_of(sequences, self.shares_prompts), self.row_lengths, self.cost)
+
     def dressed(self, packed: PackedRows, sequences: Sequence[TokenSequence], rows: Sequence[Row]) -> PackedRows:
         """Return what `fill_rows` made of ``rows`` with what the model reads beside tokens."""
-        packed = with_images(packed, sequences, rows, self.image_tokens)
+        packed = with_teachers(with_images(packed, sequences, rows, self.image_tokens), sequences, rows)
         return with_experts(packed, sequences, rows, self.experts, share_prompts=self.shares_prompts)
 
 
@@ -138,9 +147,8 @@ def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch
     of the ranks; which sequences share a row does not depend on the number of ranks.
     """
     if options.packing == FIRST_FIT:
-        lengths = [sequence.num_tokens for sequence in sequences]
-        return batch_of_rows(sequences, plan_rows(lengths, options.row_lengths, pack=options.pack), options)
-    rows = plan_best_fit(pieces_of(sequences, options.shares_prompts), options.row_lengths, options.cost)
+        return batch_of_rows(sequences, plan_by_teacher(sequences, options.plan_first_fit), options)
+    rows = plan_by_teacher(sequences, options.plan_best_fit)
     builder = _Builder(sequences, options)
     costs = [options.cost.of(row.length, sum(sequences[item].num_generated for item in row.items)) for row in rows]
     if options.in_step:
@@ -226,4 +234,6 @@ class _Builder:
         num_tokens = sum(self._sequences[item].num_generated for item in self._placed)
         placed = tuple(self._placed[item] for item in sorted(self._placed))
         images = image_table([self._sequences[item] for item in sorted(self._placed)])
-        return Batch(tuple(self.micro_batches), num_tokens, placed, tuple(self._ranks), images)
+        num_together = self.options.num_ranks if self.options.in_step else 1
+        micro_batches = asked_together(self.micro_batches, num_together)
+        return Batch(micro_batches, num_tokens, placed, tuple(self._ranks), images)

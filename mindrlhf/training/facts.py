@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import mindrlhf
+from mindrlhf.algorithms import advantages
+from mindrlhf.config.distillation.references import path_keys
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact
 from mindrlhf.rollout.replicas import find_rollout_python
@@ -30,6 +33,8 @@ _PROBE_TIMEOUT_S = 60
 _EDGE_BYTES = 1 << 16
 _DIGEST_CHARS = 16
 _MODEL_KEYS = ("model.path", "model.reference_path", "critic.path", "reward.model_path")
+_TEACHERS = "distillation.teachers."
+_TEACHER_FILES = ("*.json", "*.safetensors")
 # What a run does around its graphs; a temperature is a constant of their cells.
 _NOT_OF_GRAPHS = ("run.", "data.", "reward.", "tools.", "sandbox.", "rollout.", "optimizer.", "evaluation.")
 _NOT_OF_GRAPHS += ("checkpoint.", "guard.", "observe.", "profiler.")
@@ -70,13 +75,24 @@ def run_facts(command: str, config: AnyConfig, options: Mapping[str, Any]) -> li
 def graph_facts(config: AnyConfig) -> list[str]:
     """Return what compiled graphs may depend on, beside their cells: settings, and the models' own configs."""
     values = _flatten(dataclasses.asdict(config))
+    models = _model_paths(values)
     facts = [
         f"{name}={value}"
         for name, value in values.items()
-        if name in _GRAPH_RUN_KEYS or not name.startswith(_NOT_OF_GRAPHS) and name not in _MODEL_KEYS
+        if name in _GRAPH_RUN_KEYS or not name.startswith(_NOT_OF_GRAPHS) and name not in {*_MODEL_KEYS, *models}
     ]
-    paths = [Path(values[key], "config.json") for key in _MODEL_KEYS if values.get(key)]
+    paths = [Path(path, "config.json") for path in models.values()]
     return [*facts, *(path.read_text() for path in paths if path.is_file())]
+
+
+def teacher_fingerprint(config: AnyConfig) -> dict[str, str]:
+    """Return what the directories of a run's teachers hold, by the keys that name them; {} when it has none."""
+    if not isinstance(config, GrpoConfig) or "teacher" not in advantages.find(config.algorithm.advantage).NEEDS:
+        return {}
+    return {
+        key: "".join(tree_digest(Path(path), pattern) for pattern in _TEACHER_FILES)
+        for path, key in path_keys(config).items()
+    }
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -127,9 +143,13 @@ def _driver_path() -> Path:
 
 
 def _models(values: Mapping[str, Any]) -> Iterator[Fact]:
-    for key in _MODEL_KEYS:
-        if path := values.get(key):
-            yield Fact(f"what {key} holds", tree_digest(Path(path), "*"), _SAME_FILES)
+    for key, path in _model_paths(values).items():
+        yield Fact(f"what {key} holds", tree_digest(Path(path), "*"), _SAME_FILES)
+
+
+def _model_paths(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the directories of models by the keys that name them."""
+    return {key: values[key] for key in values if (key in _MODEL_KEYS or key.startswith(_TEACHERS)) and values[key]}
 
 
 def tree_digest(directory: Path, pattern: str) -> str:

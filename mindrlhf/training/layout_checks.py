@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.distillation.references import reference_paths
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
@@ -50,10 +51,7 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
     # The checks want the row lengths that the plan would, which may have come from the data.
     training = dataclasses.replace(config.training, row_lengths=row_lengths)
     config = dataclasses.replace(config, training=training)
-    paths = [config.model.path]
-    if config.algorithm.beta > 0:
-        paths.append(config.model.reference_path or config.model.path)
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys((config.model.path, *reference_paths(config))):
         hf_config = read_hf_config(path)
         dims = find_spec(hf_config).dims(hf_config)
         for length in row_lengths:

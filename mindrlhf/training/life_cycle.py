@@ -27,7 +27,7 @@ from mindrlhf.training.checkpoints.run import (
     check_output,
     holding_directories,
 )
-from mindrlhf.training.facts import graph_facts
+from mindrlhf.training.facts import graph_facts, teacher_fingerprint
 from mindrlhf.training.profiling.ranks import ProfiledWorker, Servers
 from mindrlhf.training.profiling.steps import StepProfiler
 from mindrlhf.training.runtime import Rank, is_first_of_node, is_rank_0_process, start_runtime
@@ -171,7 +171,8 @@ def _run_rank_0(
     heartbeat.enter("reading the data")
     training.connect(worker, connections, requests, stack)
     data = data_fingerprint(vars(config.data))
-    checkpoints = RunCheckpoints(config, training.team, training.order, requests, data)
+    order, teachers = training.order, teacher_fingerprint(config)
+    checkpoints = RunCheckpoints(config, training.team, order, requests, data, teachers)
     stack.callback(checkpoints.close)
     progress = Progress()
     if resume:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.distillation.references import path_keys, reference_paths
 from mindrlhf.config.memory.checks import check_num_layers
 from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
@@ -27,6 +28,7 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.environments import check_environment
 from mindrlhf.tools.registry import check as check_tools
+from mindrlhf.training.distillation.checks import check_sources
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.routing.checks import check_replay
@@ -103,6 +105,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
+        check(check_sources, config, files.training)
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
     row_lengths = None
@@ -117,8 +120,8 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     _check_models(config, files.tokenizer, num_steps, mistakes)
     for file in files.present:
         check(check_images, config.model.path, file, needs=["model.path"])
-        if config.algorithm.beta > 0 and config.model.reference_path:
-            check(check_images, config.model.reference_path, file, needs=["model.reference_path"])
+        for path, key in path_keys(config).items():
+            check(check_images, path, file, needs=[key])
     mistakes.raise_if_any()
     seen = image_tokens(config.model.path)
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more)
@@ -231,8 +234,11 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
     check(_check_lora, config, model.path, False, needs=["model.path"])
+    for path, key in path_keys(config).items():
+        check(_check_model, model, path, tokenizer, needs=[key])
+        if config.distillation.teachers:
+            check(_check_reads_alike, config, path, key, "teacher", tokenizer, needs=[key])
     if config.algorithm.beta > 0 and model.reference_path:
-        check(_check_model, model, model.reference_path, tokenizer, needs=["model.reference_path"])
         check(_check_reference, config, needs=["model.path", "model.reference_path"])
     if needs_critic(config):
         check(_check_critic, config, tokenizer, num_steps, needs=["critic.path"])
@@ -254,6 +260,11 @@ def _check_msprobe(config: GrpoConfig) -> None:
         raise UserError(
             f"'msprobe.level' is {CELL_LEVEL}, but cells of a model that 'parallel_config' shards cannot be run one "
             "by one: set it to debug, or debug a smaller model in data parallel"
+        )
+    if section.level == CELL_LEVEL and len(reference_paths(config)) > 1:
+        raise UserError(
+            f"'msprobe.level' is {CELL_LEVEL}, but the cells of one reference model are dumped, and "
+            "'distillation.teachers' are several: set it to debug, or debug with one teacher"
         )
     if section.level == CELL_LEVEL and config.lora.rank is not None:
         raise UserError(
@@ -359,11 +370,7 @@ def _check_reference(config: GrpoConfig) -> None:
 
 def _check_critic(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int) -> None:
     critic = config.critic
-    if _brings_other_tokenizer(critic.path, tokenizer):
-        raise UserError(
-            f"'critic.path' is {critic.path}, a model of another vocabulary than data.tokenizer_dir = "
-            f"{config.data.tokenizer_dir}: the critic reads the actor's tokens, so use a model with that tokenizer"
-        )
+    _check_reads_alike(config, critic.path, "critic.path", "critic", tokenizer)
     _check_model(config.model, critic.path, tokenizer)
     lora = dataclasses.replace(config.lora, path="")  # that adapter is the actor's
     _check_lora(dataclasses.replace(config, lora=lora), critic.path, True)
@@ -371,6 +378,14 @@ def _check_critic(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
         raise UserError(
             f"'critic.warmup_steps' is {critic.warmup_steps}, but the run has {num_steps} steps, so that the actor is "
             "never trained: lower it"
+        )
+
+
+def _check_reads_alike(config: GrpoConfig, path: str, key: str, what: str, tokenizer: Tokenizer | None) -> None:
+    if _brings_other_tokenizer(path, tokenizer):
+        raise UserError(
+            f"'{key}' is {path}, a model of another vocabulary than data.tokenizer_dir = "
+            f"{config.data.tokenizer_dir}: the {what} reads the actor's tokens, so use a model with that tokenizer"
         )
 
 

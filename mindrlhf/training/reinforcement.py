@@ -5,7 +5,8 @@ import dataclasses
 import socket
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic, reference_is_base
+from mindrlhf.config.derived import needs_critic
+from mindrlhf.config.distillation.references import is_base, reference_paths
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile
@@ -35,6 +36,7 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
+from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
@@ -256,17 +258,16 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     network = load_model(model, model.path, config.run, length, config.lora, **options)
     loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device, tile))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
-    reference = None
-    if algorithm.beta > 0 and reference_is_base(config):
-        reference = BaseModel(loss.policy, rank)
-    elif algorithm.beta > 0:
-        reference_path = model.reference_path or model.path
-        frozen = dataclasses.replace(model, train_vision="none")
-        reference_network = load_model(frozen, reference_path, config.run, length, **options)
-        if network.images is not None and reference_path == model.path and model.train_vision == "none":
-            reference_network.images.borrow(network.images)
-        reference = WholeModel(PolicyLogProbs(reference_network, temperature, device, tile), rank)
-    parts = {"learner": learner, "reference": reference, "saves_reference": algorithm.sync_ref_model}
+    references = []
+    for path in reference_paths(config):
+        if is_base(config, path):
+            references.append(BaseModel(loss.policy, rank))
+            continue
+        frozen = load_model(dataclasses.replace(model, train_vision="none"), path, config.run, length, **options)
+        if network.images is not None and path == model.path and model.train_vision == "none":
+            frozen.images.borrow(network.images)
+        references.append(WholeModel(PolicyLogProbs(frozen, temperature, device, tile), rank))
+    parts = {"learner": learner, "reference": as_one(references), "saves_reference": algorithm.sync_ref_model}
     if needs_critic(config):
         actor = ActorCritic(build_critic(config, length, rank), device, **parts)
     else:

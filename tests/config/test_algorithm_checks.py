@@ -47,6 +47,26 @@ RULES = {
         ["whose advantage is the KL against the teacher", "algorithm.name to distill"],
         ["algorithm.name=distill"],
     ),
+    "several teachers and none that asks for them": (
+        ["distillation.teachers={math: m}"],
+        ["'distillation.teachers' is set", "algorithm.advantage is grpo", "set algorithm.name to distill"],
+        ["algorithm.name=distill"],
+    ),
+    "teachers that the student would replace": (
+        ["algorithm.name=distill", "distillation.teachers={math: m, code: c}", "algorithm.sync_ref_model=true"],
+        ["'algorithm.sync_ref_model' is true", "over its teachers"],
+        ["algorithm.sync_ref_model=false"],
+    ),
+    "a source without a directory": (
+        ["algorithm.name=distill", "distillation.teachers={math: ''}"],
+        ["no directory for math"],
+        ["distillation.teachers={math: m}"],
+    ),
+    "a source that cannot be": (
+        ["algorithm.name=distill", "distillation.teachers={'math:1': m}"],
+        ["'math:1'", "no source has a colon"],
+        ["distillation.teachers={math: m}"],
+    ),
     "rewards beside a teacher, of one sample": (
         ["algorithm.name=distill", "model.reference_path=t", "algorithm.distill_reward_weight=1"]
         + ["algorithm.num_generations=1"],

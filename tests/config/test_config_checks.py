@@ -265,6 +265,30 @@ RULES = {
         ["evaluation.verifiers={hard: accuracy_reward}"],
         1,
     ),
+    "a best model by nothing that is measured": (
+        ["data.eval_file=e", "evaluation.patience=2", "evaluation.best_by=f1"],
+        ["'evaluation.best_by' is 'f1'", "accuracy or pass@k"],
+        ["evaluation.best_by=accuracy"],
+        1,
+    ),
+    "a best model by a set that is not there": (
+        ["data.eval_file=e", "evaluation.patience=2", "evaluation.best_by=hard/accuracy"],
+        ["'evaluation.best_by' names the set 'hard'", "evaluation.sets has none"],
+        ["evaluation.sets={hard: h}"],
+        1,
+    ),
+    "a best model by pass@1": (
+        ["data.eval_file=e", "checkpoint.keep_best=true", "evaluation.best_by=pass@k"],
+        ["'evaluation.best_by' is 'pass@k'", "evaluation.num_samples 1"],
+        ["evaluation.num_samples=4"],
+        1,
+    ),
+    "a best model that nobody asks for": (
+        ["data.eval_file=e", "evaluation.best_by=pass@k", "evaluation.num_samples=2"],
+        ["'evaluation.best_by' is 'pass@k'", "checkpoint.keep_best or evaluation.patience"],
+        ["checkpoint.keep_best=true"],
+        1,
+    ),
     "patience without evaluations": (
         ["data.eval_file=e", "evaluation.every_steps=0", "evaluation.patience=3"],
         ["'evaluation.patience' is 3", "nothing is evaluated on the way"],

@@ -67,6 +67,23 @@ def test_records_hold_ids_answers_and_sources_in_input_order(tokenizer_directory
     assert (prompts.header.num_read, prompts.header.longest_prompt, prompts.header.template) == (310, 10, "qwen")
 
 
+def test_a_record_may_name_its_source(tokenizer_directory, tmp_path):
+    rows = [{"q": "one", "from": "openai/gsm8k"}, {"q": "two", "from": "code"}, {"q": "three", "from": "code"}]
+    path = _write_lines(tmp_path / "a.jsonl", rows)
+    keys = {"question": "q", "source": "from"}
+    build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, handler="map_keys", key_map=keys)
+    prompts = PromptFile.open(tmp_path / "o.mindrecord")
+    records = prompts.read(range(3))
+    assert [record.source for record in records] == [row["from"] for row in rows]
+    assert records[2].source_id == "code:a.jsonl:3"
+    assert prompts.sources() == ["code", "openai/gsm8k"]
+    build_prompts([path], tmp_path / "p.mindrecord", tokenizer_directory, handler="map_keys", key_map={"question": "q"})
+    assert PromptFile.open(tmp_path / "p.mindrecord").sources() == ["a.jsonl"]
+    _write_lines(path, [{"q": "one", "from": "a:b"}])
+    with pytest.raises(UserError, match="the name of a source has no colon"):
+        build_prompts([path], tmp_path / "q.mindrecord", tokenizer_directory, handler="map_keys", key_map=keys)
+
+
 def test_worker_processes_change_nothing(tokenizer_directory, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "CHUNK_RECORDS", 7)
     lines = [_problem(i, length=1 + i % 13) if i % 5 else "{broken" for i in range(200)]

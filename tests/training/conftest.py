@@ -1,6 +1,7 @@
 """Inputs that several tests of what happens before and around a run share: a tokenizer, models, prompt files."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def inputs_dir(tmp_path_factory) -> Path:
     fingerprint = load_tokenizer(str(tokenizer_dir)).fingerprint
     write_prompts(directory / "train.mindrecord", fingerprint, [LONGEST] * NUM_PROMPTS)
     write_prompts(directory / "long.mindrecord", fingerprint, [LONGEST, 40])
+    write_prompts(directory / "two_sources.mindrecord", fingerprint, [LONGEST] * 2, sources=("s", "other"))
     write_prompts(directory / "foreign.mindrecord", "0" * 64, [LONGEST])
     write_prompts(directory / "sft.mindrecord", fingerprint, [LONGEST] * 3, response_lengths=[8, 9, 3])
     write_prompts(
@@ -55,11 +57,13 @@ def inputs_dir(tmp_path_factory) -> Path:
     return directory
 
 
-def write_prompts(path: Path, fingerprint: str, prompt_lengths, response_lengths=None, task="sft") -> None:
+def write_prompts(
+    path: Path, fingerprint: str, prompt_lengths, response_lengths=None, task="sft", sources=("s",)
+) -> None:
     responses = response_lengths or [0] * len(prompt_lengths)
     records = [
-        PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"s:{i}")
-        for i, (prompt, response) in enumerate(zip(prompt_lengths, responses))
+        PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"{source}:{i}")
+        for i, (prompt, response, source) in enumerate(zip(prompt_lengths, responses, itertools.cycle(sources)))
     ]
     header = PromptFileHeader(
         task=task if response_lengths else "prompts",

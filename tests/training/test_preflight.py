@@ -114,6 +114,33 @@ def test_a_tensor_that_is_missing_or_of_another_shape(config, inputs_dir, tmp_pa
 
 
 @pytest.fixture
+def distill_config(config):
+    return changed(config, "algorithm", name="distill", advantage="distill", beta=1.0, kl_in="reward")
+
+
+def test_every_source_needs_a_teacher_and_every_teacher_prompts(distill_config, inputs_dir, tmp_path):
+    model, wide, small = (str(inputs_dir / name) for name in ("model", "wide", "small_vocabulary"))
+    good = changed(distill_config, "distillation", teachers={"s": wide})
+    assert check_grpo_inputs(good).num_steps == 8
+    unused = changed(distill_config, "distillation", teachers={"s": wide, "maths": model})
+    assert_refused(unused, "'distillation.teachers'", "'maths'", "train.mindrecord has the sources 's'", "remove it")
+    assert_refused(changed(distill_config, "distillation", teachers={"s": small}), "small_vocabulary", "512")
+    assert_refused(changed(distill_config, "distillation", teachers={"s": "nowhere"}), "nowhere")
+    two = inputs_dir / "two_sources.mindrecord"
+    alone = changed(changed(good, "data", train_file=str(two)), "distillation", teachers={"s": wide})
+    assert_refused(alone, "'distillation.teachers' has no teacher for the sources 'other'", "model.reference_path")
+    assert check_grpo_inputs(changed(alone, "model", reference_path=model)).num_steps == 3
+    for file in (*(inputs_dir / "model").iterdir(), *(inputs_dir / "tokenizer").iterdir()):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert check_grpo_inputs(changed(good, "distillation", teachers={"s": str(tmp_path)})).num_steps == 8
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    stranger = changed(good, "distillation", teachers={"s": str(tmp_path)})
+    assert_refused(stranger, "'distillation.teachers.s'", "another vocabulary", "the teacher reads the actor's tokens")
+
+
+@pytest.fixture
 def ppo_config(config):
     config = changed(config, "algorithm", name="ppo", advantage="gae")
     return changed(config, "critic", path=config.model.path)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
@@ -25,6 +24,7 @@ from mindrlhf.system.sizes import format_size
 ROLLOUT, OLD_LOGPROBS, UPDATE, TRANSFER = "rollout", "old log-probs", "update", "weight transfer"
 STEP = "optimizer step"
 RUNTIME, MOMENTS, GRADIENT_SUMS = "runtime and HCCL", "AdamW moments", "gradient sums"
+TEACHERS = "teachers"
 # CANN's context, operator binaries and streams of the trainer and of the generator, asleep or not.
 _CONTEXT_BYTES = 2_500_000_000
 # MindSpore works a graph off level by level, so that intermediate results of the optimiser's step exist for all
@@ -73,6 +73,7 @@ class MemoryInputs:
         layer_stages: pipeline stage of every decoder layer.
         states: by pipeline stage.
         num_communicators: communication groups that a rank is in.
+        references: the same of the reference model, or of each teacher, whose parameters alone are there.
     """
 
     config: GrpoConfig
@@ -84,6 +85,7 @@ class MemoryInputs:
     batch: BatchPlan
     rollout: RolloutPlan
     num_communicators: int
+    references: tuple["MemoryInputs", ...] = ()
 
     @property
     def element_bytes(self) -> int:
@@ -114,13 +116,13 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     # One compiled graph makes an update of a model that is sharded, so the log-probabilities have a pass of their own.
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     for stage, state in enumerate(inputs.states):
-        resident = _resident(inputs, state)
+        resident = _resident(inputs, stage)
         between = resident
         if config.memory.offload_optimizer:
             between = [item for item in resident if item.name not in (MOMENTS, GRADIENT_SUMS)]
         memory.append(_phase(ROLLOUT, stage, between, _rollout_items(inputs)))
         if needs_forward:
-            memory.append(_phase(OLD_LOGPROBS, stage, between, _forward_items(inputs, stage)))
+            memory.append(_phase(OLD_LOGPROBS, stage, between, _largest_forward(inputs, stage)))
         memory.append(_phase(UPDATE, stage, resident, _update_items(inputs, stage)))
         memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
         memory.append(_phase(TRANSFER, stage, resident, [_rollout_weights(inputs)]))
@@ -131,8 +133,9 @@ def _phase(name: str, stage: int, resident: list[MemoryItem], items: list[Memory
     return PhaseMemory(name, stage, tuple(item for item in (*resident, *items) if item.size_bytes))
 
 
-def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
+def _resident(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
     """What the trainer keeps on the device in every phase."""
+    state = inputs.states[stage]
     width = ELEMENT_BYTES[inputs.config.model.param_dtype]
     num_trained = state.moments // (NUM_MOMENTS * MOMENT_BYTES)
     num_weights = state.num_elements - state.adapters // ADAPTER_BYTES
@@ -150,8 +153,11 @@ def _resident(inputs: MemoryInputs, state: StageState) -> list[MemoryItem]:
             f"{state.accumulators // own_width:,} x {own_width} B: not sharded by the parallel optimizer",
         ),
     ]
-    if inputs.config.algorithm.beta > 0 and not reference_is_base(inputs.config):
-        items.append(MemoryItem("reference model", state.parameters, True, "as the parameters"))
+    if inputs.references:
+        sizes = [one.states[stage].parameters for one in inputs.references]
+        is_alike = sizes == [state.parameters]
+        how = "as the parameters" if is_alike else " + ".join(f"{size // width:,} x {width} B" for size in sizes)
+        items.append(MemoryItem("reference model" if len(sizes) == 1 else TEACHERS, sum(sizes), True, how))
     runtime = _CONTEXT_BYTES + number * _COMMUNICATOR_BYTES
     groups = f"{number} groups (the world and those above) x {format_size(_COMMUNICATOR_BYTES)}"
     how = f"{format_size(_CONTEXT_BYTES)} + {groups}"
@@ -181,6 +187,11 @@ def _rollout_weights(inputs: MemoryInputs) -> MemoryItem:
     size = inputs.rollout.weights
     how = f"{size // width:,} x {width} B: tensor_parallel {inputs.config.rollout.tensor_parallel}"
     return MemoryItem("rollout weights", size, False, how)
+
+
+def _largest_forward(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:
+    passes = [_forward_items(one, stage) for one in (inputs, *inputs.references)]
+    return max(passes, key=lambda items: sum(item.size_bytes for item in items))
 
 
 def _forward_items(inputs: MemoryInputs, stage: int) -> list[MemoryItem]:

@@ -23,6 +23,7 @@ _PARTS = {
     "AdamW moments": "#7d68b0",
     "gradients": "#3f9b6c",
     "reference model": "#8a6a50",
+    "teachers": "#8a6a50",
     "activations and logits": "#e08a2e",
     "rollout weights": "#c2534f",
     "KV cache": "#e7a9a6",

@@ -4,9 +4,12 @@ Parameters and optimiser state are sums over the parameter layouts, exact to the
 generator's share and the runtime are estimates, and marked so. Nothing here imports MindSpore.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
+from mindrlhf.config.distillation.references import is_base, reference_paths
 from mindrlhf.config.memory.checks import check_num_layers
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import ParallelSection
@@ -30,7 +33,7 @@ from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
-from mindrlhf.layout.feasibility import check_feasible, check_rollout, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
@@ -163,7 +166,23 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
         ),
         num_communicators=num_communicators(layout, layouts),
     )
-    return inputs, layouts
+    references = tuple(_reference(inputs, path) for path in reference_paths(config) if not is_base(config, path))
+    return dataclasses.replace(inputs, references=references), layouts
+
+
+def _reference(inputs: MemoryInputs, path: str) -> MemoryInputs:
+    """Return what the memory of a frozen model follows from; one that is not here is taken to be as the trained."""
+    config, layout = inputs.config, inputs.layout
+    if path == config.model.path or not (Path(path) / "config.json").is_file():
+        return inputs
+    model = _frozen(path)
+    check_model(model.dims, layout)
+    states = _states(model, layout, config.model.param_dtype, None, False)
+    stages = layout.layer_stages(model.dims.num_layers)
+    return dataclasses.replace(inputs, dims=model.dims, widths=model.widths, layer_stages=stages, states=states)
+
+
+_frozen = lru_cache(maxsize=8)(read_model)
 
 
 def accumulates(parallel: ParallelSection) -> bool:

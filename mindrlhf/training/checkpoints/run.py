@@ -13,7 +13,7 @@ from typing import Any
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState
 from mindrlhf.checkpoint.background import BackgroundWriter
 from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
-from mindrlhf.checkpoint.resume import check_resumable
+from mindrlhf.checkpoint.resume import check_resumable, check_same_teachers
 from mindrlhf.checkpoint.state import CRITIC_NAME, STATE_NAME, RunState, StateWriter, read_state, write_state
 from mindrlhf.checkpoint.store import CheckpointStore
 from mindrlhf.config.derived import needs_critic
@@ -129,6 +129,7 @@ class RunCheckpoints:
         stream: the order of the data.
         requests: what signals ask for.
         data: fingerprint of the run's data.
+        teachers: digests of its teachers; see `teacher_fingerprint`.
     """
 
     def __init__(
@@ -138,10 +139,12 @@ class RunCheckpoints:
         stream: PromptStream | EpochSteps,
         requests: SaveRequests,
         data: dict[str, Any] | None = None,
+        teachers: dict[str, str] | None = None,
     ):
         self._section = config.checkpoint
         self._config = json.loads(json.dumps(dataclasses.asdict(config)))
         self._data = data or {}
+        self._teachers = teachers or {}
         self._seed = config.run.seed
         self._team = team
         self._stream = stream
@@ -237,6 +240,7 @@ class RunCheckpoints:
         state = read_state(directory)
         data, old_data = self._config["data"], state.config.get("data", {})
         check_resumable(state.config, self._config, check_same_data(state.data, old_data, self._data, data))
+        check_same_teachers(state.teachers, self._teachers)
         leftover = load_leftover(directory, state.carried)
         algorithm = AlgorithmState.from_json(state.algorithm_state, str(directory / STATE_NAME))
         self._team.call("restore", directory=str(directory))
@@ -263,6 +267,7 @@ class RunCheckpoints:
             evaluations=self._evaluations,
             algorithm_state=progress.algorithm.to_json(),
             data=self._data,
+            teachers=self._teachers,
             carried=leftover_records(progress.leftover),
         )
 

@@ -20,7 +20,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.rollout.samples import Sample
 
 # What samples in checkpoints of earlier releases do not say.
-_YOUNGER = {"weights_version": 0, "spans": (), "experts": None, "num_neutralised_answers": 0}
+_YOUNGER = {"weights_version": 0, "spans": (), "experts": None, "num_neutralised_answers": 0, "source": ""}
 _IMAGE = "image"  # with a number, the name of one of a leftover sample's images
 
 Group = list[Sample]

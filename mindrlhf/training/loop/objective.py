@@ -13,6 +13,7 @@ from mindrlhf.config.derived import is_corrected, is_on_policy
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.distillation.assignment import TeacherAssignment
 
 
 class Objective:
@@ -28,6 +29,7 @@ class Objective:
         self._bypass = config.correction.bypass
         self.is_corrected = is_corrected(config)
         self._estimator = advantages.find(config.algorithm.advantage)
+        self._teachers = TeacherAssignment(config)
         self.kl = KlController(config.algorithm.beta, config.algorithm.kl_target, config.algorithm.kl_gain)
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
         self.needs_old_logprobs = not self._bypass and (not is_on_policy(config) or self.kl_in_reward)
@@ -77,18 +79,28 @@ class Objective:
                 values["old_logprobs"] = sample.rollout_logprobs
             sequences.append(
                 TokenSequence(
-                    sample.prompt_ids, sample.response_ids, values, sample.is_generated, sample.images, sample.experts
+                    sample.prompt_ids,
+                    sample.response_ids,
+                    values,
+                    sample.is_generated,
+                    sample.images,
+                    sample.experts,
+                    self._teachers.number(sample.source),
                 )
             )
         return sequences
 
     def penalties(
-        self, old_logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
-    ) -> tuple[list[np.ndarray], float]:
-        """Return what the KL takes off the reward of each token, float64 [response] each, and the mean KL per token."""
+        self,
+        samples: Sequence[Sample],
+        old_logprobs: Sequence[np.ndarray],
+        reference_logprobs: Sequence[np.ndarray],
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Return what the KL takes off the reward of each token, float64 [response] each, and the KL as metrics."""
         estimator = self._algorithm.kl_estimator
         estimates = [kl_estimate(*pair, estimator) for pair in zip(old_logprobs, reference_logprobs)]
-        return [self.kl.coefficient * part for part in estimates], float(np.concatenate(estimates).mean())
+        metrics = {"kl": float(np.concatenate(estimates).mean()), **self._teachers.metrics(samples, estimates)}
+        return [self.kl.coefficient * part for part in estimates], metrics
 
     def advantages(
         self,

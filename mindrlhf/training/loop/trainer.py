@@ -10,6 +10,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.derived import has_older_samples
+from mindrlhf.config.evaluation.section import ACCURACY
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.divergence import RewardWatch
@@ -131,6 +132,10 @@ class Trainer(Steps):
         with self.timer.stage("evaluation"):
             evaluation = rollout.held_out.run(rollout.sampler, self.progress.step)
             more = {name: one.run(rollout.sampler, self.progress.step) for name, one in rollout.more_held_out.items()}
+        choice = self.config.evaluation
+        if choice.best_by != ACCURACY:
+            judge = more[choice.best_set] if choice.best_set else evaluation
+            evaluation = evaluation.judged_on(judge, choice.best_set, choice.best_metric)
         self.progress.evaluations.append(evaluation)
         if parted := self._reward_watch.review(evaluation):
             print(f"warning: {parted}", file=sys.stderr, flush=True)
@@ -144,13 +149,13 @@ class Trainer(Steps):
         self.parts.observers.guards.check()
 
     def is_over(self) -> bool:
-        """Return whether held-out accuracy has not risen for ``evaluation.patience`` evaluations."""
+        """Return whether ``evaluation.best_by`` has not risen for ``evaluation.patience`` evaluations."""
         patience, evaluations = self.config.evaluation.patience, self.progress.evaluations
         is_over = patience > 0 and num_since_best(evaluations) >= patience
         if is_over and self.progress.step < self.num_steps:
             print(
-                f"mindrlhf: ended after step {self.progress.step}: the accuracy of step {best_step(evaluations)} was "
-                f"not exceeded by {patience} evaluations since",
+                f"mindrlhf: ended after step {self.progress.step}: the {self.config.evaluation.best_by} of step "
+                f"{best_step(evaluations)} was not exceeded by {patience} evaluations since",
                 flush=True,
             )
         return is_over
@@ -256,7 +261,8 @@ class Trainer(Steps):
         metrics: dict[str, float] = {}
         penalties = baselines = None
         if self.objective.kl_in_reward:
-            penalties, metrics["kl"] = self.objective.penalties(old_logprobs, reference)
+            penalties, kl = self.objective.penalties(samples, old_logprobs, reference)
+            metrics |= kl
         if self.objective.needs_greedy:
             baselines = np.array([greedy[sample.group].reward for sample in samples])
             metrics["reward/greedy"] = float(baselines.mean())

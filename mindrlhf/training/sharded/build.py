@@ -1,17 +1,19 @@
 """The actor of a run whose model is sharded over the ranks, put together from its config."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.config.derived import reference_is_base, resolve_data_parallel
+from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.config.distillation.references import is_base, reference_paths
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
+from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
@@ -52,24 +54,24 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     held = {one.name for one in shard.held}
     offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
     learner = ShardedLearner(shard, UpdateGraph.of(update), offloaded)
-    reference = reference_source = None
-    if config.algorithm.beta > 0 and not reference_is_base(config):
-        path = config.model.reference_path or config.model.path
-        reference_source = model_source(config.model, path, config.run.seed)
-        reference = shard_of(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
+    references: dict[str, ShardedModel] = {}
+    for path in reference_paths(config):
+        if is_base(config, path):
+            continue
+        frozen = shard_of(build_policy(read_hf_config(path), config.model, parallel, **options), parallel, rank)
         if learner.model.network.images is not None and path == config.model.path:
-            reference.network.images.borrow(learner.model.network.images)
+            frozen.network.images.borrow(learner.model.network.images)
+        references[path] = frozen
     source = model_source(config.model, config.model.path, config.run.seed)
     plain = (padding_rows((config.training.batch_size, n), share_prompts=shares_prompts) for n in row_lengths)
     image_tokens = ImageTokens.of(policy.model.dims)
-    _compile(learner, reference, [with_images(rows, (), (), image_tokens) for rows in plain])
+    _compile(learner, references.values(), [with_images(rows, (), (), image_tokens) for rows in plain])
     # Now a parameter has the shape of its shard.
     load_trained(learner.model, source, config)
-    if reference is not None:
-        reference.load(reference_source)
-    elif config.algorithm.beta > 0:
-        reference = learner.model.base()
-    actor = Actor(learner, reference, saves_reference=config.algorithm.sync_ref_model)
+    for path, frozen in references.items():
+        frozen.load(model_source(config.model, path, config.run.seed))
+    in_order = [references.get(path) or learner.model.base() for path in reference_paths(config)]
+    actor = Actor(learner, as_one(in_order), saves_reference=config.algorithm.sync_ref_model)
     if config.reward.model_path:
         actor.use_reward_model(_build_reward_model(config, row_lengths, parallel, rank))
     return actor
@@ -115,12 +117,11 @@ def load_trained(model: ShardedModel, source: ArraySource, config: AnyConfig) ->
         model.begin(config.run.seed, config.lora.path)
 
 
-def _compile(learner: ShardedLearner, reference: ShardedModel | None, shapes: Sequence[PackedRows]) -> None:
+def _compile(learner: ShardedLearner, references: Iterable[ShardedModel], shapes: Sequence[PackedRows]) -> None:
     for rows in shapes:
-        for name, model in (("old_logprobs", learner.model), ("reference_logprobs", reference)):
-            if model is not None:
-                learner.count_compile(name, rows)
-                model.compile(rows)
+        for name, model in (("old_logprobs", learner.model), *(("reference_logprobs", one) for one in references)):
+            learner.count_compile(name, rows)
+            model.compile(rows)
         # Last, so that MindSpore's strategy file is that of the update, which has the optimiser's state.
         learner.compile(rows)
 

@@ -11,6 +11,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.rollout.remote import ReplicatedGenerator, answer
 from mindrlhf.system import heartbeat
 from mindrlhf.training.checkpoints.shards import SavesState
+from mindrlhf.training.distillation.models import FrozenModel
 from mindrlhf.training.records import (
     PolicyUpdateResult,
     ProcessStatistics,
@@ -35,11 +36,11 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
 
     Args:
         learner: trains the policy.
-        reference: the reference model, None when beta is 0.
+        reference: the reference model, or the teachers as one; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
     """
 
-    def __init__(self, learner: ActorLearner, reference: RankModel | None, *, saves_reference: bool):
+    def __init__(self, learner: ActorLearner, reference: FrozenModel | None, *, saves_reference: bool):
         ReceivedBatches.__init__(self)
         SavesState.__init__(self)
         NodeBoard.__init__(self, learner.model)
@@ -177,11 +178,11 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
         return self._model_of(name).logprobs(rows if name == "old_logprobs" else without_experts(rows))
 
-    def _model_of(self, name: str) -> RankModel:
+    def _model_of(self, name: str) -> FrozenModel:
         return self.model if name == "old_logprobs" else self.reference
 
 
-def _is_known_ahead(model: RankModel) -> bool:
+def _is_known_ahead(model: FrozenModel) -> bool:
     """Whether the shapes of a model's graphs are those of its rows; a tower that is trained waits for the images."""
     images = model.network.images
     return images is None or not images.shape_of(())

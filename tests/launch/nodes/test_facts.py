@@ -1,14 +1,18 @@
 """What nodes compare before anything starts: one line for each difference, with its fix."""
 
+import dataclasses
 import os
 
 import pytest
 
+from mindrlhf.config import sections
+from mindrlhf.config.distillation.section import DistillationSection
+from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences
 from mindrlhf.launch.nodes.secret import SECRET_NAME, SECRET_VARIABLE, make_secret, remove_secret, wait_for_secret
 from mindrlhf.launch.nodes.shared import own_facts, probes, shared_facts
-from mindrlhf.training.facts import tree_digest
+from mindrlhf.training.facts import graph_facts, teacher_fingerprint, tree_digest
 
 
 def facts(**values: object) -> dict:
@@ -60,6 +64,33 @@ def test_the_digest_of_a_tree_sees_names_sizes_beginnings_and_ends(tmp_path):
     digests.append(tree_digest(tmp_path, "*"))
     assert len(set(digests)) == 5
     assert digests[-1] == tree_digest(tmp_path, "*") != tree_digest(tmp_path, "*.py")
+
+
+def test_teachers_are_known_by_what_their_directories_hold(tmp_path):
+    for name in ("student", "one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    config = GrpoConfig(
+        model=sections.ModelSection(path=str(tmp_path / "student"), reference_path=str(tmp_path / "one")),
+        data=sections.DataSection(train_file="t", tokenizer_dir="t"),
+        algorithm=sections.AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
+        distillation=DistillationSection({"math": str(tmp_path / "two")}),
+    )
+    first = teacher_fingerprint(config)
+    assert set(first) == {"model.reference_path", "distillation.teachers.math"}
+    (tmp_path / "two" / "README.md").write_text("read me")
+    (tmp_path / "student" / "model.safetensors").write_bytes(b"0")
+    assert teacher_fingerprint(config) == first
+    (tmp_path / "two" / "model.safetensors").write_bytes(b"0")
+    changed = teacher_fingerprint(config)
+    assert [key for key in first if changed[key] != first[key]] == ["distillation.teachers.math"]
+    assert teacher_fingerprint(dataclasses.replace(config, algorithm=sections.AlgorithmSection(beta=0.1))) == {}
+    # Nodes compare each directory; compiled graphs depend on the models' configs, wherever they lie.
+    two = tmp_path / "two" / "config.json"
+    facts = graph_facts(config)
+    assert not any(str(tmp_path) in fact for fact in facts)
+    two.write_text('{"rope_theta": 5}')
+    assert set(graph_facts(config)) - set(facts) == {'{"rope_theta": 5}'}
 
 
 def test_the_secret_is_a_file_that_only_its_user_can_read(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ class Lead:
 
 
 class Run:
-    def __init__(self, tmp_path, seed=0, data=None, train_file="train", **checkpoint):
+    def __init__(self, tmp_path, seed=0, data=None, train_file="train", teachers=None, **checkpoint):
         self.config = GrpoConfig(
             run=sections.RunSection(output_dir=str(tmp_path), seed=seed),
             model=sections.ModelSection(path="model"),
@@ -66,7 +66,7 @@ class Run:
         team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))
         self.stream = PromptStream(10, seed=seed)
         self.requests = SaveRequests()
-        self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data)
+        self.checkpoints = RunCheckpoints(self.config, team, self.stream, self.requests, data, teachers)
         self.progress = Progress()
 
     def step(self):
@@ -108,6 +108,30 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     (leftover,) = progress.leftover
     assert leftover.record == {"prompt": "p"}
     np.testing.assert_array_equal(leftover.arrays["ids"], [0, 1, 2])
+
+
+def test_a_run_goes_on_with_the_teachers_that_it_began_with(tmp_path):
+    names = ("model.reference_path", "distillation.teachers.code")
+    run = Run(tmp_path, teachers=dict(zip(names, ("abc", "def"))))
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    assert Run(tmp_path, teachers=dict(zip(names, ("abc", "def")))).checkpoints.resume().step == 1
+    with pytest.raises(UserError, match="what distillation.teachers.code names holds another model than the run began"):
+        Run(tmp_path, teachers=dict(zip(names, ("abc", "xyz")))).checkpoints.resume()
+
+
+def test_a_checkpoint_of_a_release_without_fingerprints_of_teachers_goes_on(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    path = newest_checkpoint(run.config) / STATE_NAME
+    state = json.loads(path.read_text())
+    assert state.pop("teachers") == {}
+    path.write_text(json.dumps(state))
+    write_manifest(path.parent)
+    assert Run(tmp_path, teachers={"model.reference_path": "abc"}).checkpoints.resume().step == 1
 
 
 def test_a_checkpoint_is_resumed_on_its_own_data_only(tmp_path):

@@ -9,10 +9,12 @@ import pytest
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
 from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.distillation.section import DistillationSection
+from mindrlhf.config.evaluation.section import EvaluationSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptRecord
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.evaluation.heldout import HeldOut
+from mindrlhf.evaluation.heldout import Evaluation, HeldOut
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sampler
@@ -299,10 +301,11 @@ def make_config(**options):
     classes = {
         "run": sections.RunSection,
         "algorithm": sections.AlgorithmSection,
+        "distillation": DistillationSection,
         "correction": sections.CorrectionSection,
         "training": sections.TrainingSection,
         "optimizer": sections.OptimizerSection,
-        "evaluation": sections.EvaluationSection,
+        "evaluation": EvaluationSection,
         "checkpoint": watching_sections.CheckpointSection,
         "rollout": sections.RolloutSection,
         "observe": watching_sections.ObserveSection,
@@ -488,6 +491,20 @@ def test_a_run_ends_when_accuracy_has_not_risen_for_long_enough(capsys):
     # The rewards never change: step 1 is the best, and two evaluations are no better.
     assert [one.step for one in run.trainer.progress.evaluations] == [0, 1, 2, 3]
     assert "mindrlhf: ended after step 3: the accuracy of step 1 was not exceeded by 2" in capsys.readouterr().out
+
+
+def test_the_best_model_is_that_of_the_chosen_set(capsys):
+    sets = [("first", 0, "length"), ("second", 1, "length")]
+    chosen = {"every_steps": 1, "patience": 1, "num_samples": 2, "best_by": "second/pass@k"}
+    run = Run(num_prompts=20, held_out=True, more_held_out=sets, evaluation=chosen)
+    solved = iter([1.0, 1.0, 0.0])  # what the second set's only prompt earns, by evaluation
+    run.trainer.parts.rollout.more_held_out["second"] = SimpleNamespace(
+        run=lambda sampler, step: Evaluation(step, "v", {"v": np.full((1, 2), next(solved))}, 1.0, [], "q")
+    )
+    run()
+    evaluations = run.trainer.progress.evaluations
+    assert [(one.step, one.merit, one.accuracy) for one in evaluations] == [(0, 1.0, 0.5), (1, 1.0, 0.5), (2, 0.0, 0.5)]
+    assert "ended after step 2: the second/pass@k of step 1 was not exceeded by 1 " in capsys.readouterr().out
 
 
 def test_the_sampling_is_the_configs():

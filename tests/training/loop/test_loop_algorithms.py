@@ -28,6 +28,23 @@ def test_kl_in_the_reward_asks_for_old_logprobs_and_lowers_early_tokens_most(wor
     np.testing.assert_allclose(sorted(advantages_of(run)), sorted(expected), rtol=1e-5)
 
 
+def test_teachers_are_told_apart_by_the_source_of_the_prompt():
+    run = Run(
+        num_prompts=2,
+        algorithm={"name": "distill", "advantage": "distill", "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
+        distillation={"teachers": {"s": "one", "elsewhere": "two"}},
+    )
+    metrics = run()[1]
+    rows = [rows for update in run.ranks[0].updates for rows in update[2]]
+    assert {(each.teachers, each.asked) for each in rows} == {((1, 1, 1, 0), (1,))}
+    # Both prompts, of 3 samples each: -1.25 under the student and -1.75 under their teacher.
+    assert {name: metrics[name] for name in metrics if name.startswith("teacher/")} == {
+        "teacher/s/kl": pytest.approx(0.5),
+        "teacher/s/samples": 6.0,
+    }
+    assert advantages_of(run) == pytest.approx([-0.5] * 12)
+
+
 def test_remax_samples_one_greedy_response_for_each_prompt():
     run = Run(num_prompts=2, algorithm={"advantage": "remax"})
     metrics = run()[1]

@@ -1,0 +1,36 @@
+"""Whether teachers and prompts go together."""
+
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.errors import UserError
+
+_MOST_LISTED = 5
+
+
+def check_sources(config: GrpoConfig, file: PromptFile) -> None:
+    """Check that every prompt of the training file has a teacher, and every teacher prompts.
+
+    Raises:
+        UserError: naming the source and the fix.
+    """
+    teachers = config.distillation.teachers
+    if not teachers:
+        return
+    sources = file.sources()
+    has = f"{file.path} has {_listed(sources)}"
+    if unused := sorted(teachers.keys() - sources):
+        raise UserError(
+            f"'distillation.teachers' names the source {unused[0]!r}, but {has}: write it as it is there, or remove it"
+        )
+    alone = [source for source in sources if source not in teachers]
+    if alone and not config.model.reference_path:
+        raise UserError(
+            f"'distillation.teachers' has no teacher for {_listed(alone)} of {file.path}: add one, or set "
+            "model.reference_path to a teacher for all other sources"
+        )
+
+
+def _listed(sources: list[str]) -> str:
+    shown = ", ".join(repr(source) for source in sources[:_MOST_LISTED])
+    rest = len(sources) - _MOST_LISTED
+    return f"the sources {shown}" + (f" and {rest} more" if rest > 0 else "")

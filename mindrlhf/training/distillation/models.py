@@ -1,0 +1,60 @@
+"""The teachers of a run on one rank: frozen models in memory together, of which each row is shown to its own."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mindrlhf.data.packing import PackedRows
+
+
+class FrozenModel(Protocol):
+    """What a teacher is: see :class:`mindrlhf.training.worker.model.RankModel`, or several behind one interface.
+
+    Attributes:
+        network: the model.
+    """
+
+    network: object
+
+    def see(self, images: Sequence[np.ndarray]) -> None:
+        """Take the images of a step, uint8 [height, width, 3] each."""
+
+    def logprobs(self, rows: PackedRows) -> np.ndarray:
+        """Return what the model says of each token of this rank's rows, float32 [rows, length]."""
+
+
+class Teachers:
+    """Several teachers as if they were one model: each row has the log-probabilities of its own.
+
+    Rows that name no teachers, such as those that graphs are compiled with, are shown to all.
+
+    Args:
+        models: those numbered from 1 in ``PackedRows.teachers``, in order.
+    """
+
+    def __init__(self, models: Sequence[FrozenModel]):
+        self._models = tuple(models)
+        self.network = models[0].network
+
+    def see(self, images: Sequence[np.ndarray]) -> None:
+        """See :meth:`FrozenModel.see`."""
+        for model in self._models:
+            model.see(images)
+
+    def logprobs(self, rows: PackedRows) -> np.ndarray:
+        """See :meth:`FrozenModel.logprobs`; 0 in rows of padding."""
+        asked = rows.asked if rows.teachers else range(1, len(self._models) + 1)
+        found = np.zeros(rows.mask.shape, np.float32)
+        for number in asked:
+            logprobs = self._models[number - 1].logprobs(rows)
+            own = [row for row, teacher in enumerate(rows.teachers) if teacher == number]
+            found[own] = logprobs[own]
+        return found
+
+
+def as_one(models: Sequence[FrozenModel]) -> FrozenModel | None:
+    """Return the reference model of a run, or its teachers as one; None when there is none."""
+    if len(models) > 1:
+        return Teachers(models)
+    return models[0] if models else None
