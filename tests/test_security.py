@@ -317,8 +317,10 @@ def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
         # With --nodes: the launcher of node 0, and rank 0 while the other nodes' rollout servers are connected.
         ("mindrlhf/launch/nodes/first.py", "create_server("),
         ("mindrlhf/training/nodes.py", "create_server("),
-        # The first rank of a node, while weights that are cut over nodes cross to its board.
+        # The first rank of a node, while weights that are cut over nodes cross to its board; a node for rollout only.
         ("mindrlhf/weights/exchange/tcp.py", "create_server("),
+        # With --elastic: rank 0, for nodes for rollout only.
+        ("mindrlhf/rollout/elastic/door.py", "create_server("),
     }
 
 

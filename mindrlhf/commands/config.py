@@ -18,6 +18,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add_overrides(check)
     check.add_argument("--kind", choices=TASKS, help="command the config is for (default: told from its sections)")
     add_workers(check, "ranks it is to run on (default: 1)")
+    check.add_argument("--elastic", action="store_true", help="nodes for rollout only may join the run")
     allow_json(check)
     check.set_defaults(run=_check)
     new = actions.add_parser("new", help="print a commented starting config after a few choices")
@@ -50,7 +51,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     path, num_ranks = arguments.config, arguments.workers
     task = arguments.kind or next(iter(tasks_of(read_yaml(path))), "train")
-    checked = check_run(task, path, arguments.overrides, num_ranks=num_ranks)
+    checked = check_run(task, path, arguments.overrides, num_ranks=num_ranks, is_elastic=arguments.elastic)
     mistakes, obstacles = checked.mistakes.messages, checked.obstacles.messages
     if arguments.json:
         found = {"command": task, "workers": num_ranks, "mistakes": mistakes, "obstacles": obstacles}

@@ -65,11 +65,23 @@ def _add(subparsers: argparse._SubParsersAction, name: str, summary: str) -> Non
         parser.add_argument(
             "--replay-order", metavar="RUN", help="repeat the asynchronous run of this output directory exactly"
         )
+        parser.add_argument(
+            "--elastic",
+            action="store_true",
+            help="machines with --role rollout may join and leave while the run goes on",
+        )
+        parser.add_argument(
+            "--role",
+            choices=("train", "rollout"),
+            default="train",
+            help="rollout: this machine runs rollout servers only",
+        )
+    else:
+        parser.set_defaults(elastic=False, role="train")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import os
     import signal
 
     # Before the imports below, which take a while on a slow disk.
@@ -78,25 +90,23 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
-        from mindrlhf.launch.nodes.place import find_place
         from mindrlhf.training.checking import check_run
         from mindrlhf.training.checkpoints.run import newest_checkpoint
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
-    if command == "train" and arguments.replay_order:
-        overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]
     if arguments.hostfile:
         return _run_over_ssh(arguments, overrides, is_resumed)
     hold_on_to_lifeline()
     _check_spares(arguments)
-    place = find_place(arguments.nodes, arguments.node_rank, arguments.master, os.environ, arguments.spares)
+    place = _place_of(arguments)
     num_nodes = place.num_nodes if place else 1
     # All checks run here once before any rank starts, so that a mistake costs a second.
     sizes = {"num_ranks": arguments.workers * num_nodes, "num_nodes": num_nodes}
-    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "node": place.node if place else 0}
+    options = {"resume": is_resumed, "oversubscribe": arguments.oversubscribe, "is_elastic": arguments.elastic}
     with says():
-        checked = check_run(command, arguments.config, overrides, **sizes, **options)
+        node = place.node if place else 0
+        checked = check_run(command, arguments.config, overrides, node=node, **sizes, **options)
     config = checked.config
     _check_spare_disks(arguments, config)
     log_dir = Path(config.run.output_dir, "logs", *([f"node_{place.node}"] if place and place.node else []))
@@ -120,6 +130,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     run = _Run(command, config, log_dir, is_resumed, arguments.max_restarts, start)
 
+    if place and place.is_for_rollout:
+        return run.on_rollout_node(place, checked.raise_if_any, _facts_of(arguments, config, place), sizes["num_ranks"])
     if place and place.node:
         return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, place))
     checked.raise_if_any()
@@ -128,6 +140,23 @@ def _run(arguments: argparse.Namespace) -> int:
     if place is None:
         return run.on_one_machine()
     return run.on_first_node(place, _facts_of(arguments, config, place))
+
+
+def _place_of(arguments: argparse.Namespace) -> "Place | None":
+    """Return where this machine stands among those of the run."""
+    import os
+
+    from mindrlhf.launch.nodes.place import find_place
+
+    return find_place(
+        arguments.nodes,
+        arguments.node_rank,
+        arguments.master,
+        os.environ,
+        arguments.spares,
+        is_elastic=arguments.elastic,
+        is_for_rollout=arguments.role == "rollout",
+    )
 
 
 def _signs_of_checking(config: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -144,7 +173,7 @@ def _again(arguments: argparse.Namespace, overrides: list[str], place: "Place | 
     import shlex
 
     options = [] if arguments.workers == 1 else ["--workers", str(arguments.workers)]
-    options += ["--oversubscribe"] * arguments.oversubscribe
+    options += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     if place:
         options += ["--nodes", str(place.num_nodes), *_spares_option(place.num_spares), "--node-rank", str(place.node)]
         options += ["--master", arguments.master or f"{place.master}:{place.port}"]
@@ -236,6 +265,32 @@ class _Run:
             raise
         return node.serve(partial(self.start, peers=node))
 
+    def on_rollout_node(
+        self, place: "Place", check: Callable[[], None], find_facts: Callable[[], list], num_ranks: int
+    ) -> int:
+        """The same on a node for rollout only, of a run of ``num_ranks`` on others: its servers are in this process."""
+        import socket
+
+        from mindrlhf.launch.nodes.rollout_node import RolloutNode
+        from mindrlhf.launch.nodes.secret import wait_for_secret
+        from mindrlhf.rollout.elastic.node import serve
+        from mindrlhf.training.reinforcement import start_servers
+
+        check()
+        output_dir, limit_s = Path(self.config.run.output_dir), self.config.run.start_timeout_s
+        log_dir = output_dir / "logs" / f"rollout_{socket.gethostname()}"
+        secret = wait_for_secret(output_dir, limit_s)
+        rejoins = self.max_restarts > 0
+        node = RolloutNode(place, secret, lambda _: find_facts(), log_dir, limit_s=limit_s, rejoins=rejoins)
+
+        def start(door) -> None:
+            print(f"mindrlhf: starting vLLM; log: {log_dir / 'rollout_0.log'}", flush=True)
+            with contextlib.ExitStack() as stack:
+                servers = start_servers(self.config, num_ranks, stack, log_dir)
+                serve(servers, self.config.rollout.num_replicas, door, node.ending)
+
+        return node.serve_rollout(start)
+
     def _directories(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """Return, by config key, the directories that all nodes share, and those that each has for itself."""
         from mindrlhf.training.checkpoints.run import save_dir
@@ -270,11 +325,13 @@ def _run_over_ssh(arguments: argparse.Namespace, overrides: list[str], is_resume
     from mindrlhf.errors import UserError
     from mindrlhf.launch.nodes.over_ssh import read_hosts, run_over_ssh
 
+    if arguments.role == "rollout":
+        raise UserError("--role is rollout, but --hostfile starts the nodes that train: leave out one of them")
     if arguments.nodes is not None or arguments.node_rank is not None:
         raise UserError("--hostfile numbers the nodes itself: leave out --nodes and --node-rank")
     words = [arguments.command, arguments.config, *overrides, "--workers", str(arguments.workers)]
     words += ["--max-restarts", str(arguments.max_restarts), *["--resume"] * is_resumed]
-    words += ["--oversubscribe"] * arguments.oversubscribe
+    words += ["--oversubscribe"] * arguments.oversubscribe + ["--elastic"] * arguments.elastic
     _check_spares(arguments)
     return run_over_ssh(words, read_hosts(arguments.hostfile), arguments.master, arguments.spares)
 
@@ -288,6 +345,7 @@ def _facts_of(arguments: argparse.Namespace, config: Any, place: "Place") -> Cal
         "--nodes": place.num_nodes,
         "--spares": place.num_spares,
         "--max-restarts": arguments.max_restarts,
+        "--elastic": arguments.elastic,
     }
     return partial(run_facts, arguments.command, config, options)
 
@@ -306,11 +364,14 @@ def _resumption(arguments: argparse.Namespace) -> tuple[list[str], bool]:
 
     if arguments.max_restarts < 0:
         raise UserError(f"--max-restarts is {arguments.max_restarts}: give 0 or more")
+    overrides = arguments.overrides
+    if arguments.command == "train" and arguments.replay_order:
+        overrides = [*overrides, f"rollout.replay_order={arguments.replay_order}"]
     if arguments.resume is not None and "=" in arguments.resume:
-        return [arguments.resume, *arguments.overrides], True
+        return [arguments.resume, *overrides], True
     if arguments.resume not in (None, "auto"):
         raise UserError(f"--resume {arguments.resume}: give 'auto', or nothing, to continue from the newest checkpoint")
-    return arguments.overrides, arguments.resume is not None
+    return overrides, arguments.resume is not None
 
 
 def _advice(checkpoint: object, again: str) -> str:

@@ -97,7 +97,7 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
-            root = _start(command, num_workers, log_dir, env or {}, port, peers)
+            root = _start(command, num_workers, log_dir, {**(env or {}), **peers.environment}, port, peers)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
             health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu, peers=peers)
             joining = JoiningWatch(num_workers, start_timeout_s, peers)

@@ -1,6 +1,8 @@
 """What the launcher of one node needs of those of the others; here of none: a run on one machine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mindrlhf.system.idle import Activity
 
@@ -21,12 +23,14 @@ class Peers:
         num_nodes: number of all.
         host: address at which the ranks of all nodes find MindSpore's scheduler, which runs on node 0.
         scheduler_port: its port; None to choose one.
+        environment: variables that the ranks of this node get.
     """
 
     node = 0
     num_nodes = 1
     host = "127.0.0.1"
     scheduler_port: int | None = None
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def ranks(self, num_workers: int) -> range:
         """Return the ranks of this node, of which each has ``num_workers``."""

@@ -23,7 +23,7 @@ class GeneratorPool:
         shares = [requests[i :: len(self.generators)] for i in range(len(self.generators))]
         # Started here, so that a bad request raises now and all replicas work before the first is read.
         streams = [generator.generate(share, sampling) for generator, share in zip(self.generators, shares) if share]
-        return _merge(streams)
+        return merge(streams)
 
     def update_weights(self, version: int) -> None:
         self._on_all(lambda generator: generator.update_weights(version))
@@ -60,7 +60,31 @@ class GeneratorPool:
             raise failures[0]
 
 
-def _merge(streams: Sequence[Iterator[Completion]]) -> Iterator[Completion]:
+class Unfinished:
+    """Which samples of some requests are still to come, whoever makes them."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self._requests = tuple(requests)
+        self._seen: set[tuple[int, int]] = set()
+
+    def takes(self, completion: Completion) -> bool:
+        """Note a sample; return whether it is new."""
+        key = (completion.request_id, completion.sample_index)
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+    def requests(self) -> list[GenerationRequest]:
+        """Return the requests of which samples are missing."""
+        return [
+            request
+            for request in self._requests
+            if not all((request.request_id, index) in self._seen for index in range(request.num_samples))
+        ]
+
+
+def merge(streams: Sequence[Iterator[Completion]]) -> Iterator[Completion]:
+    """Yield what all streams do, each read by a thread of its own; the first failure ends it."""
     items: queue.SimpleQueue = queue.SimpleQueue()
     stopped = threading.Event()
     end = object()

@@ -8,7 +8,7 @@ from pathlib import Path
 import mindrlhf
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.pool import GeneratorPool
+from mindrlhf.rollout.pool import GeneratorPool, Unfinished
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
@@ -53,14 +53,12 @@ class Replicas:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every completion as it finishes."""
-        seen: set[tuple[int, int]] = set()
-        waiting = {request.request_id: request for request in requests}
-        while waiting:
+        unfinished = Unfinished(requests)
+        while waiting := unfinished.requests():
             try:
-                for completion in self._all.generate(list(waiting.values()), sampling):
+                for completion in self._all.generate(waiting, sampling):
                     heartbeat.tick()
-                    if (completion.request_id, completion.sample_index) not in seen:
-                        seen.add((completion.request_id, completion.sample_index))
+                    if unfinished.takes(completion):
                         yield completion
                 return
             except RunFailure as failure:
@@ -69,11 +67,6 @@ class Replicas:
                     raise RunFailure(
                         f"{failure}; the weights it sampled with have been replaced: resume from the last checkpoint"
                     ) from failure
-            done = {
-                name: sum((name, index) in seen for index in range(request.num_samples)) == request.num_samples
-                for name, request in waiting.items()
-            }
-            waiting = {name: request for name, request in waiting.items() if not done[name]}
 
     def update_weights(self, version: int) -> None:
         """Have every server load ``version`` from the board."""

@@ -189,6 +189,11 @@ def introduce(connection: socket.socket, secret: bytes, timeout_s: float = _TIME
     return SignedConnection(connection, _session_key(secret, theirs + own), is_server=False)
 
 
+def derived_key(secret: bytes, purpose: str, number: str) -> bytes:
+    """Return the key that those who know ``secret`` have for one purpose; ``number``, a fresh one, may be overheard."""
+    return hmac.new(secret, f"{purpose} {number}".encode(), hashlib.sha256).digest()
+
+
 def _proof(secret: bytes, role: bytes, nonces: bytes) -> str:
     return hmac.new(secret, role + nonces, hashlib.sha256).hexdigest()
 

@@ -10,6 +10,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
 from mindrlhf.observe.trackers import check_trackers
+from mindrlhf.rollout.elastic.checks import check_elastic
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
@@ -57,6 +58,7 @@ def check_run(
     node: int = 0,
     resume: bool = False,
     oversubscribe: bool = False,
+    is_elastic: bool = False,
 ) -> CheckedRun:
     """Apply every check that is possible before a device is touched.
 
@@ -69,6 +71,7 @@ def check_run(
         node: number of this one; what is in the output directory is for node 0 to judge.
         resume: the run is to be continued.
         oversubscribe: see :func:`mindrlhf.launch.machine.check_ranks`.
+        is_elastic: nodes for rollout only may join.
 
     Raises:
         UserError: the file cannot be read, or is the config of another task.
@@ -89,6 +92,8 @@ def check_run(
     if isinstance(config, GrpoConfig):
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
+        if is_elastic:
+            obstacles.check(check_elastic, config)
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)

@@ -23,6 +23,8 @@ from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
+from mindrlhf.rollout.elastic.door import Door, take_address
+from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.samples import Sampler
@@ -69,7 +71,9 @@ class ReinforcementTraining(life_cycle.Training):
         self._config = config
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
-        self._generator: Replicas | NodesGenerator | None = None  # of this node; on rank 0, once connected, of all
+        self._door = take_address()
+        # Of this node; on rank 0, once connected, of all.
+        self._generator: Replicas | NodesGenerator | ElasticGenerator | None = None
 
     def start_early(self, stack: contextlib.ExitStack) -> None:
         """Start the generator: it takes as long as the training graphs to compile, so let them overlap."""
@@ -112,6 +116,10 @@ class ReinforcementTraining(life_cycle.Training):
         self._generator.use_board(board.path)
         if len(nodes) > 1:
             self._generator = connect_generators(ranks, nodes, self._generator)
+        if self._door is not None:
+            num_servers = config.rollout.num_replicas * len(nodes)
+            self._generator = ElasticGenerator(self._generator, num_servers, Door(self._door), board)
+            stack.callback(self._generator.close)
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
@@ -209,6 +217,11 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
     )
     stack.callback(generator.close)
     return generator
+
+
+def start_servers(config: GrpoConfig, num_ranks: int, stack: contextlib.ExitStack, log_dir: Path) -> Replicas:
+    """Start the rollout servers of a node that runs none of the ranks; ``stack`` ends them."""
+    return _start_generator(config, check_grpo_inputs(config, num_ranks), stack, log_dir)
 
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:

@@ -246,6 +246,15 @@ class WeightBoard:
                     f"(checksum {checksum:#x}, expected {int(expected) % _modulus(info):#x})"
                 )
 
+    def checksums(self, version: int) -> np.ndarray:
+        """Return what ``verify`` compares with, uint64 [tensors].
+
+        Raises:
+            WeightBoardError: the board does not hold ``version``.
+        """
+        self._require(version)
+        return np.array(self._checksums)
+
     def close(self) -> None:
         """Unmap the board. Arrays taken from it keep the memory alive until they are gone."""
         self._views, self._checksums = [], np.empty(0, np.uint64)

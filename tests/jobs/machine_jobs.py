@@ -31,7 +31,8 @@ RECIPE = {
 
 @pytest.fixture
 def start_machines(fault_inputs_dir, tmp_path):
-    """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run.
+    """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run,
+    on as many nodes unless SHAPE says otherwise.
 
     Its output directory is ``run`` in that of the machines.
     """
@@ -47,8 +48,9 @@ def start_machines(fault_inputs_dir, tmp_path):
             export PYTHONPATH=$PWD
             train() {{
                 {sys.executable} -m mindrlhf.cli train examples/sanity/config.yaml {shlex.join(words)} \\
-                    --nodes {num_nodes} --node-rank $NODE_RANK --master $MASTER_IP:8118 "$@"
+                    $SHAPE --master $MASTER_IP:8118 "$@"
             }}
+            SHAPE="--nodes {num_nodes} --node-rank $NODE_RANK"
             {run}
         """
         started.append(Machines(directory, script, num_nodes, keep=(fault_inputs_dir, sanity_inputs.REPOSITORY)))
@@ -89,7 +91,7 @@ def num_steps(machines: Machines) -> int:
 def find(machines: Machines, node: int, kind: str) -> int:
     """Return the pid of the first process of a kind on a machine: one of KINDS, or "scheduler"."""
     for pid, line in sorted(machines.processes(node).items()):
-        if "THE END" in line or ("msrun" in line) != (kind == "msrun"):
+        if line.startswith("bash ") or ("msrun" in line) != (kind == "msrun"):
             continue
         is_scheduler = read_environment(pid).get("MS_ROLE") == "MS_SCHED"
         if KINDS["rank" if kind == "scheduler" else kind] in line and is_scheduler == (kind == "scheduler"):

@@ -141,6 +141,26 @@ def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ra
     assert run(["sft"], contents["sft"], *options, "--oversubscribe") == (0, set())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("rollout.ahead", 1, "0"),
+        ("rollout.span_tokens", 8, "0"),
+        ("tools.names", ["calculator"], r"[]"),
+        ("lora.rank", 4, "null"),
+    ],
+)
+def test_what_nodes_for_rollout_only_cannot_do_is_told(contents, run, key, value, needed):
+    assert run(["config", "check"], contents["train"], "--elastic") == (0, set())
+    section, _, name = key.partition(".")
+    contents["train"].setdefault(section, {})[name] = value
+    code, found = run(["config", "check"], contents["train"], "--elastic")
+    (line,) = [line for line in found if "--elastic" in line]
+    assert f"'{key}' is " in line and f"with --elastic it has to be {needed}:" in line
+    code, found = run(["train"], contents["train"], "--elastic", "--master", "127.0.0.1:8118")
+    assert code == 2 and line in found
+
+
 def test_a_sandbox_that_is_too_weak_is_told_by_config_check(contents, run, monkeypatch):
     monkeypatch.setattr("mindrlhf.sandbox.server.active_layers", lambda: frozenset({"user"}))
     contents["train"]["reward"]["verifier_function"] = "code_execution"

@@ -2,11 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from mindrlhf.system.clock import WatchedTime
 from mindrlhf.system.handshake import SignedConnection
+from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 BEAT_INTERVAL_S = 1.0
@@ -16,13 +19,22 @@ _SEND_TIMEOUT_S = 5.0
 LOST = "lost"
 
 
+def told_activity(beat: Mapping[str, Any]) -> tuple[Activity, int] | None:
+    """Return what a beat tells of the peer's processes, and how many they are; None where it tells nothing."""
+    if "cpu_time_s" not in beat:
+        return None
+    return Activity(beat["cpu_time_s"], beat["is_runnable"], beat["waits_for_disk"]), beat["num_processes"]
+
+
 class Channel:
     """Reads and beats in threads of its own, until it is closed or the peer is lost.
 
     Args:
         connection: authenticated.
-        deliver: called, by those threads, with each message, and once with {"kind": "lost", "how": ...}.
+        deliver: called, by those threads, with each message, and once with {"kind": "lost", "how": ...}. Arrays that
+            came with a message are its "arrays".
         beat: returns what each beat tells the peer.
+        watches: whether silence means that the peer is lost; a peer that computes in its own process may miss beats.
     """
 
     def __init__(
@@ -30,20 +42,23 @@ class Channel:
         connection: SignedConnection,
         deliver: Callable[[dict[str, Any]], None],
         beat: Callable[[], dict[str, Any]] = dict,
+        *,
+        watches: bool = True,
     ) -> None:
         self._connection = connection
         self._deliver = deliver
         self._beat = beat
+        self._watches = watches
         self._num_received = 0
         self._is_closed = False
         self._closing = threading.Lock()
         for function in (self._read, self._keep_beating):
             threading.Thread(target=function, daemon=True).start()
 
-    def send(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, arrays: Mapping[str, np.ndarray] | None = None, **values: Any) -> None:
         """Send a message; one that cannot be sent is lost with the peer, of which ``deliver`` hears."""
         try:
-            self._connection.send({"kind": kind, **values}, timeout_s=_SEND_TIMEOUT_S)
+            self._connection.send({"kind": kind, **values}, arrays, timeout_s=_SEND_TIMEOUT_S)
         except (ConnectionClosed, TimeoutError):
             self._lose("has closed the connection")
 
@@ -56,13 +71,13 @@ class Channel:
     def _read(self) -> None:
         while True:
             try:
-                header, _ = self._connection.receive()
+                header, arrays = self._connection.receive()
             except ConnectionClosed:
                 return self._lose("has closed the connection: it has ended, or was killed")
             except ProtocolError as error:
                 return self._lose(f"sends what nobody can read ({error})")
             self._num_received += 1
-            self._deliver(header)
+            self._deliver({**header, "arrays": arrays} if arrays else header)
 
     def _keep_beating(self) -> None:
         watched, heard, heard_s = WatchedTime(), 0, 0.0
@@ -72,7 +87,7 @@ class Channel:
             now_s, num_received = watched.now_s(), self._num_received
             if num_received != heard:
                 heard, heard_s = num_received, now_s
-            elif now_s - heard_s >= SILENCE_LIMIT_S:
+            elif self._watches and now_s - heard_s >= SILENCE_LIMIT_S:
                 self._lose(f"has not been heard of for {now_s - heard_s:.0f} s: it is cut off, or has no power")
 
     def _lose(self, how: str) -> None:

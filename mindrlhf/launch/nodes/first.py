@@ -16,8 +16,9 @@ from typing import Any
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import is_worth_a_restart, say
 from mindrlhf.launch.launch import find_free_port
-from mindrlhf.launch.nodes.channel import LOST, Channel
+from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences, name_nodes
+from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, Guests
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
@@ -77,13 +78,17 @@ class FirstNode(Peers):
         self._nodes: dict[int, _Node] = {}  # by number, spares too
         self._seats: dict[int, int] = {}  # by place among the nodes that train, who has it
         self._has_started = self._is_over = False
-        self._news: queue.SimpleQueue[tuple[int, Channel | None, dict[str, Any]]] = queue.SimpleQueue()
+        # Of each message, who has sent it: the number of a node, None for one for rollout only.
+        self._news: queue.SimpleQueue[tuple[int | None, Channel | None, dict[str, Any]]] = queue.SimpleQueue()
         self._problems: dict[int, str] = {}
         self._signals: list[int] = []
         self._ending: Ending | None = None
         self._report = ""
         self._is_watched = False  # by the launcher, which says why it ends
-        self._listener, self.host = _listen(place)
+        self._listener, host = _listen(place)
+        if self.num_nodes > 1:
+            self.host = host
+        self._guests = Guests(host, secret) if place.is_elastic else None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self) -> "FirstNode":
@@ -103,7 +108,10 @@ class FirstNode(Peers):
             RunFailure: a node did not come.
         """
         self._gather()
-        self.scheduler_port = find_free_port(self.host)
+        if self.num_nodes > 1:
+            self.scheduler_port = find_free_port(self.host)
+        if self._guests is not None:
+            self.environment = self._guests.open()
         self._ending, self._report, self._is_watched, self._has_started = None, "", True, True
         for place, number in self._seats.items():
             node = self._nodes[number]
@@ -114,6 +122,8 @@ class FirstNode(Peers):
             code = start(resume)
         finally:
             self._is_watched = False
+            if self._guests is not None:
+                self._guests.shut()
             code = self._end_others(code)
         return code
 
@@ -123,12 +133,17 @@ class FirstNode(Peers):
         for node in self._nodes.values():
             node.channel.send("over", code=code)
         end_s = time.monotonic() + _GOODBYE_LIMIT_S
-        while self._nodes and time.monotonic() < end_s:  # they close: what is closed here first may be lost on its way
+        if self._guests is not None:
+            self._guests.say_goodbye(code)
+        # They close: what is closed here first may be lost on its way.
+        while (self._nodes or self._guests) and time.monotonic() < end_s:
             self._take_news()
             time.sleep(POLL_INTERVAL_S)
         for node in self._nodes.values():
             node.channel.close()
         self._nodes = {}
+        if self._guests is not None:
+            self._guests.close()
         self._listener.close()
 
     def ending(self) -> Ending | None:
@@ -148,6 +163,7 @@ class FirstNode(Peers):
     def activity(self) -> tuple[Activity, int]:
         """See :meth:`Peers.activity`."""
         all_of_them = [node.activity for node in self._nodes.values()]
+        all_of_them += self._guests.activities() if self._guests is not None else []
         total = sum((activity for activity, _ in all_of_them), Activity(0.0))
         return total, sum(number for _, number in all_of_them)
 
@@ -167,7 +183,8 @@ class FirstNode(Peers):
                 signed = admit(connection, self._secret)
                 signed.send({"kind": "welcome", "probes": self._probes})
                 header, _ = signed.receive(_JOIN_TIMEOUT_S)
-                node, facts = int(header["node"]), dict(header["facts"])
+                node = None if header.get("role") == ROLLOUT_ROLE else int(header["node"])
+                facts = dict(header["facts"])
             except Stranger as error:
                 return say(f"a connection from {peer} was turned away: {error}")
             except (ConnectionClosed, ProtocolError, TimeoutError, KeyError, ValueError, TypeError):
@@ -239,7 +256,9 @@ class FirstNode(Peers):
                 node, channel, message = self._news.get_nowait()
             except queue.Empty:
                 return
-            if message["kind"] == "join":
+            if node is None:
+                self._hear_guest(channel, message)
+            elif message["kind"] == "join":
                 self._take_in(node, channel, message)
             elif node in self._nodes and self._nodes[node].channel is channel:
                 self._hear(node, message)
@@ -264,6 +283,20 @@ class FirstNode(Peers):
                 say(line)
                 channel.send("waiting", line=line)
 
+    def _hear_guest(self, channel: Channel, message: dict[str, Any]) -> None:
+        if self._guests is None:
+            if message["kind"] == "join":
+                channel.send("refused", lines=["the run takes no nodes for rollout only: give --elastic to all"])
+        elif message["kind"] != "join":
+            self._guests.hear(channel, message)
+        elif problem := message.get("problem"):
+            self._guests.take_in(channel, message["host"], [problem])
+        else:  # which writes nothing to shared directories
+            facts = {name: fact for name, fact in self._facts.items() if name not in self._probes}
+            self._guests.take_in(
+                channel, message["host"], differences({0: facts, self._num_launchers: message["facts"]})
+            )
+
     def _is_spare(self, node: int) -> bool:
         return node >= self.num_nodes or self._seats.get(node, node) != node
 
@@ -275,9 +308,7 @@ class FirstNode(Peers):
     def _hear(self, node: int, message: dict[str, Any]) -> None:
         who = self._nodes[node]
         if message["kind"] == "beat":
-            if "cpu_time_s" in message:
-                activity = Activity(message["cpu_time_s"], message["is_runnable"], message["waits_for_disk"])
-                who.activity = activity, message["num_processes"]
+            who.activity = told_activity(message) or who.activity
         elif message["kind"] == "signal":
             self._signals.append(message["number"])
         elif message["kind"] == "ended":

@@ -29,6 +29,10 @@ _TAKEN_LIMIT_S = SILENCE_LIMIT_S + 5.0
 class OtherNode(Peers):
     """Node 0 as the launcher of another node sees it.
 
+    Attributes:
+        role: what node 0 is told that this node is for; empty for training.
+        orders: the kinds of messages on which it acts.
+
     Args:
         place: of this node.
         secret: that all know.
@@ -37,6 +41,9 @@ class OtherNode(Peers):
         limit_s: longest wait for node 0; 0 means any time.
         rejoins: whether to join again when node 0 is lost: it, or this node's network, may come back.
     """
+
+    role = ""
+    orders = ("go", "over", LOST)
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class OtherNode(Peers):
         """
         while True:
             message = self._news.get()
-            if message["kind"] in ("go", "over", LOST):
+            if message["kind"] in self.orders:
                 return message
             if message["kind"] in ("waiting", "stop"):  # the ranks here may have ended before they were to stop
                 say(str(message["line"]))
@@ -196,9 +203,8 @@ class OtherNode(Peers):
         facts = [] if problem else self._find_facts(welcome["probes"])
         self._news, self._ending = queue.SimpleQueue(), None
         try:
-            signed.send(
-                {"node": self._place.node, "host": socket.gethostname(), "facts": as_message(facts), "problem": problem}
-            )
+            own = {"role": self.role, "node": self._place.node, "host": socket.gethostname()}
+            signed.send({**own, "facts": as_message(facts), "problem": problem})
         except ConnectionClosed as error:
             raise RunFailure(f"node 0 ({self._place.master}) has closed the connection ({error})") from None
         self._channel = Channel(signed, self._news.put, lambda: self._activity)

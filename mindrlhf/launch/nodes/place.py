@@ -21,10 +21,12 @@ class Place:
     """Where a launcher stands among those of a run.
 
     Attributes:
-        node: its number: first the nodes that train, from 0 on, then the spares.
+        node: its number: first the nodes that train, from 0 on, then the spares; those for rollout only share the next.
         num_nodes: how many train.
         master, port: name or address of node 0, and where it listens.
         num_spares: how many wait to take the place of a node that is lost.
+        is_elastic: nodes for rollout only may come.
+        is_for_rollout: this is one.
     """
 
     node: int
@@ -32,6 +34,8 @@ class Place:
     master: str
     port: int
     num_spares: int = 0
+    is_elastic: bool = False
+    is_for_rollout: bool = False
 
     def address(self) -> tuple[int, str]:
         """Return the socket family and address of node 0.
@@ -49,6 +53,9 @@ def find_place(
     master: str | None,
     environment: Mapping[str, str],
     num_spares: int = 0,
+    *,
+    is_elastic: bool = False,
+    is_for_rollout: bool = False,
 ) -> Place | None:
     """Return where this launcher stands; None where there is one node only.
 
@@ -57,12 +64,18 @@ def find_place(
         node_rank: ``--node-rank``; None for what the environment says.
         master: ``--master``: ADDRESS or ADDRESS:PORT of node 0; None for what the environment says.
         num_spares: ``--spares``; the environment's number of nodes has them in it, that of ``--nodes`` has not.
+        is_elastic: ``--elastic``: there is a place then also where one node trains.
+        is_for_rollout: ``--role rollout``.
 
     Raises:
         UserError: something is missing, or senseless.
     """
     if num_spares < 0:
         raise UserError(f"--spares is {num_spares}: give 0 or more")
+    if is_for_rollout:
+        _check_rollout_node(node_rank, is_elastic)
+    if is_elastic and nodes is None:
+        nodes, node_rank = "1", node_rank or 0
     if nodes is None:
         for option, value in (("--node-rank", node_rank), ("--master", master), ("--spares", num_spares or None)):
             if value is not None:
@@ -77,19 +90,30 @@ def find_place(
     num_nodes = int(found["num_nodes"]) - num_spares if nodes == "auto" else _number(nodes)
     if num_spares and num_nodes < 2:
         raise UserError(f"--spares is {num_spares}, but {max(0, num_nodes)} nodes train: a spare needs 2 at least")
-    if num_nodes == 1:
+    if num_nodes == 1 and not is_elastic:
         return None
+    total = num_nodes + num_spares
     rank = node_rank if node_rank is not None else found.get("node")
+    if is_for_rollout:
+        rank = total
     if rank is None:
         raise UserError(f"--nodes is {nodes}, but --node-rank is missing: give each node its own, from 0 on")
     rank = int(rank)
-    total = num_nodes + num_spares
-    if not 0 <= rank < total:
+    if not 0 <= rank < total + is_for_rollout:
         raise UserError(f"--node-rank is {rank}, but the {total} nodes are numbered from 0 to {total - 1}")
     address, port = _split(master or str(found.get("master", "")))
     if not address:
-        raise UserError(f"--nodes is {nodes}, but --master is missing: give the address of node 0, ADDRESS:PORT")
-    return Place(rank, num_nodes, address, port or int(found.get("port", DEFAULT_PORT)), num_spares)
+        what = "--elastic is given" if is_elastic else f"--nodes is {nodes}"
+        raise UserError(f"{what}, but --master is missing: give the address of node 0, ADDRESS:PORT")
+    port = port or int(found.get("port", DEFAULT_PORT))
+    return Place(rank, num_nodes, address, port, num_spares, is_elastic, is_for_rollout)
+
+
+def _check_rollout_node(node_rank: int | None, is_elastic: bool) -> None:
+    if not is_elastic:
+        raise UserError("--role is rollout, but --elastic is missing: give it to all nodes of the run")
+    if node_rank is not None:
+        raise UserError(f"--node-rank is {node_rank}, but nodes with --role rollout have no number: leave it out")
 
 
 def _number(nodes: str) -> int:

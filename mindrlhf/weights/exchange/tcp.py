@@ -36,17 +36,19 @@ class TcpCarrier:
     Args:
         board: of this node.
         node: its number.
-        host: its address, on which it waits for the others.
+        host: its address, on which it waits for the others; None where nothing comes to this node.
 
     Attributes:
         sent_bytes: of pieces, or their changes, sent so far.
     """
 
-    def __init__(self, board: WeightBoard, node: int, host: str):
+    def __init__(self, board: WeightBoard, node: int, host: str | None):
         self._board = board
         self._node = node
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        self._listener = None
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self._pieces: Sequence[Piece] = ()
         self._outgoing: dict[tuple[int, int], SignedConnection] = {}  # by node and stream
         self._incoming: dict[tuple[int, int], SignedConnection] = {}
@@ -97,7 +99,8 @@ class TcpCarrier:
     def close(self) -> None:
         """End the connections."""
         self._hang_up()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _hop(self, piece: Piece) -> tuple[int | None, int | None]:
         """Return the nodes that a piece comes from and goes to; None where it begins, ends or does not pass."""

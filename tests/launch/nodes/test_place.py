@@ -92,6 +92,30 @@ def test_what_is_missing_or_senseless_is_named(arguments, message):
         find_place(*arguments)
 
 
+def test_nodes_for_rollout_only_have_no_number_of_their_own():
+    elastic = {"is_elastic": True}
+    assert find_place(None, None, "a:1", {}, **elastic) == Place(0, 1, "a", 1, is_elastic=True)
+    assert find_place("2", 1, "a:1", {}, **elastic) == Place(1, 2, "a", 1, is_elastic=True)
+    rollout = {**elastic, "is_for_rollout": True}
+    assert find_place(None, None, "a:1", {}, **rollout) == Place(1, 1, "a", 1, **rollout)
+    assert find_place("2", None, "a:1", {}, 1, **rollout) == Place(3, 2, "a", 1, 1, **rollout)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        ((None, None, None), {"is_elastic": True}, "--elastic is given, but --master is missing"),
+        ((None, 1, "a"), {"is_elastic": True}, "--node-rank is 1, but the 1 nodes are numbered from 0 to 0"),
+        (("2", None, "a"), {"is_elastic": True}, "--node-rank is missing"),
+        (("2", 1, "a"), {"is_elastic": True, "is_for_rollout": True}, "have no number: leave it out"),
+        (("2", None, "a"), {"is_for_rollout": True}, "--role is rollout, but --elastic is missing"),
+    ],
+)
+def test_what_is_senseless_for_nodes_for_rollout_only_is_named(arguments, options, message):
+    with pytest.raises(UserError, match=message):
+        find_place(*arguments, {}, **options)
+
+
 @pytest.mark.parametrize(
     "hosts, first",
     [

@@ -1,0 +1,119 @@
+"""Nodes for rollout only, as node 0 knows them: they run no ranks, and come and go while the run goes on.
+
+Node 0 compares them with itself as it does with all nodes, and tells those that pass where rank 0's door is: the
+address at which rank 0 takes them in (:mod:`mindrlhf.rollout.elastic.door`). The door's key, one for each start of the
+ranks, both derive from the secret, so that it never travels.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mindrlhf.launch.failure_report import say
+from mindrlhf.launch.launch import find_free_port
+from mindrlhf.launch.nodes.channel import LOST, Channel, told_activity
+from mindrlhf.system.handshake import derived_key
+from mindrlhf.system.idle import Activity
+
+ROLLOUT_ROLE = "rollout"
+DOOR_VARIABLE = "MINDRLHF_ROLLOUT_DOOR"
+_NUMBER_BYTES = 16
+_PURPOSE = "rollout nodes"
+
+
+@dataclass(frozen=True)
+class DoorAddress:
+    """Where rank 0 waits for nodes for rollout only.
+
+    Attributes:
+        host, port: the address that all nodes reach node 0 by, and a port of this start.
+        key: hexadecimal; of this start.
+    """
+
+    host: str
+    port: int
+    key: str
+
+    @classmethod
+    def of_order(cls, order: Mapping[str, Any], secret: bytes) -> "DoorAddress":
+        """Return what node 0's order to start means to those who know the secret."""
+        return cls(str(order["host"]), int(order["port"]), derived_key(secret, _PURPOSE, str(order["number"])).hex())
+
+
+class Guests:
+    """The launchers of nodes for rollout only, on node 0.
+
+    Args:
+        host: address of node 0, on which rank 0 may listen as well.
+        secret: that all know.
+    """
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        self._host = host
+        self._secret = secret
+        self._names: dict[Channel, str] = {}
+        self._activities: dict[Channel, tuple[Activity, int]] = {}
+        self._order: dict[str, Any] | None = None  # while the ranks run
+        self._is_over = False
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def take_in(self, channel: Channel, host: str, lines: Sequence[str]) -> None:
+        """Take in one that has come, or turn it away for the reasons in ``lines``."""
+        if lines:
+            say("\n  ".join([f"rollout node {host} cannot take part:", *lines]))
+            return channel.send("refused", lines=list(lines))
+        self._names[channel] = host
+        say(f"rollout node {host} has come")
+        if self._order is not None:
+            channel.send("go", **self._order)
+        return None
+
+    def hear(self, channel: Channel, message: Mapping[str, Any]) -> None:
+        """Take a message of one of them."""
+        if (activity := told_activity(message)) is not None:
+            self._activities[channel] = activity
+        if message["kind"] not in ("leaving", LOST) or channel not in self._names:
+            return
+        host = self._names.pop(channel)
+        self._activities.pop(channel, None)
+        if message["kind"] == "leaving":
+            channel.close()
+        if not self._is_over:
+            say(f"rollout node {host} {message.get('how', 'has left')}")
+
+    def activities(self) -> list[tuple[Activity, int]]:
+        """Return what the processes of each do, and how many they are: rank 0 may have to wait for them alone."""
+        return list(self._activities.values())
+
+    def open(self) -> dict[str, str]:
+        """Have them start their servers, as the ranks start; return the variables by which rank 0 finds the door."""
+        self._order = {
+            "host": self._host,
+            "port": find_free_port(self._host),
+            "number": secrets.token_hex(_NUMBER_BYTES),
+        }
+        for channel in self._names:
+            channel.send("go", **self._order)
+        return {DOOR_VARIABLE: json.dumps(asdict(DoorAddress.of_order(self._order, self._secret)))}
+
+    def shut(self) -> None:
+        """Have them end their servers, since the ranks have ended."""
+        self._order = None
+        for channel in self._names:
+            channel.send("stop", line="the ranks have ended", code=0)
+
+    def say_goodbye(self, code: int) -> None:
+        """Tell them that the run is over; they close their connections."""
+        self._is_over = True
+        for channel in self._names:
+            channel.send("over", code=code)
+
+    def close(self) -> None:
+        """End the connections that are left."""
+        for channel in self._names:
+            channel.close()
+        self._names = {}

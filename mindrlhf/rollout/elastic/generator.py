@@ -1,0 +1,112 @@
+"""The rollout servers of the nodes that train and of those that come and go, as one generator."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+from mindrlhf.rollout.elastic.door import Door, say
+from mindrlhf.rollout.elastic.member import Member
+from mindrlhf.rollout.pool import Unfinished, merge
+from mindrlhf.rollout.remote import ReplicatedGenerator
+from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.weights.board import WeightBoard
+
+
+class ElasticGenerator:
+    """A ``Generator``: prompts are dealt out to all servers in turn, and those of a node that is lost once more.
+
+    The samples of a request depend on its seed and the weights alone, so it does not matter who makes them. Nodes that
+    have come take part from the next ``update_weights`` on.
+
+    Args:
+        own: the servers of the nodes that train; their failure is the run's.
+        num_own_servers: how many they are.
+        door: where the others come in.
+        board: of rank 0, whole whenever a version is sealed.
+    """
+
+    def __init__(self, own: ReplicatedGenerator, num_own_servers: int, door: Door, board: WeightBoard) -> None:
+        self._own = own
+        self._num_own_servers = num_own_servers
+        self._door = door
+        self._board = board
+        self._members: list[Member] = []
+
+    def wait_ready(self) -> None:
+        """Block until every server of the nodes that train can answer."""
+        self._own.wait_ready()
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yield every completion as it finishes, in any order."""
+        unfinished = Unfinished(requests)
+        while waiting := unfinished.requests():
+            members = self._present()
+            turns = [self._own] * self._num_own_servers
+            turns += [member for member in members for _ in range(member.num_servers)]
+            shares = {source: [] for source in (self._own, *members)}
+            for position, request in enumerate(waiting):
+                shares[turns[position % len(turns)]].append(request)
+            streams = [
+                source.generate(share, sampling) if source is self._own else _while_it_lasts(source, share, sampling)
+                for source, share in shares.items()
+                if share
+            ]
+            for completion in merge(streams):
+                if unfinished.takes(completion):
+                    yield completion
+            if left := unfinished.requests():
+                say(f"{len(left)} prompts of rollout nodes that are lost are issued again")
+
+    def update_weights(self, version: int) -> None:
+        """Have every server load ``version`` from the board of its node; nodes that have come take part from now on."""
+        newcomers = self._door.take_newcomers()
+        members = [*self._present(), *newcomers]
+        threads = [threading.Thread(target=self._update, args=(member, version)) for member in members]
+        for thread in threads:
+            thread.start()
+        try:
+            self._own.update_weights(version)
+        finally:
+            for thread in threads:
+                thread.join()
+        self._members = [member for member in members if not member.is_lost]
+        for member in self._members:
+            if member in newcomers:
+                servers = f"{member.num_servers} server{'s' if member.num_servers > 1 else ''}"
+                say(f"rollout node {member.name} takes part from version {version} of the weights on, with {servers}")
+
+    def sleep(self) -> None:
+        """Give the device memory of the nodes that train back to the trainer; the others keep theirs."""
+        self._own.sleep()
+
+    def wake(self) -> None:
+        """Take device memory again."""
+        self._own.wake()
+
+    def cancel(self) -> None:
+        """Have ``generate``, in the thread that consumes it, raise ``Cancelled`` within a second, now and later."""
+        self._own.cancel()
+
+    def close(self) -> None:
+        """End the conversations with the nodes that come and go; who started the other servers stops them."""
+        self._door.close()
+        for member in self._members:
+            member.close()
+
+    def _present(self) -> list[Member]:
+        return [member for member in self._members if not member.is_lost]
+
+    def _update(self, member: Member, version: int) -> None:
+        try:
+            member.update_weights(version, self._board)
+        except Exception as error:  # whatever it is, the run does not need this node
+            member.drop(str(error) or type(error).__name__)
+
+
+def _while_it_lasts(
+    member: Member, requests: Sequence[GenerationRequest], sampling: SamplingParams
+) -> Iterator[Completion]:
+    """Yield what a node samples until it is done or lost."""
+    try:
+        yield from member.generate(requests, sampling)
+    except Exception as error:  # whatever it is, the run does not need this node
+        member.drop(str(error) or type(error).__name__)

@@ -1,0 +1,191 @@
+"""Nodes for rollout only and the launcher of node 0, in one process: come, are compared, start, leave, come again."""
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mindrlhf.errors import RunFailure, UserError
+from mindrlhf.launch.launch import find_free_port
+from mindrlhf.launch.nodes.facts import Fact
+from mindrlhf.launch.nodes.first import FirstNode
+from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
+from mindrlhf.launch.nodes.place import Place
+from mindrlhf.launch.nodes.rollout_node import RolloutNode
+from mindrlhf.launch.restarts import run_with_restarts
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = b"a secret of some length"
+FACTS = (Fact("'optimizer.start_lr'", 0.1, "use one config"), Fact("run.output_dir", "the directory of node 0", "-"))
+GUEST_FACTS = FACTS[:1]
+
+
+class Node0:
+    """The launcher of node 0, in a thread; ``orders`` gets the exit code of each start of its ranks."""
+
+    def __init__(self, tmp_path: Path, *, is_elastic: bool = True, max_restarts: int = 0) -> None:
+        self.port = find_free_port()
+        self.orders: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.doors: list[DoorAddress] = []
+        self.hosts: list[str] = []
+        self.code: int | None = None
+        place = Place(0, 1, "127.0.0.1", self.port, is_elastic=is_elastic)
+        self.nodes = FirstNode(place, SECRET, FACTS, {"run.output_dir": "7"}, 30.0)
+        self._options = max_restarts, tmp_path / "logs_0"
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with self.nodes as nodes:
+            code = run_with_restarts(
+                lambda resume: nodes.attempt(resume, self._ranks), lambda: True, *self._options, resume=False
+            )
+            nodes.close(code)
+            self.code = code
+
+    def _ranks(self, resume: bool) -> int:
+        self.hosts.append(self.nodes.host)
+        if DOOR_VARIABLE in self.nodes.environment:
+            self.doors.append(DoorAddress(**json.loads(self.nodes.environment[DOOR_VARIABLE])))
+        while True:
+            assert self.nodes.ending() is None  # nothing that such a node does ends the ranks
+            with contextlib.suppress(queue.Empty):
+                return self.orders.get_nowait()
+            time.sleep(0.02)
+
+
+class Guest:
+    """The launcher of a node for rollout only, in a thread."""
+
+    def __init__(self, port: int, facts=GUEST_FACTS, secret: bytes = SECRET, fails: bool = False) -> None:
+        place = Place(1, 1, "127.0.0.1", port, is_elastic=True, is_for_rollout=True)
+        self.node = RolloutNode(place, secret, lambda _: facts, Path("none"), limit_s=30.0, rejoins=False)
+        self.doors: list[DoorAddress] = []
+        self.ends: list[str] = []
+        self.result: object = None
+        self.fails = fails
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self.node.serve_rollout(self._servers)
+        except Exception as error:
+            self.result = error
+
+    def _servers(self, door: DoorAddress) -> None:
+        self.doors.append(door)
+        if self.fails:
+            raise RunFailure("vLLM died")
+        while (ending := self.node.ending()) is None:
+            time.sleep(0.02)
+        self.ends.append(ending.line)
+
+    def end(self) -> object:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        return self.result
+
+
+def wait_until(condition) -> None:
+    end_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_it_learns_of_rank_0s_door_whenever_it_comes_and_ends_with_the_run(tmp_path, capsys):
+    lead = Node0(tmp_path)
+    wait_until(lambda: lead.doors)
+    guests = [Guest(lead.port), Guest(lead.port)]
+    wait_until(lambda: all(guest.doors for guest in guests))
+    assert guests[0].doors == guests[1].doors == lead.doors
+    (door,) = lead.doors
+    assert door.host == "127.0.0.1" and door.port != lead.port and len(bytes.fromhex(door.key)) == 32
+    assert SECRET.hex() not in door.key
+    # Rank 0 may have to wait for them alone.
+    wait_until(lambda: lead.nodes.activity()[0].cpu_time_s > 0 and lead.nodes.activity()[1] >= 2)
+    lead.orders.put(0)
+    assert [guest.end() for guest in guests] == [0, 0]
+    lead.thread.join(20)
+    assert lead.code == 0
+    assert capsys.readouterr().err.count("has come") == 2
+
+
+def test_each_start_of_the_ranks_has_a_door_of_its_own(tmp_path):
+    lead = Node0(tmp_path, max_restarts=1)
+    guest = Guest(lead.port)
+    wait_until(lambda: len(guest.doors) == 1)
+    lead.orders.put(1)
+    wait_until(lambda: len(guest.doors) == 2)
+    assert guest.ends == ["the ranks have ended"]
+    assert guest.doors == lead.doors and guest.doors[0].key != guest.doors[1].key
+    lead.orders.put(0)
+    assert guest.end() == 0
+
+
+def test_it_leaves_and_the_run_goes_on(tmp_path, capsys):
+    lead = Node0(tmp_path)
+    guest = Guest(lead.port)
+    wait_until(lambda: guest.doors)
+    guest.node.leave()
+    assert guest.end() == 0
+    again = Guest(lead.port)
+    wait_until(lambda: again.doors)
+    assert lead.code is None
+    lead.orders.put(0)
+    assert again.end() == 0
+    text = capsys.readouterr().err
+    assert "rollout node " in text and "has left" in text and "this node has left the run" in text
+
+
+def test_servers_that_fail_end_their_node_only(tmp_path):
+    lead = Node0(tmp_path)
+    guest = Guest(lead.port, fails=True)
+    assert isinstance(guest.end(), RunFailure)
+    lead.orders.put(0)
+    lead.thread.join(20)
+    assert lead.code == 0
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "facts", "line"),
+    [
+        (
+            True,
+            (Fact("'optimizer.start_lr'", 0.2, "use one config"),),
+            r"'optimizer.start_lr' is 0.1 on node 0, 0.2 on",
+        ),
+        (False, GUEST_FACTS, "the run takes no nodes for rollout only: give --elastic to all"),
+    ],
+)
+def test_one_that_differs_or_is_not_wanted_is_refused_alone(tmp_path, is_elastic, facts, line):
+    lead = Node0(tmp_path, is_elastic=is_elastic)
+    wait_until(lambda: lead.hosts)
+    guest = Guest(lead.port, facts)
+    result = guest.end()
+    assert isinstance(result, UserError) and line in str(result)
+    lead.orders.put(0)
+    lead.thread.join(20)
+    assert lead.code == 0 and bool(lead.doors) == is_elastic
+
+
+def test_one_node_that_trains_keeps_its_ranks_to_itself(tmp_path):
+    lead = Node0(tmp_path)
+    lead.orders.put(0)
+    lead.thread.join(20)
+    # What MindSpore opens, to anyone, stays on the loopback device.
+    assert lead.hosts == ["127.0.0.1"] and lead.nodes.scheduler_port is None
+
+
+def test_a_wrong_secret_is_named(tmp_path):
+    lead = Node0(tmp_path)
+    guest = Guest(lead.port, secret=b"another secret, as long")
+    assert "do not know each other" in str(guest.end())
+    lead.orders.put(0)
+    lead.thread.join(20)
