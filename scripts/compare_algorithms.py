@@ -34,12 +34,11 @@ from mindrlhf.observe.records import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 _QUICKSTART = "examples/quickstart/config.yaml"
-# Recipe -> its config and what is changed in it. The quickstart itself takes 100 steps of one update.
+# The quickstart itself takes 100 steps of one update.
+_SHORT = ("run.max_steps=12", "training.num_minibatches=4", "evaluation.every_steps=6")
+# Recipe -> its config and what is changed in it.
 _ALGORITHMS = {
-    "GRPO": (
-        _QUICKSTART,
-        ("run.max_steps=12", "training.num_minibatches=4", "evaluation.every_steps=6"),
-    ),
+    "GRPO": (_QUICKSTART, _SHORT),
     "DAPO": ("examples/dapo/config.yaml", ()),
     "GSPO": ("examples/gspo/config.yaml", ()),
     "RLOO": ("examples/rloo/config.yaml", ()),
@@ -47,16 +46,19 @@ _ALGORITHMS = {
     "PPO": ("examples/ppo/config.yaml", ()),
 }
 _SCHEDULES = {
-    "within the step": (_QUICKSTART, ()),
-    "1 ahead": (_QUICKSTART, ("rollout.ahead=1",)),
-    "2 ahead": (_QUICKSTART, ("rollout.ahead=2",)),
-    "in spans": (_QUICKSTART, ("rollout.span_tokens=16", "rollout.in_flight=2")),
-    "asynchronous": (_QUICKSTART, ("rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=8")),
+    "within the step": (_QUICKSTART, _SHORT),
+    "1 ahead": (_QUICKSTART, (*_SHORT, "rollout.ahead=1")),
+    "2 ahead": (_QUICKSTART, (*_SHORT, "rollout.ahead=2")),
+    "in spans": (_QUICKSTART, (*_SHORT, "rollout.span_tokens=16", "rollout.in_flight=2")),
+    "asynchronous": (
+        _QUICKSTART,
+        (*_SHORT, "rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=8"),
+    ),
 }
 _ADAPTERS = {
-    "all weights": (_QUICKSTART, ()),
-    "rank 8": (_QUICKSTART, ("lora.rank=8", "optimizer.start_lr=2e-3")),
-    "rank 32": (_QUICKSTART, ("lora.rank=32", "optimizer.start_lr=2e-3")),
+    "all weights": (_QUICKSTART, _SHORT),
+    "rank 8": (_QUICKSTART, (*_SHORT, "lora.rank=8", "optimizer.start_lr=2e-3")),
+    "rank 32": (_QUICKSTART, (*_SHORT, "lora.rank=32", "optimizer.start_lr=2e-3")),
 }
 TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS}
 RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS
