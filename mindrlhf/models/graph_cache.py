@@ -210,9 +210,9 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def _mark() -> str:
-    """Return what MindSpore knows the program by that compiled: a digest of its script's digest, and of what that one
-    imports from beside it."""
-    digests = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in _get_compile_cache_dep_files()]
+    """Return what MindSpore knows the program by that compiled: a digest of the digests of its script and of all that
+    this one imports from places that are not on the path, in the order of their names."""
+    digests = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in sorted(_get_compile_cache_dep_files())]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 

@@ -14,6 +14,7 @@ from mindrlhf.models import graph_cache
 # Each graph is a name, a constant and a number of rows; MindSpore's numbering of graphs is one of the whole process.
 PROGRAM = """
 import gc, json, sys
+import beside
 import mindspore as ms
 import numpy as np
 from mindspore import nn
@@ -58,6 +59,7 @@ def run(graphs: list[tuple[float, int]], directory: Path, *options: str, num_com
     """Return the bytes of each graph's answer, and whether the graph was found, of a process of its own."""
     program = directory.parent / "program.py"
     program.write_text(PROGRAM)
+    program.with_name("beside.py").write_text("# MindSpore's mark of a program is of its own modules as well\n")
     ended = subprocess.run(
         [sys.executable, program, json.dumps(graphs), *options],
         env={**os.environ, "MINDRLHF_GRAPH_CACHE": str(directory)},

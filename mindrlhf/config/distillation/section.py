@@ -13,7 +13,7 @@ class DistillationSection:
 
     teachers: dict[str, str] = key(
         {},
-        "teachers as `source: Hugging Face directory`; prompts of other sources have `model.reference_path`, or are "
-        "refused where that is empty",
+        "Hugging Face directories of teachers, as `source: directory`; prompts of other sources have "
+        "`model.reference_path`, or are refused where that is empty",
         is_model=True,
     )
