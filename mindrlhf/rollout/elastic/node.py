@@ -83,11 +83,11 @@ class _Service:
     def leave(self) -> None:
         """Tell rank 0 that this node leaves, at once; what its servers owe is for others to do."""
         self._is_over = True
-        self._generator.cancel()
         if (link := self._link) is not None:
             link.channel.send(LEAVING)
-            link.is_gone.wait(_GOODBYE_LIMIT_S)  # what is closed here first may be lost on its way
+            link.is_gone.wait(_GOODBYE_LIMIT_S)  # what is closed here first, as by the other thread, may be lost
             link.close()
+        self._generator.cancel()
 
     def _connect(self) -> "_Link | None":
         try:
