@@ -1,10 +1,7 @@
 """What several test modules need: the order of tests, shared data, the rollout interpreter."""
 
-import gc
 import os
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,25 +16,6 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.TemporaryDirectory(prefix="mindrlhf-test-graphs-")
         os.environ["MINDRLHF_GRAPH_CACHE"] = directory.name
         config.add_cleanup(directory.cleanup)
-    if not Path(sys.argv[0]).is_file():  # of a worker of xdist, whose program MindSpore would look for
-        sys.argv[0] = str(Path(pytest.__file__).with_name("__main__.py"))
-
-
-@pytest.fixture(autouse=True)
-def _compiled_graphs_are_kept() -> Iterator[None]:
-    """Let tests share what they compile, as runs do that follow each other. Most tests need no MindSpore."""
-    module = sys.modules.get("mindrlhf.models.graph_cache")
-    if not module:
-        yield
-        return
-    if module._cache is None:
-        module.open_graph_cache(["tests"], repeats=True)
-        gc.collect()
-        gc.freeze()  # so that it is quick below
-    compiled = module._cache and module._cache.num_compiled
-    yield
-    if module._cache and module._cache.num_compiled != compiled:
-        gc.collect()  # the numbers of the kernels of models that are gone are taken again, so that graphs are equal
 
 
 # Files of jobs that take longest, which begin first, so that no process is left with one of them at the end.

@@ -52,16 +52,15 @@ class GraphCache:
         root: the directory; made where it is missing. It must be this user's alone, since graphs are run.
         facts: what the graphs depend on beside the cells and the software, such as the config.
         rank: this process; MindSpore keeps the graphs of each rank apart.
-        repeats: this process makes the same models more than once. MindSpore then logs two errors, which mean
-            nothing, for each graph that it compiles.
     """
 
-    def __init__(self, root: Path, facts: Sequence[str], rank: int = 0, *, repeats: bool = False):
+    def __init__(self, root: Path, facts: Sequence[str], rank: int = 0):
         root.mkdir(parents=True, exist_ok=True)
         status = root.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(f"{root} can be written by others")
-        self._root, self._says, self._repeats = root, rank == 0, repeats
+        self._root, self._says = root, rank == 0
+        self._keys: set[str] = set()
         # MindSpore looks into the directory that it was told first, whatever it is told later.
         self._place = root / f"{_NEW}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files = self._place / f"rank_{rank}" / "graph_cache"
@@ -85,7 +84,12 @@ class GraphCache:
         if signature in seen:
             return cell(*inputs)
         seen.add(signature)
-        with self._compiling(_digest([*self._common, *describe(cell), signature])):
+        key = _digest([*self._common, *describe(cell), signature])
+        if key in self._keys:
+            # Of an equal model that is gone: MindSpore has computed wrong numbers with a graph that was read twice.
+            return cell(*inputs)
+        self._keys.add(key)
+        with self._compiling(key):
             return cell(*inputs)
 
     @contextlib.contextmanager
@@ -115,11 +119,8 @@ class GraphCache:
     def _take(self, kept: Path, number: int) -> bool:
         """Copy a graph to where MindSpore looks for its next one; False where there is none, or a damaged one."""
         graph = self._files / (self._graph_name % number)
-        # Without its mark and a graph MindSpore gives up on all further graphs of the process. One that cannot be read
-        # it compiles, and writes it there.
+        # Without its mark MindSpore gives up on all further graphs of the process.
         self._dependencies.write_text(self._mark)
-        if self._repeats:
-            graph.touch()
         if not kept.exists():
             return False
         content = (kept / _GRAPH).read_bytes()
@@ -143,12 +144,12 @@ class GraphCache:
 _cache: GraphCache | None = None
 
 
-def open_graph_cache(facts: Sequence[str], rank: int = 0, *, repeats: bool = False) -> None:
+def open_graph_cache(facts: Sequence[str], rank: int = 0) -> None:
     """Keep the graphs that :func:`run_graph` compiles from now on; a directory that cannot be used is passed over."""
     global _cache
     root = cache_dir()
     try:
-        _cache = GraphCache(root, facts, rank, repeats=repeats) if root else None
+        _cache = GraphCache(root, facts, rank) if root else None
     except OSError as error:
         _cache = None
         print(f"mindrlhf: compiled graphs are not kept: {error}", flush=True)

@@ -34,7 +34,7 @@ class Scaled(nn.Cell):
         return self.kernel(hidden * self.constant, labels, mask)[0]
 
 
-graph_cache.open_graph_cache(["facts"], repeats=len(sys.argv) > 2)
+graph_cache.open_graph_cache(["facts"])
 answers = []
 cells = {}
 for constant, rows in json.loads(sys.argv[1]):
@@ -104,10 +104,15 @@ def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(tmp_path):
     assert {path.name for path in directory.iterdir() if path.name.startswith(".new-")} == set()
 
 
-def test_models_that_are_made_again_in_one_process_find_their_graphs(tmp_path):
-    answers = run([(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)], tmp_path / "graphs", "repeats", num_compiled=2)
-    assert [found for _, found in answers] == [0, 0, 1, 1]
-    assert answers[0][0] == answers[2][0] != answers[1][0] == answers[3][0]
+def test_a_model_that_is_made_again_in_one_process_is_compiled(tmp_path):
+    graphs = [(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)]
+    cold = run(graphs, tmp_path / "graphs", "again")
+    assert [found for _, found in cold] == [0, 0, 0, 0]
+    # Both are read, or MindSpore would say that it compiles them; then both are compiled without a look.
+    warm = run(graphs, tmp_path / "graphs", "again", num_compiled=0)
+    assert [found for _, found in warm] == [1, 1, 0, 0]
+    assert [answer for answer, _ in warm] == [answer for answer, _ in cold]
+    assert warm[0][0] == warm[2][0] != warm[1][0] == warm[3][0]
 
 
 def test_a_place_that_others_can_write_is_not_used(tmp_path, monkeypatch, capsys):
