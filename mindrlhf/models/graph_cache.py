@@ -72,7 +72,7 @@ class GraphCache:
         role = os.environ.get("MS_ROLE", "")  # of ranks that msrun started, begins the names of MindSpore's files
         self._dependencies = self._files / f"{role}{_DEPENDENCIES}"
         self._graph_name = f"{role}compile_cache_%d.mindir"
-        self.num_compiled = 0  # with the cache on: MindSpore numbers its files so
+        self._num_compiled = 0  # with the cache on: MindSpore numbers its files so
         self._seen: WeakKeyDictionary[nn.Cell, set] = WeakKeyDictionary()
         self.num_found = 0
         _make_room(root)
@@ -94,7 +94,7 @@ class GraphCache:
 
     @contextlib.contextmanager
     def _compiling(self, key: str) -> Iterator[None]:
-        kept, number = self._root / key, self.num_compiled
+        kept, number = self._root / key, self._num_compiled
         try:
             self._files.mkdir(parents=True)
             is_found = self._take(kept, number)
@@ -102,7 +102,7 @@ class GraphCache:
             shutil.rmtree(self._place, ignore_errors=True)
             yield
             return
-        self.num_compiled += 1
+        self._num_compiled += 1
         ms.set_context(enable_compile_cache=True, compile_cache_path=str(self._place))
         try:
             yield
@@ -118,7 +118,6 @@ class GraphCache:
 
     def _take(self, kept: Path, number: int) -> bool:
         """Copy a graph to where MindSpore looks for its next one; False where there is none, or a damaged one."""
-        graph = self._files / (self._graph_name % number)
         # Without its mark MindSpore gives up on all further graphs of the process.
         self._dependencies.write_text(self._mark)
         if not kept.exists():
@@ -128,13 +127,11 @@ class GraphCache:
             shutil.rmtree(kept)
             return False
         os.utime(kept)
-        graph.write_bytes(content)
+        (self._files / (self._graph_name % number)).write_bytes(content)
         return True
 
     def _keep(self, kept: Path, number: int) -> None:
         graph = self._files / (self._graph_name % number)
-        if not graph.stat().st_size:
-            return  # compiling failed
         (self._files / _SUM).write_text(hashlib.sha256(graph.read_bytes()).hexdigest())
         graph.rename(self._files / _GRAPH)
         self._dependencies.unlink(missing_ok=True)

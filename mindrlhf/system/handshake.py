@@ -13,7 +13,7 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,23 @@ class SignedConnection:
             state.update(f"{name} {array.dtype.str} {array.shape} ".encode())
             state.update(memoryview(array.reshape(-1).view(np.uint8)))
         return state.hexdigest()
+
+
+def greet_newcomers(listener: socket.socket, greet: Callable[[socket.socket], None]) -> None:
+    """Have a thread call ``greet`` with each connection that comes, until the listener is closed.
+
+    Each call has a thread of its own: a stranger that says nothing keeps nobody waiting.
+    """
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=greet, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
 
 
 def admit(connection: socket.socket, secret: bytes, timeout_s: float = _TIMEOUT_S) -> SignedConnection:

@@ -22,7 +22,7 @@ from mindrlhf.launch.nodes.guests import ROLLOUT_ROLE, Guests
 from mindrlhf.launch.nodes.place import Place
 from mindrlhf.launch.peers import Ending, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S
-from mindrlhf.system.handshake import Stranger, admit
+from mindrlhf.system.handshake import Stranger, admit, greet_newcomers
 from mindrlhf.system.idle import Activity
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
@@ -89,7 +89,7 @@ class FirstNode(Peers):
         if self.num_nodes > 1:
             self.host = host
         self._guests = Guests(host, secret) if place.is_elastic else None
-        threading.Thread(target=self._accept, daemon=True).start()
+        greet_newcomers(self._listener, self._admit)
 
     def __enter__(self) -> "FirstNode":
         return self
@@ -166,15 +166,6 @@ class FirstNode(Peers):
         all_of_them += self._guests.activities() if self._guests is not None else []
         total = sum((activity for activity, _ in all_of_them), Activity(0.0))
         return total, sum(number for _, number in all_of_them)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            # A stranger that says nothing keeps nobody waiting.
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):

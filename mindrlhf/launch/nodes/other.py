@@ -89,11 +89,7 @@ class OtherNode(Peers):
                     say(f"node 0 ({self._place.master}) has ended the run, with exit code {message['code']}")
                 return code or int(message["code"])
             if message["kind"] == LOST:
-                if not self._rejoins:
-                    raise RunFailure(self._lost_line(message))
-                say(f"{self._lost_line(message)}; joining it again")
-                self._rejoin_end_s = time.monotonic() + _TAKEN_LIMIT_S
-                self._join()
+                self._join_again(message)
                 continue
             if launch_files(self._log_dir):
                 keep_logs(self._log_dir)
@@ -162,6 +158,13 @@ class OtherNode(Peers):
             elif message["kind"] == "refused":
                 self._channel.close()
                 raise UserError("\n  ".join(["the nodes cannot train together:", *map(str, message["lines"])]))
+
+    def _join_again(self, lost: Mapping[str, Any]) -> None:
+        if not self._rejoins:
+            raise RunFailure(self._lost_line(lost))
+        say(f"{self._lost_line(lost)}; joining it again")
+        self._rejoin_end_s = time.monotonic() + _TAKEN_LIMIT_S
+        self._join()
 
     def _join(self, problem: str = "") -> None:
         start_s, next_news_s = time.monotonic(), _FIRST_NEWS_S

@@ -44,10 +44,7 @@ class RolloutNode(OtherNode):
             while True:
                 message = self._wait_for_order()
                 if message["kind"] == LOST:
-                    if not self._rejoins:
-                        raise RunFailure(self._lost_line(message))
-                    say(f"{self._lost_line(message)}; joining it again")
-                    self._join()
+                    self._join_again(message)
                 elif message["kind"] == "go":
                     self._ending = None
                     try:

@@ -10,7 +10,7 @@ import threading
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
 from mindrlhf.rollout.elastic.member import Member
-from mindrlhf.system.handshake import Stranger, admit
+from mindrlhf.system.handshake import Stranger, admit, greet_newcomers
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
 _HELLO_TIMEOUT_S = 5.0
@@ -41,7 +41,7 @@ class Door:
             raise RunFailure(
                 f"rank 0 cannot listen at {address.host}:{address.port} for rollout nodes ({error.strerror})"
             ) from None
-        threading.Thread(target=self._accept, daemon=True).start()
+        greet_newcomers(self._listener, self._admit)
 
     def take_newcomers(self) -> list[Member]:
         """Return the nodes that have come since the last call and are still there."""
@@ -57,15 +57,6 @@ class Door:
         self._listener.close()
         for member in self.take_newcomers():
             member.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            # A stranger that says nothing keeps nobody waiting.
-            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
         try:

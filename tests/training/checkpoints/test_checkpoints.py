@@ -1,5 +1,6 @@
 """When a run saves, what a checkpoint brings back, and what a broken-off step leaves of it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -110,6 +111,20 @@ def test_a_checkpoint_brings_back_everything(tmp_path, asynchronous):
     np.testing.assert_array_equal(leftover.arrays["ids"], [0, 1, 2])
 
 
+@contextlib.contextmanager
+def changed_state(directory):
+    """The path of the state that a run of one step has saved, and its content: what becomes of it is written back."""
+    run = Run(directory)
+    run.step()
+    run.checkpoints.save(run.progress)
+    run.checkpoints.wait()
+    path = newest_checkpoint(run.config) / STATE_NAME
+    state = json.loads(path.read_text())
+    yield path, state
+    path.write_text(json.dumps(state))
+    write_manifest(path.parent)
+
+
 def test_a_run_goes_on_with_the_teachers_that_it_began_with(tmp_path):
     names = ("model.reference_path", "distillation.teachers.code")
     run = Run(tmp_path, teachers=dict(zip(names, ("abc", "def"))))
@@ -122,15 +137,8 @@ def test_a_run_goes_on_with_the_teachers_that_it_began_with(tmp_path):
 
 
 def test_a_checkpoint_of_a_release_without_fingerprints_of_teachers_goes_on(tmp_path):
-    run = Run(tmp_path)
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
-    path = newest_checkpoint(run.config) / STATE_NAME
-    state = json.loads(path.read_text())
-    assert state.pop("teachers") == {}
-    path.write_text(json.dumps(state))
-    write_manifest(path.parent)
+    with changed_state(tmp_path) as (_, state):
+        assert state.pop("teachers") == {}
     assert Run(tmp_path, teachers={"model.reference_path": "abc"}).checkpoints.resume().step == 1
 
 
@@ -335,14 +343,7 @@ def test_the_best_step_is_that_of_the_prompts_that_the_run_has_now(tmp_path):
 
 
 def test_a_state_with_a_key_of_another_release_is_refused_by_name(tmp_path):
-    run = Run(tmp_path)
-    run.step()
-    run.checkpoints.save(run.progress)
-    run.checkpoints.wait()
-    path = newest_checkpoint(run.config) / STATE_NAME
-    state = json.loads(path.read_text())
-    state["algorithm_state"]["momentum"] = 0.9
-    path.write_text(json.dumps(state))
-    write_manifest(path.parent)
+    with changed_state(tmp_path) as (path, state):
+        state["algorithm_state"]["momentum"] = 0.9
     with pytest.raises(UserError, match=f"^{path} is damaged: algorithm_state.momentum is unknown"):
         Run(tmp_path).checkpoints.resume()
