@@ -55,7 +55,8 @@ class TinyVl:
     max_positions: int = 4096
     is_tied: bool = True
     is_flat: bool = False
-    family: str = "qwen2_5_vl"  # or qwen2_vl, qwen3_vl; the last one nested, with two blocks of DeepStack
+    family: str = "qwen2_5_vl"  # or qwen2_vl, qwen3_vl; the last one nested, with DeepStack
+    deepstack: tuple[int, ...] = (0, 2)  # blocks of the tower whose rows go behind the first layers
     std: float = 0.08
     seed: int = 0
 
@@ -137,7 +138,8 @@ def config_of(model: TinyVl) -> dict:
         text |= {"head_dim": model.hidden // model.heads, "attention_bias": False}
         for name in ("fullatt_block_indexes", "tokens_per_second", "window_size"):
             del vision[name]
-        vision |= {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+        vision |= {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 25}
+        vision["deepstack_visual_indexes"] = list(model.deepstack)
     if model.family == "qwen2_vl":
         shared |= {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
         vision = {name: vision[name] for name in ("depth", "num_heads", "patch_size", "spatial_merge_size")}
@@ -212,7 +214,7 @@ def _deep_shapes(model: TinyVl, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     for layer in range(model.layers):
         shapes |= {f"model.layers.{layer}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
     shapes |= {"visual.patch_embed.proj.bias": (width,), "visual.pos_embed.weight": (25, width)}
-    mergers = {"merger": width, "deepstack_merger_list.0": 4 * width, "deepstack_merger_list.1": 4 * width}
+    mergers = {"merger": width} | {f"deepstack_merger_list.{n}": 4 * width for n in range(len(model.deepstack))}
     for name, size in mergers.items():
         shapes |= {f"visual.{name}.norm.{part}": (size,) for part in ("weight", "bias")}
         for linear, shape in {"linear_fc1": (4 * width, 4 * width), "linear_fc2": (hidden, 4 * width)}.items():
