@@ -1,5 +1,6 @@
 """The two forms of the log-probability cell against each other and against full float64 logits."""
 
+import functools
 import types
 
 import numpy as np
@@ -45,8 +46,15 @@ def draw():
     return input_ids, labels, mask, weights
 
 
-def run(policy, input_ids, labels, mask, weights):
-    """Return log-probs, entropies and the gradients, by parameter name, of their sum weighted by ``weights``."""
+@functools.cache
+def shared_policy(device: str, temperature: float, tied: bool):
+    """A policy that no test changes, so that its graph is compiled once."""
+    return make_policy(device, temperature, tied)
+
+
+@functools.cache
+def gradients_of(policy):
+    """A cell that returns log-probs, entropies and the gradients of their weighted sum."""
     import mindspore as ms
     from mindspore import nn, ops
 
@@ -67,11 +75,18 @@ def run(policy, input_ids, labels, mask, weights):
         def construct(self, *inputs):
             return self.function(*inputs)
 
+    return Gradients(ms.ParameterTuple(policy.graph_parameters()))
+
+
+def run(policy, input_ids, labels, mask, weights):
+    """Return log-probs, entropies and the gradients, by parameter name, of their sum weighted by ``weights``."""
+    import mindspore as ms
+
     arrays = (input_ids, np.ones_like(input_ids), labels, mask, *weights)
-    parameters = ms.ParameterTuple(policy.graph_parameters())
     policy.bind()
-    (_, logprobs, entropy), slopes = Gradients(parameters)(*map(ms.Tensor, arrays))
-    gradients = {parameter.name: slope.asnumpy().copy() for parameter, slope in zip(parameters, slopes)}
+    (_, logprobs, entropy), slopes = gradients_of(policy)(*map(ms.Tensor, arrays))
+    parameters = policy.graph_parameters()
+    gradients = {one.name: slope.asnumpy().copy() for one, slope in zip(parameters, slopes, strict=True)}
     head = policy.model.head_weight.name
     outside = np.zeros((VOCABULARY, WIDTH), np.float32)
     policy.collect_weight_gradient(outside)
@@ -99,7 +114,7 @@ def expected(policy, input_ids, labels, mask, weights, temperature):
 def test_both_forms_equal_float64_in_value_and_gradient(temperature, tied):
     inputs = draw()
     for device in DEVICES:
-        policy = make_policy(device, temperature, tied)
+        policy = shared_policy(device, temperature, tied)
         logprobs, entropy, gradients = run(policy, *inputs)
         expected_logprobs, expected_entropy, expected_gradients = expected(policy, *inputs, temperature)
         np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5, err_msg=device)
@@ -111,13 +126,15 @@ def test_both_forms_equal_float64_in_value_and_gradient(temperature, tied):
 def test_no_entropy_gradient_takes_the_other_path_of_the_kernel():
     input_ids, labels, mask, weights = draw()
     weights[1] = 0
-    results = {device: run(make_policy(device, 1.0), input_ids, labels, mask, weights)[2] for device in DEVICES}
+    results = {
+        device: run(shared_policy(device, 1.0, False), input_ids, labels, mask, weights)[2] for device in DEVICES
+    }
     for name, gradient in results["ascend"].items():
         np.testing.assert_allclose(results["cpu"][name], gradient, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_the_head_gradient_adds_up_and_is_handed_over_once():
-    policy, inputs = make_policy("cpu", 1.0), draw()
+    policy, inputs = shared_policy("cpu", 1.0, False), draw()
     first = run(policy, *inputs)[2]["head"]
     second = run(policy, *inputs)[2]["head"]
     np.testing.assert_allclose(second, first, rtol=1e-6, err_msg="the first run's gradient was handed over twice")

@@ -6,17 +6,19 @@ import policy_loss_references as references
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 KL_COEFFICIENT = 0.3
 CORRECTIONS = {
     "token truncation": {"weight": "token", "max_weight": 1.3},
-    "sequence truncation": {"weight": "sequence", "max_weight": 1.5},
     "IcePop": {"weight": "token", "max_weight": 5.0, "mask": "token", "mask_low": 0.6, "mask_high": 1.5},
     "sequence mask": {"weight": "token", "max_weight": 1.3, "mask": "sequence", "mask_low": 0.3, "mask_high": 3.0},
     "geometric mask": {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.2},
     "veto": {"weight": "sequence", "max_weight": 2.0, "veto": 0.4},
 }
+if RUNS_SLOW_TESTS:  # a part of the last one
+    CORRECTIONS["sequence truncation"] = {"weight": "sequence", "max_weight": 1.5}
 
 
 def full(correction: dict) -> dict:
@@ -57,7 +59,7 @@ def check(responses, expected, **options):
         ("abs", False, False),
         ("k1", True, False),
         ("k3", True, False),
-        ("k3", False, True),
+        pytest.param("k3", False, True, marks=SLOW),
         ("k3", True, True),
     ],
 )
@@ -127,7 +129,8 @@ def test_the_entropy_bonus_is_aggregated_like_the_loss(mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "on_policy"), [*((name, False) for name in CORRECTIONS), ("token truncation", True), ("veto", True)]
+    ("name", "on_policy"),
+    [*((name, False) for name in CORRECTIONS), ("token truncation", True), pytest.param("veto", True, marks=SLOW)],
 )
 def test_corrections_equal_the_formula(name, on_policy):
     responses = cases.draw(25)
@@ -146,14 +149,17 @@ def test_corrections_equal_the_formula(name, on_policy):
     assert 0 < changed.sum() < changed.size
 
 
-@pytest.mark.parametrize("name", ["sequence truncation", "geometric mask", "veto"])
-def test_corrections_do_not_depend_on_the_cutting(name):
+@pytest.mark.parametrize(
+    "name", [name for name in ("sequence truncation", "geometric mask", "veto") if name in CORRECTIONS]
+)
+@pytest.mark.parametrize("num_rows", [8, pytest.param(1, marks=SLOW)])  # 8: graphs that are compiled already
+def test_corrections_do_not_depend_on_the_cutting(name, num_rows):
     from mindrlhf.training.batch import RowOptions
 
     responses = cases.draw(26)
     options = {"options": CLIP, "correction": full(CORRECTIONS[name])}
     plain = cases.run(responses, "ppo_clip", **options)
-    for rows in (RowOptions((cases.LONGEST,), 1, 1, False), RowOptions((cases.LONGEST,), 1, 4, True)):
+    for rows in (RowOptions((cases.LONGEST,), num_rows, 1, False), RowOptions((cases.LONGEST,), num_rows, 4, True)):
         cut = cases.run(responses, "ppo_clip", rows=rows, **options)
         assert cut[1] == pytest.approx(plain[1], rel=1e-5, abs=1e-6)
         cases.assert_close(cut[2], plain[2], rtol=1e-6)

@@ -1,5 +1,6 @@
 """The critic's loss against float64 NumPy and central differences, and under every cutting of a batch."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,24 +64,34 @@ def central_differences(responses, clip_range, step=1e-6):
     return gradients
 
 
-def run(responses, clip_range, rows=PACKED):
-    """Return loss, number of clipped tokens, and the gradient by value, one array per response."""
+@functools.cache
+def compiled(num_rows, clip_range):
+    """Return a stand-in for a critic, whose values are a parameter, and the gradients of the loss over it."""
     import mindspore as ms
     from mindspore import nn
 
-    from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS, ValueLoss
+    from mindrlhf.algorithms.value_loss import ValueLoss
 
     class Scores(nn.Cell):
         def __init__(self):
             super().__init__()
-            self.values = ms.Parameter(np.zeros((rows.rows_per_micro_batch, LONGEST), np.float32), name="values")
+            self.values = ms.Parameter(np.zeros((num_rows, LONGEST), np.float32), name="values")
 
         def construct(self, input_ids, segment_ids, labels, mask):
             return self.values * mask, mask
 
     scores = Scores()
     cell = ValueLoss(scores, clip_range)
-    function = ms.value_and_grad(cell, None, ms.ParameterTuple([scores.values]), has_aux=True)
+    return scores, ms.value_and_grad(cell, None, ms.ParameterTuple([scores.values]), has_aux=True)
+
+
+def run(responses, clip_range, rows=PACKED):
+    """Return loss, number of clipped tokens, and the gradient by value, one array per response."""
+    import mindspore as ms
+
+    from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS
+
+    scores, function = compiled(rows.rows_per_micro_batch, clip_range)
     sequences = []
     for index, response in enumerate(responses):
         tokens = {"new": response.new, "values": response.old, "returns": response.returns}
