@@ -1,5 +1,7 @@
 """Graphs from the disk compute what compiled ones do, in any order; what was changed or damaged is compiled again."""
 
+import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -13,15 +15,13 @@ from mindrlhf.models import graph_cache
 
 # Each graph is a name, a constant and a number of rows; MindSpore's numbering of graphs is one of the whole process.
 PROGRAM = """
-import gc, json, sys
+import gc, json, os, sys
 import beside
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindrlhf.algorithms.logprobs import TiledTokenLogProbs
 from mindrlhf.models import graph_cache
-
-ms.set_context(mode=ms.GRAPH_MODE)
 
 
 class Scaled(nn.Cell):
@@ -34,43 +34,77 @@ class Scaled(nn.Cell):
         return self.kernel(hidden * self.constant, labels, mask)[0]
 
 
-graph_cache.open_graph_cache(["facts"])
-answers = []
-cells = {}
-for constant, rows in json.loads(sys.argv[1]):
-    if len(sys.argv) > 2:
-        cells.clear()
-        gc.collect()
-    if constant not in cells:
-        cells[constant] = Scaled(constant)
-    cell = cells[constant]
-    cell.kernel.bind()
-    hidden = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2) / 8
-    labels, mask = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, np.float32)
-    before = graph_cache._cache.num_found
-    for _ in range(2):
-        answer = graph_cache.run_graph(cell, *map(ms.Tensor, (hidden, labels, mask))).asnumpy()
-    answers.append((answer.tobytes().hex(), graph_cache._cache.num_found - before))
-print(json.dumps(answers))
+def answers(graphs, is_made_again):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    graph_cache.open_graph_cache(["facts"])
+    cells = {}
+    for constant, rows in graphs:
+        if is_made_again:
+            cells.clear()
+            gc.collect()
+        if constant not in cells:
+            cells[constant] = Scaled(constant)
+        cell = cells[constant]
+        cell.kernel.bind()
+        hidden = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2) / 8
+        labels, mask = np.arange(rows, dtype=np.int32) % 3, np.ones(rows, np.float32)
+        before = graph_cache._cache.num_found
+        for _ in range(2):
+            answer = graph_cache.run_graph(cell, *map(ms.Tensor, (hidden, labels, mask))).asnumpy()
+        yield answer.tobytes().hex(), graph_cache._cache.num_found - before
+
+
+# Processes forked of one that has imported MindSpore, and nothing more: the import is what takes longest.
+for line in sys.stdin:
+    work = json.loads(line)
+    if not (process := os.fork()):
+        for descriptor in (1, 2):
+            os.dup2(os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.environ["MINDRLHF_GRAPH_CACHE"] = work["directory"]
+        found = list(answers(work["graphs"], work["is_made_again"]))
+        with open(work["out"], "w") as file:
+            json.dump(found, file)
+        sys.stdout.flush()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 
 
-def run(graphs: list[tuple[float, int]], directory: Path, *options: str, num_compiled=None) -> list[tuple[str, int]]:
-    """Return the bytes of each graph's answer, and whether the graph was found, of a process of its own."""
-    program = directory.parent / "program.py"
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Two that fork a process of PROGRAM for each line that they are sent, in turn: their sets have other orders."""
+    program = tmp_path_factory.mktemp("program") / "program.py"
     program.write_text(PROGRAM)
     program.with_name("beside.py").write_text("# MindSpore's mark of a program is of its own modules as well\n")
-    ended = subprocess.run(
-        [sys.executable, program, json.dumps(graphs), *options],
-        env={**os.environ, "MINDRLHF_GRAPH_CACHE": str(directory)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
-    if num_compiled is not None:
-        assert (ended.stdout + ended.stderr).count("Execute all the compilation actions") == num_compiled
-    return [tuple(answer) for answer in json.loads(ended.stdout.splitlines()[-1])]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for seed in ("1", "2"):
+            environment = {**os.environ, "PYTHONHASHSEED": seed}
+            started.append(stack.enter_context(subprocess.Popen([sys.executable, program], env=environment, **pipes)))
+        yield itertools.cycle(started)
+        for server in started:
+            server.stdin.close()
+
+
+@pytest.fixture
+def run(servers, tmp_path):
+    def run(graphs: list[tuple[float, int]], directory: Path, is_made_again=False, num_compiled=None):
+        """Return the bytes of each graph's answer, and whether the graph was found, of a process of its own."""
+        out, log = tmp_path / "answers.json", tmp_path / "log"
+        log.write_text("")
+        server = next(servers)
+        work = {"graphs": graphs, "directory": str(directory), "is_made_again": is_made_again}
+        server.stdin.write(json.dumps(work | {"out": str(out), "log": str(log)}) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n", log.read_text()
+        if num_compiled is not None:
+            assert log.read_text().count("Execute all the compilation actions") == num_compiled
+        answers = [tuple(answer) for answer in json.loads(out.read_text())]
+        out.unlink()
+        return answers
+
+    return run
 
 
 def expected(constant: float, rows: int) -> np.ndarray:
@@ -79,7 +113,7 @@ def expected(constant: float, rows: int) -> np.ndarray:
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(rows), np.arange(rows) % 3]
 
 
-def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(tmp_path):
+def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(run, tmp_path):
     directory = tmp_path / "graphs"
     compiled = run([(1.0, 4), (2.0, 4)], directory)
     assert [found for _, found in compiled] == [0, 0]
@@ -104,12 +138,12 @@ def test_graphs_are_found_in_any_order_and_what_differs_is_compiled(tmp_path):
     assert {path.name for path in directory.iterdir() if path.name.startswith(".new-")} == set()
 
 
-def test_a_model_that_is_made_again_in_one_process_is_compiled(tmp_path):
+def test_a_model_that_is_made_again_in_one_process_is_compiled(run, tmp_path):
     graphs = [(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)]
-    cold = run(graphs, tmp_path / "graphs", "again")
+    cold = run(graphs, tmp_path / "graphs", is_made_again=True)
     assert [found for _, found in cold] == [0, 0, 0, 0]
     # Both are read, or MindSpore would say that it compiles them; then both are compiled without a look.
-    warm = run(graphs, tmp_path / "graphs", "again", num_compiled=0)
+    warm = run(graphs, tmp_path / "graphs", is_made_again=True, num_compiled=0)
     assert [found for _, found in warm] == [1, 1, 0, 0]
     assert [answer for answer, _ in warm] == [answer for answer, _ in cold]
     assert warm[0][0] == warm[2][0] != warm[1][0] == warm[3][0]
