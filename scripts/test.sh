@@ -8,6 +8,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
 bash scripts/setup.sh
 .venv/bin/ruff check .
+# Every test and every process of its jobs would compile the same sources again.
+unset PYTHONDONTWRITEBYTECODE
 # More threads than cores make every test slower; those that measure set their own.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 if (($#)); then
