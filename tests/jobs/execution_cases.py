@@ -88,9 +88,9 @@ _ALL_CRITIC_LAYOUTS = {
         }
     },
 }
-# Of every day: one that has stages, replicas, shards of the optimizer and micro-batches. Tensor and sequence
-# parallelism are executed every day for the critic and for adapters.
-_OF_EVERY_DAY = ("dp2_pp2", "critic_tp2")
+# Of every day. Tensor and sequence parallelism are executed every day for the critic and for adapters, replicas and
+# shards of the optimizer for rows that share prompts.
+_OF_EVERY_DAY = ("pp2", "critic_tp2")
 
 
 def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, dict]]:

@@ -29,8 +29,8 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-5
-# Two replicas, whose rows have positions of their own.
-LAYOUTS = {2: {"dp2_shared": {"data_parallel": 2}}}
+# Two replicas, whose rows have positions of their own; each holds half of the optimizer state.
+LAYOUTS = {2: {"dp2_shared": {"data_parallel": 2, "enable_parallel_optimizer": True}}}
 SHARED = RowOptions((ROW_LENGTH,), NUM_ROWS, 1, True, SHARED_PROMPTS, in_step=True)
 PLAIN = RowOptions((ROW_LENGTH,), NUM_ROWS, 1, True)
 # Prompt length -> response lengths: they fill four rows, a group over two of them.
@@ -102,6 +102,7 @@ def plain(tmp_path_factory):
 
 
 def test_losses_are_those_of_plain_rows(execution, plain):
+    assert execution.lowered["ReduceScatter"] >= 1, "gradients are summed where their optimizer state is"
     np.testing.assert_allclose(execution.losses, plain[0], rtol=0, atol=TOLERANCE)
 
 
