@@ -10,7 +10,7 @@ from mindrlhf.training.batch import RowOptions, make_batch
 
 FROZEN = {
     "the head": lambda name: not name.startswith("output_layer"),
-    "all but the last layer": lambda name: ".layers.1." in name,
+    "all but the last layer": lambda name: f".layers.{MODEL['num_hidden_layers'] - 1}." in name,
     "all but matrices of attention": lambda name: name.endswith("linear_qkv.weight"),
 }
 
