@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
@@ -190,7 +190,8 @@ def assert_same(actual, expected) -> None:
     assert np.linalg.norm(difference) <= 1e-6 * np.linalg.norm(whole)
 
 
-@pytest.mark.parametrize("shared", SHARED)
+# In step every day with the model of experts below.
+@pytest.mark.parametrize("shared", ["one rank", "two ranks", pytest.param("two ranks in step", marks=SLOW)])
 def test_a_policy_learns_the_same(policy, shared):
     gradients, plain = policy
     options = SHARED[shared]
