@@ -33,10 +33,12 @@ def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_d
     for name, array in base_tensors(learner).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
     learner.export(tmp_path / "final", None)
-    # A new run from this adapter, whose reference is the base as before: computed before training, or with it.
-    for reference in ("precomputed", "live"):
+    # A new run from this adapter, whose reference is the base as before: computed with training, or before it.
+    again = None
+    for reference in ("live", "precomputed"):  # this one gives the reference up
         options = [f"lora.path={tmp_path / 'final_adapter'}", f"dpo.reference={reference}"]
-        evaluation, _ = make_trainer(load_dpo_config(path, options))[0]._evaluate_held_out()
+        trainer, again = make_trainer(load_dpo_config(path, options), again)
+        evaluation, _ = trainer._evaluate_held_out()
         assert evaluation["eval/loss"] == pytest.approx(metrics[30]["eval/loss"], rel=1e-5)
 
 
