@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 from rewound import Rewound
+from slow_tests import SLOW
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
@@ -156,7 +157,10 @@ def test_a_critic_from_a_language_model_begins_at_zero_and_learns(make_worker):
     assert losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.parametrize("cutting", CUTTINGS)
+# Rows of two lengths every day with the actor: see the tests of its cells.
+@pytest.mark.parametrize(
+    "cutting", [pytest.param(name, marks=SLOW) if name == "rows of two lengths" else name for name in CUTTINGS]
+)
 def test_the_cutting_of_a_batch_changes_nothing(worker, cutting):
     values, plain = gradients(worker, make_sequences(), PACKED)
     cut_values, cut = gradients(worker, make_sequences(), CUTTINGS[cutting])
