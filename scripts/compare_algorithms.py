@@ -36,9 +36,10 @@ ROOT = Path(__file__).resolve().parents[1]
 _QUICKSTART = "examples/quickstart/config.yaml"
 # The quickstart itself takes 100 steps of one update.
 _SHORT = ("run.max_steps=12", "training.num_minibatches=4", "evaluation.every_steps=6")
-# Recipe -> its config and what is changed in it.
+# Recipe -> its config and what is changed in it. GRPO, of all weights and sampled within the step, is in all tables.
+_GRPO = {"GRPO": (_QUICKSTART, _SHORT)}
 _ALGORITHMS = {
-    "GRPO": (_QUICKSTART, _SHORT),
+    **_GRPO,
     "DAPO": ("examples/dapo/config.yaml", ()),
     "GSPO": ("examples/gspo/config.yaml", ()),
     "RLOO": ("examples/rloo/config.yaml", ()),
@@ -46,7 +47,7 @@ _ALGORITHMS = {
     "PPO": ("examples/ppo/config.yaml", ()),
 }
 _SCHEDULES = {
-    "within the step": (_QUICKSTART, _SHORT),
+    **_GRPO,
     "1 ahead": (_QUICKSTART, (*_SHORT, "rollout.ahead=1")),
     "2 ahead": (_QUICKSTART, (*_SHORT, "rollout.ahead=2")),
     "in spans": (_QUICKSTART, (*_SHORT, "rollout.span_tokens=16", "rollout.in_flight=2")),
@@ -56,7 +57,7 @@ _SCHEDULES = {
     ),
 }
 _ADAPTERS = {
-    "all weights": (_QUICKSTART, _SHORT),
+    **_GRPO,
     "rank 8": (_QUICKSTART, (*_SHORT, "lora.rank=8", "optimizer.start_lr=2e-3")),
     "rank 32": (_QUICKSTART, (*_SHORT, "lora.rank=32", "optimizer.start_lr=2e-3")),
 }

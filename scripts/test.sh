@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, the style check and all tests: the quick ones first, two files at a time, then those in tests/jobs, which
-# start real msrun jobs and vLLM and often wait, three files at a time. MINDRLHF_SLOW_TESTS=1 adds what is too slow for
+# Set-up, the style check and all tests: the quick ones first, three files at a time, then those in tests/jobs, which
+# start real msrun jobs and vLLM and often wait, four files at a time. MINDRLHF_SLOW_TESTS=1 adds what is too slow for
 # every day.
 # Arguments go to pytest instead: bash scripts/test.sh tests/data -k readers
 set -euo pipefail
@@ -8,6 +8,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
 bash scripts/setup.sh
 .venv/bin/ruff check .
+# Every test and every process of its jobs would compile the same sources again.
+unset PYTHONDONTWRITEBYTECODE
 # More threads than cores make every test slower; those that measure set their own.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 if (($#)); then
@@ -16,5 +18,5 @@ fi
 status=0
 .venv/bin/python -m pytest --ignore tests/jobs --numprocesses 3 --dist loadfile || status=$?
 # Also after a failure: whoever reads the log of a machine wants all of it.
-.venv/bin/python -m pytest tests/jobs --numprocesses 3 --dist loadfile --no-loadscope-reorder || status=$?
+.venv/bin/python -m pytest tests/jobs --numprocesses 4 --dist loadfile --no-loadscope-reorder || status=$?
 exit "$status"

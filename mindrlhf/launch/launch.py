@@ -28,6 +28,7 @@ from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.processor import openblas_environment
+from mindrlhf.system.wire import family_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
@@ -167,8 +168,7 @@ def find_free_port(host: str = "127.0.0.1") -> int:
     first_ephemeral_port = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = range(10_000, first_ephemeral_port) or range(10_000, 65_536)
     for port in random.SystemRandom().sample(candidates, k=len(candidates)):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
             with contextlib.suppress(OSError):
                 probe.bind((host, port))
                 return port

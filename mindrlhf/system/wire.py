@@ -36,6 +36,11 @@ _DTYPES = {
 DEFAULT_MAX_PAYLOAD_BYTES = 64 << 30
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the address family of a numeric address: names have no colon, and mean IPv4 here."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 class ConnectionClosed(ConnectionError):
     """The peer closed the connection or died."""
 

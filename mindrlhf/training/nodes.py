@@ -4,6 +4,7 @@ import secrets
 import socket
 
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes
+from mindrlhf.system.wire import family_of
 from mindrlhf.training.records import Machine
 from mindrlhf.training.team import Team, rank_0_host
 
@@ -38,7 +39,6 @@ def attach_boards(team: Team, nodes: Nodes, path: str) -> None:
 def connect_generators(team: Team, nodes: Nodes, own: ReplicatedGenerator) -> NodesGenerator:
     """Return the rollout servers of all nodes; ``own`` are those of rank 0's."""
     token, host = secrets.token_hex(16), rank_0_host()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=len(nodes)) as listener:
+    with socket.create_server((host, 0), family=family_of(host), backlog=len(nodes)) as listener:
         team.call("answer_for_node", host=host, port=listener.getsockname()[1], token=token)
         return NodesGenerator(own, accept_nodes(listener, token.encode(), len(nodes)))

@@ -13,8 +13,8 @@ from execution_cases import (
     ALL_LAYOUTS,
     IS_LAST,
     LEARNING_RATE,
-    MODEL,
     NOT_FINITE,
+    UNCUT_MODEL,
     batches,
     hf_weights,
     plain_learner,
@@ -50,7 +50,7 @@ def executions(tmp_path_factory):
 
     root, computed = tmp_path_factory.mktemp("execution"), dict.fromkeys(NAMES, "old_logprobs")
     cells = (UPDATE, LOGPROBS)
-    return compile_and_execute(root, MODEL, LAYOUTS, batches(), cells, POLICY_INPUTS, computed, lora=LORA)
+    return compile_and_execute(root, UNCUT_MODEL, LAYOUTS, batches(), cells, POLICY_INPUTS, computed, lora=LORA)
 
 
 @dataclass
@@ -72,7 +72,7 @@ def plain(tmp_path_factory):
     from mindrlhf.specs.lora import LoraOptions
     from mindrlhf.weights.adapters.merge import iter_merged_tensors
 
-    network = plain_network(tmp_path_factory.mktemp("mindformers-log"))
+    network = plain_network(tmp_path_factory.mktemp("mindformers-log"), UNCUT_MODEL)
     attach_lora(network, LoraOptions(**LORA), SEED, "base")
     learner = plain_learner(network)
     rows = [PackedRows(*inputs[:4], tokens={}) for inputs in batches()]
@@ -121,7 +121,7 @@ def test_the_reference_is_the_policy_without_its_adapters(executions, plain, nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_merged_weights_are_published(executions, plain, name):
-    published, base = executions[name].published, hf_weights()
+    published, base = executions[name].published, hf_weights(UNCUT_MODEL)
     for hf_name, tensor in base.items():
         np.testing.assert_array_equal(published["before"][hf_name], tensor, err_msg=hf_name)
     assert published["after"].keys() == plain.merged.keys()
@@ -149,7 +149,8 @@ def test_the_adapter_is_exported_in_peft_s_format(executions, tmp_path, name):
     result = executions[name]
     exported, saved = result.exported.with_name("exported_adapter"), result.exported.parent / "saved" / "model"
     tensors = load_file(exported / "adapter_model.safetensors")
-    assert len(tensors) == 2 * 2 * 7 and all(one.startswith("base_model.model.model.layers.") for one in tensors)
+    assert len(tensors) == UNCUT_MODEL["num_hidden_layers"] * 2 * 7
+    assert all(one.startswith("base_model.model.model.layers.") for one in tensors)
     base = result.exported.parents[1] / "model"
     for adapter in (saved, exported):
         merge_adapter(base, adapter, tmp_path / "merged" / adapter.name)

@@ -26,6 +26,11 @@ FLOAT32, BFLOAT16 = 4, 2
 STATES = ("", "adam_m.", "adam_v.", "grad.")
 
 
+def of_layout(name: str) -> pytest.MarkDecorator:
+    """Skip a test whose layout is not among those of today."""
+    return pytest.mark.skipif(name not in LAYOUTS, reason="slow")
+
+
 @pytest.fixture(scope="module")
 def reports():
     names = list(LAYOUTS)
@@ -136,6 +141,7 @@ def test_model_parallel_by_hand(reports):
     }
 
 
+@of_layout("qwen2-mp2-adapted")
 def test_adapters_by_hand(reports):
     """What the model costs without gradients of embedding and norms, and those of the factors that are whole."""
     assert {one.kind for one in reports["qwen2-mp2-adapted"].collectives} == {"AllReduce"}
@@ -153,7 +159,7 @@ def test_adapters_by_hand(reports):
     }
 
 
-@pytest.mark.skipif("qwen2-mp2-tiles" not in LAYOUTS, reason="slow")
+@of_layout("qwen2-mp2-tiles")
 def test_tiles_of_logits_exchange_numbers_of_all_tokens_at_once(reports):
     """As the plain head but for the tokens' numbers, however many tiles there are."""
     assert {one.kind for one in reports["qwen2-mp2-tiles"].collectives} == {"AllReduce"}
@@ -169,6 +175,7 @@ def test_tiles_of_logits_exchange_numbers_of_all_tokens_at_once(reports):
     }
 
 
+@of_layout("critic-mp2")
 def test_critic_by_hand(reports):
     """As for the actor, without what the vocabulary costs, and with the gradient of one more vector, the score's."""
     assert {one.kind for one in reports["critic-mp2"].collectives} == {"AllReduce"}
@@ -210,7 +217,7 @@ def sizes_of(*names: str) -> dict[int, int]:
     return counts
 
 
-@pytest.mark.skipif("qwen2-dp2" not in LAYOUTS, reason="slow")
+@of_layout("qwen2-dp2")
 def test_data_parallel_by_hand(reports):
     """Every gradient once, the statistics, and the gradient norm."""
     statistics = 7 * FLOAT32
@@ -233,6 +240,7 @@ def test_optimizer_parallel_by_hand(reports):
     assert reduced == sizes_of("bias") | {NORM: 3, 7 * FLOAT32: 1, SCALAR: 1}
 
 
+@of_layout("qwen2-pp2")
 def test_pipeline_by_hand(reports):
     """The last of two stages: hidden states come and their gradients go, once for each of two micro-batches."""
     exchanged = {one for one in reports["qwen2-pp2"].collectives if one.kind in ("Send", "Receive")}
@@ -242,7 +250,7 @@ def test_pipeline_by_hand(reports):
     }
 
 
-@pytest.mark.skipif("qwen2-dp2-mp4-whole" not in LAYOUTS, reason="slow")
+@of_layout("qwen2-dp2-mp4-whole")
 def test_vocabulary_that_stays_whole_needs_no_embedding_collective(reports):
     group = tuple(range(4, 8))
     forward = total(reports["qwen2-dp2-mp4-whole"].collectives, "AllReduce", group)

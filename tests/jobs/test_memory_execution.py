@@ -42,15 +42,13 @@ def case(request, tmp_path_factory):
     """The executed run, and the plain one."""
     from mindrlhf.algorithms.losses import POLICY_INPUTS
     from mindrlhf.dryrun.compile.request import LOGPROBS, UPDATE
-    from mindrlhf.models.context import prepare_mindformers
 
     model, parallel, memory = CASES[request.param]
     root = tmp_path_factory.mktemp("execution")
     layouts = {2: {request.param: parallel}}
     cells = (UPDATE, LOGPROBS)
     executed = compile_and_execute(root, model, layouts, batches(), cells, POLICY_INPUTS, {}, memory=memory)
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    return executed[request.param], train_plainly(False, model)
+    return executed[request.param], train_plainly(tmp_path_factory.mktemp("mindformers-log"), False, model)
 
 
 def test_losses_and_norms_are_those_of_one_process(case):

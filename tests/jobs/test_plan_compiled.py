@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from layout_matrix import QWEN2, QWEN3, SEQ_LENGTH, hf_config
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
@@ -36,8 +37,8 @@ LATENT = {
     "v_head_dim": 16,
 }
 ZERO = {"enable_parallel_optimizer": True}
-# (config.json, layers, keys of parallel_config beside model_parallel 2 and data_parallel 2)
-FAMILIES = {
+# (config.json, keys of parallel_config beside model_parallel 2 and data_parallel 2)
+_ALL_FAMILIES = {
     "qwen2": (hf_config(QWEN2, 1), {**ZERO}),
     "qwen3": (hf_config(QWEN3, 2), {**ZERO, "pipeline_stage": 2, "micro_batch_num": 2}),
     "qwen3-experts": (
@@ -49,6 +50,8 @@ FAMILIES = {
         {"expert_parallel": 4, "use_seq_parallel": True, "enable_parallel_optimizer": True},
     ),
 }
+_NIGHTLY = ("qwen3", "deepseek-v3")  # two layers each, which take longest to compile
+FAMILIES = {name: one for name, one in _ALL_FAMILIES.items() if RUNS_SLOW_TESTS or name not in _NIGHTLY}
 # Prefixes of what a parameter of the graph is, but for those of one element.
 KINDS = {"adam_m.": "moments", "adam_v.": "moments", "grad.": "gradient_sums", "accu_grads.": "accumulators"}
 FLOAT = 1  # as MindIR numbers dtypes

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
@@ -79,6 +80,8 @@ MODELS = {
     },
 }
 TOLERANCE = 1e-4
+# Runs of every day compare generator and trainer too: test_train_ranks of a plain model, test_train_experts of experts.
+NAMES = list(MODELS) if RUNS_SLOW_TESTS else ["yarn", "latent"]
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -88,7 +91,7 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 REQUESTS = [GenerationRequest(i, prompt(length, i), 4, seed=i) for i, length in enumerate((1, 7, 16, 33))]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=NAMES)
 def network(request, tmp_path_factory):
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
@@ -138,8 +141,10 @@ def started(network, directory, **rollout):
         replicas.close()
 
 
-@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "temperature, pack",
+    [(1.0, False), (0.7, True), pytest.param(1.0, True, marks=SLOW), pytest.param(0.7, False, marks=SLOW)],
+)
 def test_log_probabilities_agree_with_the_training_cell(server, network, temperature, pack):
     completions = list(server.generate(REQUESTS, SamplingParams(max_tokens=24, temperature=temperature)))
     assert len(completions) == 16

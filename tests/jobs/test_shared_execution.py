@@ -8,9 +8,9 @@ from execution_cases import (
     IS_LAST,
     KL_COEFFICIENT,
     LEARNING_RATE,
-    MODEL,
     NUM_ROWS,
     ROW_LENGTH,
+    UNCUT_MODEL,
     VOCABULARY,
     mf_weights,
     plain_learner,
@@ -29,8 +29,8 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-5
-# Two replicas, whose rows have positions of their own.
-LAYOUTS = {2: {"dp2_shared": {"data_parallel": 2}}}
+# Two replicas, whose rows have positions of their own; each holds half of the optimizer state.
+LAYOUTS = {2: {"dp2_shared": {"data_parallel": 2, "enable_parallel_optimizer": True}}}
 SHARED = RowOptions((ROW_LENGTH,), NUM_ROWS, 1, True, SHARED_PROMPTS, in_step=True)
 PLAIN = RowOptions((ROW_LENGTH,), NUM_ROWS, 1, True)
 # Prompt length -> response lengths: they fill four rows, a group over two of them.
@@ -74,15 +74,14 @@ def execution(tmp_path_factory):
         inputs.append([*arrays, *(rows.tokens[name] for name in POLICY_INPUTS), scalars])
     root = tmp_path_factory.mktemp("execution")
     cells = (UPDATE, LOGPROBS)
-    return compile_and_execute(root, MODEL, LAYOUTS, inputs, cells, POLICY_INPUTS, {}, shared_prompts=True)[
-        "dp2_shared"
-    ]
+    results = compile_and_execute(root, UNCUT_MODEL, LAYOUTS, inputs, cells, POLICY_INPUTS, {}, shared_prompts=True)
+    return results["dp2_shared"]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Losses of the calls, initial log-probabilities by sample, and final weights, from rows that repeat prompts."""
-    network = plain_network(tmp_path_factory.mktemp("mindformers-log"))
+    network = plain_network(tmp_path_factory.mktemp("mindformers-log"), UNCUT_MODEL)
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     learner = plain_learner(network)
     losses, logprobs = [], []
@@ -103,6 +102,7 @@ def plain(tmp_path_factory):
 
 
 def test_losses_are_those_of_plain_rows(execution, plain):
+    assert execution.lowered["ReduceScatter"] >= 1, "gradients are summed where their optimizer state is"
     np.testing.assert_allclose(execution.losses, plain[0], rtol=0, atol=TOLERANCE)
 
 
@@ -113,7 +113,7 @@ def test_logprobs_are_those_of_plain_rows(execution, plain):
 
 
 def test_weights_are_those_of_plain_rows(execution, plain):
-    start = mf_weights()
+    start = mf_weights(UNCUT_MODEL)
     for parameter, expected in plain[2].items():
         actual = execution.weights[parameter]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=parameter)

@@ -6,13 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.weights.hf import SafetensorsDirectory
 
 pytestmark = pytest.mark.timeout(500)
 
 NUM_STEPS = 2
+NUM_LAYERS = 2 if RUNS_SLOW_TESTS else 1  # layers with experts take long to compile
 EXPERTS = {
+    "num_hidden_layers": NUM_LAYERS,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "head_dim": 32,
@@ -41,7 +44,7 @@ def inputs_dir(tmp_path_factory, rollout_python) -> Path:
 def runs(inputs_dir, tmp_path_factory) -> dict[int, Path]:
     """The output directory of the same run on each number of ranks."""
     directories = {}
-    for world_size in (1, 2):
+    for world_size in (1, 2) if RUNS_SLOW_TESTS else (1,):
         directories[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}") / "run"
         finished = sanity_inputs.train(
             inputs_dir,
@@ -89,6 +92,7 @@ def test_a_run_that_replays_the_routing_is_the_run_without(replayed_run, runs):
         assert replayed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
 
 
+@SLOW
 def test_one_rank_and_two_train_alike(runs):
     alone, together = (sanity_inputs.read_lines(runs[size] / "metrics.jsonl") for size in (1, 2))
     assert len(alone) == len(together) == NUM_STEPS
@@ -105,8 +109,8 @@ def test_the_server_samples_from_the_trained_weights(runs):
 
 
 def test_routers_and_experts_are_trained(runs, inputs_dir):
-    trained, start = SafetensorsDirectory(runs[2] / "final"), SafetensorsDirectory(inputs_dir / "experts")
+    trained, start = SafetensorsDirectory(runs[1] / "final"), SafetensorsDirectory(inputs_dir / "experts")
     names = [name for name in start.names() if ".mlp." in name]
-    assert len(names) == 2 * (1 + 4 * 3)
+    assert len(names) == NUM_LAYERS * (1 + 4 * 3)
     for name in names:
         assert np.abs(trained.read(name) - start.read(name)).max() > 1e-5, name

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
+from slow_tests import RUNS_SLOW_TESTS
 from trace_events import read_trace, spans
 
 from mindrlhf.system.processes import read_environment, read_status
@@ -19,7 +20,7 @@ from mindrlhf.system.processes import read_environment, read_status
 pytestmark = pytest.mark.timeout(400)
 
 NUM_STEPS = 3
-WORLD_SIZES = (1, 2, 4)
+WORLD_SIZES = (1, 2, 4) if RUNS_SLOW_TESTS else (1, 2)  # test_resume_exact goes on with four every day
 # The run on two ranks is recorded, which must not change it.
 PROFILED = 2
 
@@ -130,9 +131,11 @@ def test_the_run_learns_from_its_own_samples(runs):
     metrics = sanity_inputs.read_lines(runs[1] / "metrics.jsonl")
     for line in metrics:
         assert line["rollout_diff/max_abs"] < 1e-4
-        assert line["grad_norm"] > 0 and abs(line["loss"]) > 0
+        assert line["grad_norm"] > 0
         assert line["clip_fraction/low"] == line["clip_fraction/high"] == 0
         assert "kl" not in line  # no reference model: nothing was measured
+    # Advantages of a group add up to 0, and so does a step's loss where all its responses are of one length.
+    assert any(line["loss"] != 0 for line in metrics)
     samples = sanity_inputs.read_lines(runs[1] / "samples.jsonl")
     for step in range(1, NUM_STEPS + 1):
         rewards = [sample["reward"] for sample in samples if sample["step"] == step]

@@ -38,8 +38,16 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.specs.lora import LoraOptions
+from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.processes import die_with_parent
 
+# What every request needs, imported once.
+_SHARED_MODULES = (
+    "mindformers",
+    "mindrlhf.algorithms.losses",
+    "mindrlhf.dryrun.compile.graph",
+    "mindrlhf.training.sharded.factory",
+)
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -51,7 +59,9 @@ def main(directory: Path) -> int:
     level = simulation.LEVEL_PLAN_MEMORY if requests[0].plan_memory else simulation.LEVEL_COMPILE
     try:
         simulated = simulation.activate(0, 1, level)
-        importlib.import_module("mindformers")
+        with lasting_objects():
+            for module in _SHARED_MODULES:
+                importlib.import_module(module)
     except UserError as error:
         (directory / "user_error").write_text(str(error))
         return EXIT_USER_ERROR
@@ -112,7 +122,7 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
     _start_mindspore(request.rank, world_size, parallel, strategy_file, directory / "mindformers")
     step = build_cell(request, parallel)
     inputs = example_inputs(request, parallel)
-    from mindrlhf.dryrun.compile.graph import compile_graph, plan_memory, read_shards, write_graph
+    from mindrlhf.dryrun.compile.graph import compile_graph, plan_memory, read_graph, read_shards, write_graph
     from mindrlhf.models.context import by_itself
 
     planned_memory_bytes, collectives = 0, None
@@ -120,12 +130,12 @@ def compile_here(request: CompileRequest, directory: Path, simulated: bool) -> C
         planned_memory_bytes = plan_memory(step, inputs)
     else:
         with by_itself() if request.cell == TOWER else contextlib.nullcontext():
-            graph = compile_graph(step, inputs)
-        if graph is not None:
-            collectives = read_collectives(graph, world_size)
+            message = compile_graph(step, inputs)
+        if message is not None:
+            collectives = read_collectives(read_graph(message), world_size)
         if request.mindir_file:
-            assert graph is not None, "the graph's message is larger than 2 GB: compile fewer layers"
-            write_graph(graph, request.mindir_file)
+            assert message is not None, "the graph's message is larger than 2 GB: compile fewer layers"
+            write_graph(message, request.mindir_file)
     return CompileReport(
         rank=request.rank,
         stage=request.rank // stage_size,

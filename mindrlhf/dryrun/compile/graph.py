@@ -10,29 +10,31 @@ from mindspore.train.mind_ir_pb2 import ModelProto
 from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 
 
-def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> ModelProto | None:
-    """Compile up to the sharded graph with its collectives, and return it, without the parameters' data.
+def compile_graph(step: nn.Cell, inputs: Sequence[ms.Tensor]) -> bytes | None:
+    """Compile up to the sharded graph with its collectives, and return its message, without the parameters' data.
 
     This is what `mindspore.export` does first; the rest of it would write every parameter. None when the graph's
     message passes protobuf's limit of 2 GB, as that of the largest models does: it is compiled all the same.
     """
     graph_id, _ = _cell_graph_executor.compile(step, *inputs, phase="export.mindir", do_convert=False)
-    model = ModelProto()
     try:
-        message = _cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir")
+        return _cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir")
     except RuntimeError as error:
         if "Export MINDIR format model failed" in str(error):
             return None
         raise
-    model.ParseFromString(message)
-    return model
 
 
-def write_graph(graph: ModelProto, path: str | os.PathLike) -> None:
+def read_graph(message: bytes) -> ModelProto:
+    """Return what a message of :func:`compile_graph` says; MindSpore parses it in Python, which takes seconds."""
+    return ModelProto.FromString(message)
+
+
+def write_graph(message: bytes, path: str | os.PathLike) -> None:
     """Write a graph as `.mindir`; its parameters have names, shapes and dtypes but no data."""
     temporary = f"{os.fspath(path)}.tmp"
     with open(temporary, "wb") as file:
-        file.write(graph.SerializeToString())
+        file.write(message)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

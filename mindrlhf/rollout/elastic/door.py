@@ -11,7 +11,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.guests import DOOR_VARIABLE, DoorAddress
 from mindrlhf.rollout.elastic.member import Member
 from mindrlhf.system.handshake import Stranger, admit, greet_newcomers
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
 
 _HELLO_TIMEOUT_S = 5.0
 
@@ -34,9 +34,8 @@ class Door:
         self._waiting: list[Member] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
-            self._listener = socket.create_server((address.host, address.port), family=family)
+            self._listener = socket.create_server((address.host, address.port), family=family_of(address.host))
         except OSError as error:
             raise RunFailure(
                 f"rank 0 cannot listen at {address.host}:{address.port} for rollout nodes ({error.strerror})"

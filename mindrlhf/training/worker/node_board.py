@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindrlhf.rollout.remote import ReplicatedGenerator
+from mindrlhf.system.wire import family_of
 from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Published, Received
 from mindrlhf.training.team import rank_0_host
 from mindrlhf.training.worker.model import RankModel
@@ -110,7 +111,6 @@ class NodeBoard:
 def _own_host() -> str:
     """Return the address of this machine by which it reaches rank 0."""
     host = rank_0_host()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
         probe.connect((host, 9))
         return probe.getsockname()[0]

@@ -18,7 +18,7 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
 from mindrlhf.weights.board import WeightBoard, sum_bits
 from mindrlhf.weights.exchange.carrier import Address
 from mindrlhf.weights.exchange.delta import apply_changes, find_changes, may_repeat
@@ -47,8 +47,7 @@ class TcpCarrier:
         self._node = node
         self._listener = None
         if host is not None:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, 0), family=family, backlog=64)
+            self._listener = socket.create_server((host, 0), family=family_of(host), backlog=64)
         self._pieces: Sequence[Piece] = ()
         self._outgoing: dict[tuple[int, int], SignedConnection] = {}  # by node and stream
         self._incoming: dict[tuple[int, int], SignedConnection] = {}
