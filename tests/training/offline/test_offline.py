@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
 from rewound import Rewound
+from slow_tests import SLOW
 
 from mindrlhf.config import load
 from mindrlhf.errors import UserError
@@ -13,7 +14,8 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.preflight import RunInputs
 
-KINDS = ("sft", "dpo", "reward-model")
+# Scorers come back every day in the tests of critics, the steps of pairs in those of DPO.
+KINDS = ("sft", "dpo", pytest.param("reward-model", marks=SLOW))
 ADAPTED = "dpo of adapters"
 NUM_STEPS = 7
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from offline_cases import PairFile, export_model, write_config
 from safetensors.numpy import load_file
+from slow_tests import SLOW
 from test_preference import make_trainer, run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
@@ -66,6 +67,7 @@ def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp
     assert names == {name for name in merged if "proj.weight" in name}  # what adapters were added to
 
 
+@SLOW  # every day pairs and rewards begin at the base, to the last bit in reinforcement learning
 def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_path):
     from mindrlhf.training.offline.supervised import SupervisedTrainer, build_learner
     from mindrlhf.training.runtime import Rank
