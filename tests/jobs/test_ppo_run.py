@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import sanity_inputs
+from slow_tests import SLOW
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -93,6 +94,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, inputs_dir, tmp_path):
         assert weights(again / name) == weights(directory / name)
 
 
+@SLOW  # test_train_ranks compares ranks every day, without a critic
 def test_two_ranks_compute_what_one_does(run, inputs_dir, tmp_path):
     _, metrics = run
     both = train(inputs_dir, tmp_path / "run", "--workers", 2)

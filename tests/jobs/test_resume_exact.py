@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from fault_jobs import FAULTY_START, NUM_STEPS, FaultJob, assert_same_run, last_state, metrics
-from slow_tests import SLOW
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
     assert job.wait(60) == 0, job.text()
     assert "\nmindrlhf: SIGTERM: step " in job.text()
     assert job.leftovers() == []
-    job = start_job(output_dir, "--workers", 4, "--resume")
+    job = start_job(output_dir, "--workers", 4 if RUNS_SLOW_TESTS else 2, "--resume")
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert job.leftovers() == []
     undisturbed = undisturbed_run(1)

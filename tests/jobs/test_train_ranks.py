@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import RUNS_SLOW_TESTS, SLOW
 from trace_events import read_trace, spans
 
 from mindrlhf.system.processes import read_environment, read_status
@@ -20,7 +20,7 @@ from mindrlhf.system.processes import read_environment, read_status
 pytestmark = pytest.mark.timeout(400)
 
 NUM_STEPS = 3
-WORLD_SIZES = (1, 2, 4) if RUNS_SLOW_TESTS else (1, 2)  # test_resume_exact goes on with four every day
+WORLD_SIZES = (1, 2, 4) if RUNS_SLOW_TESTS else (1, 2)
 # The run on two ranks is recorded, which must not change it.
 PROFILED = 2
 
@@ -286,6 +286,7 @@ def start(inputs_dir, tmp_path):
         job.clean_up()
 
 
+@SLOW
 def test_kill_9_of_the_rollout_server_ends_the_run(start):
     job = start(1)
     job.wait_for_step(2)
