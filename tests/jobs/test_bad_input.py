@@ -63,8 +63,9 @@ def test_a_missing_tensor(inputs_dir, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(inputs_dir / "model", model)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    assert_train_refuses(inputs_dir, tmp_path, [str(model), "model.layers.2."], model__path=model)
+    num_layers = config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers + 1}))
+    assert_train_refuses(inputs_dir, tmp_path, [str(model), f"model.layers.{num_layers}."], model__path=model)
 
 
 def test_another_tokenizer_than_the_datas(inputs_dir, tmp_path):

@@ -313,7 +313,7 @@ def test_a_full_disk_ends_a_data_build_and_spares_the_old_file(
 
 
 def shard_arguments(model: Path, out: Path) -> list[object]:
-    return ["weights", "shard", model, "--parallel", "dp=2,pp=2,opt=2", "--out", out]
+    return ["weights", "shard", model, "--parallel", "dp=4,opt=4", "--out", out]
 
 
 def verified(out: Path, model: Path) -> None:
@@ -354,5 +354,5 @@ def test_a_full_disk_ends_sharding_and_the_same_command_goes_on(start_command, f
     assert disk.allow_files(0)
     shard = start_command(*shard_arguments(model, out))
     assert shard.wait(TIMEOUT_S) == 0, shard.text()
-    assert "2 ranks are there already" in shard.text()
+    assert "3 ranks are there already" in shard.text()
     verified(out, model)
