@@ -24,7 +24,8 @@ def prepare_model(tmp_path_factory) -> Path:
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     ms.set_context(runtime_num_threads=1)
-    return write_tiny_vl(tmp_path_factory.mktemp("model"), TinyVl(hidden=32, intermediate=48, vision_hidden=32))
+    model = TinyVl(hidden=32, intermediate=48, layers=1, vision_hidden=32)
+    return write_tiny_vl(tmp_path_factory.mktemp("model"), model)
 
 
 def actor_maker(model: Path, directory: Path, *changes: str) -> Callable[[], object]:

@@ -1,5 +1,6 @@
 """Config check finds what train, sft and dpo find before a device: every kind of damage, key by key."""
 
+import functools
 import os
 import re
 import typing
@@ -7,7 +8,7 @@ import typing
 import pytest
 import yaml
 
-from mindrlhf.cli import main
+from mindrlhf.cli import build_parser, main
 from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
 from mindrlhf.config.parse import dotted_keys, write_config
 from mindrlhf.errors import UserError
@@ -17,10 +18,15 @@ from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inpu
 RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_sft_inputs, "dpo": check_preference_inputs}
 
 
+# Half the time went into building the parser, which is the same for every command line.
+one_parser = functools.cache(build_parser)
+
+
 @pytest.fixture
 def run(tmp_path, capsys, monkeypatch):
     """Run a command with a config, without ranks, and return its exit code and what it found, line by line."""
     monkeypatch.setattr("mindrlhf.launch.launch.launch", lambda *_, **__: 0)
+    monkeypatch.setattr("mindrlhf.cli.build_parser", one_parser)
 
     def _run(command: list[str], content: dict, *options: str) -> tuple[int, set[str]]:
         path = tmp_path / "config.yaml"

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.config import sections
 from mindrlhf.config.distillation.section import DistillationSection
@@ -13,7 +14,7 @@ from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 VOCABULARY, LENGTH = 64, 32
-SIZES = {"student": (16, 1), "math": (16, 2), "code": (32, 1)}  # hidden size, layers
+SIZES = {"student": (16, 1), "math": (24, 2 if RUNS_SLOW_TESTS else 1), "code": (32, 1)}  # hidden size, layers
 SHAPES = [(3, 4, 1), (5, 9, 2), (2, 6, 1), (7, 3, 2), (4, 12, 2)]  # prompt, response, number of the teacher
 
 

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
+from rewound import Rewound
+from slow_tests import SLOW
 
 from mindrlhf.config import load
 from mindrlhf.errors import UserError
@@ -12,22 +14,40 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.preflight import RunInputs
 
-KINDS = ("sft", "dpo", "reward-model")
+# Scorers come back every day in the tests of critics, the steps of pairs in those of DPO.
+KINDS = ("sft", "dpo", pytest.param("reward-model", marks=SLOW))
 ADAPTED = "dpo of adapters"
 NUM_STEPS = 7
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return export_model(tmp_path_factory)
+def make(tmp_path_factory):
+    """Return a function that returns config, trainer and learner of a run that begins.
+
+    Its learner is compiled once for each kind of run, and put back to the model that runs start from.
+    """
+    model_dir, learners = export_model(tmp_path_factory), {}
+
+    def _make(kind, output_dir, overrides=(), num_held_out=24):
+        from mindrlhf.training.offline import preference, supervised
+        from mindrlhf.training.runtime import Rank
+        from mindrlhf.training.team import Team
+
+        config = read_config(kind, model_dir, output_dir, overrides)
+        build = supervised.build_learner if kind == "sft" else preference._build_learner
+        if kind not in learners:
+            learner = build(config, 32, Rank(0, 1))
+            learners[kind] = learner, Rewound(learner)
+        learner, rewound = learners[kind]
+        rewound.rewind()
+        trainer = supervised.SupervisedTrainer if kind == "sft" else preference.PreferenceTrainer
+        inputs = RunInputs(None, PairFile(80, 0), PairFile(num_held_out, 1), (32,), 0)
+        return config, trainer(config, inputs, Team(learner)), learner
+
+    return _make
 
 
-def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
-    """Return config, trainer and learner of a fresh process: the model that the run starts from."""
-    from mindrlhf.training.offline import preference, supervised
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.team import Team
-
+def read_config(kind, model_dir, output_dir, overrides):
     output_dir.mkdir(exist_ok=True)
     sections = {
         "run": {"output_dir": str(output_dir), "max_steps": NUM_STEPS},
@@ -36,16 +56,13 @@ def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
         "checkpoint": {"every_steps": 3, "keep_last": 9},
         "lora": {"rank": 4} if kind == ADAPTED else {},
     }
-    inputs = RunInputs(None, PairFile(80, 0), PairFile(num_held_out, 1), (32,), 0)
     if kind == "sft":
         sections["supervised"] = {"rows_per_step": 16, "batch_size": 8, "row_lengths": [32], "pack": False, "epochs": 3}
         path = write_config(output_dir / "config.yaml", model_dir, **sections)
         values = json.loads(path.read_text())
         del values["preference"]
         path.write_text(json.dumps(values))
-        config = load.load_sft_config(path, overrides)
-        learner = supervised.build_learner(config, 32, Rank(0, 1))
-        return config, supervised.SupervisedTrainer(config, inputs, Team(learner)), learner
+        return load.load_sft_config(path, overrides)
     sections["preference"] = {
         "pairs_per_step": 16,
         "batch_size": 8,
@@ -55,9 +72,7 @@ def make(kind, model_dir, output_dir, overrides=(), num_held_out=24):
     }
     path = write_config(output_dir / "config.yaml", model_dir, **sections)
     loader = load.load_reward_model_config if kind == "reward-model" else load.load_dpo_config
-    config = loader(path, overrides)
-    learner = preference._build_learner(config, 32, Rank(0, 1))
-    return config, preference.PreferenceTrainer(config, inputs, Team(learner)), learner
+    return loader(path, overrides)
 
 
 def checkpoints_of(config, trainer, learner, requests=None):
@@ -90,21 +105,21 @@ def weights_of(learner):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, ADAPTED])
-def test_a_resumed_run_ends_like_one_that_never_stopped(kind, model_dir, tmp_path):
-    _, trainer, learner = make(kind, model_dir, tmp_path / "whole")
+def test_a_resumed_run_ends_like_one_that_never_stopped(kind, make, tmp_path):
+    _, trainer, learner = make(kind, tmp_path / "whole")
     whole_progress = Progress()
     is_complete, whole = train(trainer, whole_progress, NoCheckpoints())
     assert is_complete and max(whole) == NUM_STEPS
     expected, summary = weights_of(learner), trainer.summary(whole_progress)
 
-    config, trainer, learner = make(kind, model_dir, tmp_path / "killed")
+    config, trainer, learner = make(kind, tmp_path / "killed")
     checkpoints, progress = checkpoints_of(config, trainer, learner), Progress()
     trainer.num_steps, num_steps = 5, trainer.num_steps
     trainer_metrics = train(_with_rate_of(trainer, num_steps), progress, checkpoints)[1]
     checkpoints.wait()
     before = {step: values for step, values in trainer_metrics.items() if step <= 3}
 
-    config, trainer, learner = make(kind, model_dir, tmp_path / "killed")
+    config, trainer, learner = make(kind, tmp_path / "killed")
     checkpoints = checkpoints_of(config, trainer, learner)
     progress = checkpoints.resume()
     assert progress.step == 3
@@ -132,9 +147,9 @@ def _with_rate_of(trainer, num_steps):
     return trainer
 
 
-def test_a_request_to_end_saves_the_step_and_stops(model_dir, tmp_path):
+def test_a_request_to_end_saves_the_step_and_stops(make, tmp_path):
     requests = SaveRequests()
-    config, trainer, learner = make("dpo", model_dir, tmp_path / "run", ["checkpoint.every_steps=0"])
+    config, trainer, learner = make("dpo", tmp_path / "run", ["checkpoint.every_steps=0"])
     step = trainer.step
 
     def ask_in_the_second(index, items):
@@ -156,18 +171,18 @@ def test_a_request_to_end_saves_the_step_and_stops(model_dir, tmp_path):
         (["run.max_steps=9"], r"run.max_steps was 7 and is now 9"),  # its learning rate decays
     ],
 )
-def test_another_config_is_refused(model_dir, tmp_path, overrides, message):
-    config, trainer, learner = make("dpo", model_dir, tmp_path / "run")
+def test_another_config_is_refused(make, tmp_path, overrides, message):
+    config, trainer, learner = make("dpo", tmp_path / "run")
     checkpoints = checkpoints_of(config, trainer, learner)
     checkpoints.save(Progress(step=1))
     checkpoints.wait()
-    config, trainer, learner = make("dpo", model_dir, tmp_path / "run", overrides)
+    config, trainer, learner = make("dpo", tmp_path / "run", overrides)
     with pytest.raises(UserError, match=message):
         checkpoints_of(config, trainer, learner).resume()
 
 
-def test_another_data_file_is_refused(model_dir, tmp_path):
-    config, trainer, learner = make("dpo", model_dir, tmp_path / "run")
+def test_another_data_file_is_refused(make, tmp_path):
+    config, trainer, learner = make("dpo", tmp_path / "run")
     checkpoints = checkpoints_of(config, trainer, learner)
     checkpoints.save(Progress(step=1))
     checkpoints.wait()
@@ -177,14 +192,14 @@ def test_another_data_file_is_refused(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("had_held_out", [True, False])
-def test_accuracies_of_other_held_out_pairs_are_not_called_the_ones_before(model_dir, tmp_path, had_held_out):
+def test_accuracies_of_other_held_out_pairs_are_not_called_the_ones_before(make, tmp_path, had_held_out):
     """The key data.eval_file is free: a resumed run may be given one, or another."""
-    _, trainer, _ = make("dpo", model_dir, tmp_path / "run")
+    _, trainer, _ = make("dpo", tmp_path / "run")
     progress = Progress()
     if had_held_out:
         trainer.evaluate(progress)
         assert trainer.summary(progress).endswith(" after")
-    _, trainer, _ = make("dpo", model_dir, tmp_path / "run", num_held_out=25)
+    _, trainer, _ = make("dpo", tmp_path / "run", num_held_out=25)
     progress.step = 2
     trainer.evaluate(progress)
     assert "before" not in trainer.summary(progress) and ", " not in trainer.summary(progress)
@@ -194,6 +209,6 @@ def test_accuracies_of_other_held_out_pairs_are_not_called_the_ones_before(model
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_the_best_checkpoint_is_no_part_of_these_runs(model_dir, tmp_path, kind):
+def test_the_best_checkpoint_is_no_part_of_these_runs(make, tmp_path, kind):
     with pytest.raises(UserError, match=r"'checkpoint.keep_best' is true.*remove it"):
-        make(kind, model_dir, tmp_path / "run", ["checkpoint.keep_best=true"])
+        make(kind, tmp_path / "run", ["checkpoint.keep_best=true"])

@@ -1,12 +1,15 @@
 """Preference runs on a real small model: the two passes add up to the loss's own gradient, and pairs get in order."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, PairFile, Sinks, export_model, write_config
+from rewound import Rewound, set_arrays
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config
+from mindrlhf.config.schema import DpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import RunInputs
 
@@ -16,14 +19,43 @@ def model_dir(tmp_path_factory):
     return export_model(tmp_path_factory)
 
 
-def make_trainer(config, rank_length=32):
-    from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
-    from mindrlhf.training.runtime import Rank
+def make_trainer(config, learner=None):
+    from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.team import Team
 
-    learner = _build_learner(config, rank_length, Rank(0, 1))
+    learner = learner or build_learner(config)
     inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
     return PreferenceTrainer(config, inputs, Team(learner, [])), learner
+
+
+def build_learner(config):
+    from mindrlhf.training.offline.preference import _build_learner
+    from mindrlhf.training.runtime import Rank
+
+    return _build_learner(config, 32, Rank(0, 1))
+
+
+@pytest.fixture(scope="module")
+def begin():
+    """Return `make_trainer` over one learner of DPO and one reward model, as they were built: each is compiled once."""
+    learners = {}
+
+    def make(config):
+        kind = type(config)
+        if kind not in learners:
+            if kind is DpoConfig:  # with a live reference model, which a run that measures it ahead does not get
+                live = dataclasses.replace(config.dpo, reference="live")
+                learner = build_learner(dataclasses.replace(config, dpo=live))
+            else:
+                learner = build_learner(config)
+            learners[kind] = learner, Rewound(learner)
+        learner, rewound = learners[kind]
+        rewound.rewind()
+        if kind is DpoConfig and config.dpo.reference != "live":
+            learner._reference = None
+        return make_trainer(config, learner)
+
+    return make
 
 
 def run(trainer):
@@ -37,9 +69,9 @@ def run(trainer):
     return sinks.metrics, trainer.summary(progress)
 
 
-def test_dpo_learns_the_order_of_pairs(model_dir, tmp_path):
+def test_dpo_learns_the_order_of_pairs(begin, model_dir, tmp_path):
     config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}))
-    metrics, summary = run(make_trainer(config)[0])
+    metrics, summary = run(begin(config)[0])
     assert metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
     assert list(metrics) == list(range(1 + 3 * 10))
     assert [step for step, values in metrics.items() if "eval/accuracy" in values] == [0, 30]
@@ -47,22 +79,22 @@ def test_dpo_learns_the_order_of_pairs(model_dir, tmp_path):
     assert summary.startswith("preference accuracy on 24 held-out pairs: 50.0%")
 
 
-def test_a_live_reference_gives_what_a_precomputed_one_gives(model_dir, tmp_path):
+def test_a_live_reference_gives_what_a_precomputed_one_gives(begin, model_dir, tmp_path):
     losses = []
     for reference in ("precomputed", "live"):
         options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
         config = load_dpo_config(
             write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3", "preference.pack=false"]
         )
-        metrics, _ = run(make_trainer(config)[0])
+        metrics, _ = run(begin(config)[0])
         losses.append([metrics[step]["loss"] for step in (1, 2, 3)])
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-def test_two_passes_give_the_gradient_of_the_loss(model_dir, tmp_path):
+def test_two_passes_give_the_gradient_of_the_loss(begin, model_dir, tmp_path):
     """The accumulated gradient is the slope of the loss along a random direction of the weights."""
     config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5}))
-    trainer, learner = make_trainer(config)
+    trainer, learner = begin(config)
     pairs = trainer._pairs.take(range(6))
     gradients = {}
     learner.apply = lambda lr: gradients.update(accumulated(learner)) or 0.0
@@ -93,12 +125,12 @@ def accumulated(learner):
     }
 
 
-def test_reward_model_learns_and_comes_back_from_disk(model_dir, tmp_path):
+def test_reward_model_learns_and_comes_back_from_disk(begin, model_dir, tmp_path):
     from mindrlhf.models.load import load_scorer
     from mindrlhf.weights.convert import iter_hf_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir))
-    trainer, learner = make_trainer(config)
+    trainer, learner = begin(config)
     metrics, _ = run(trainer)
     assert metrics[0]["eval/accuracy"] == 0.5  # from a language model: every score is 0 at first
     assert metrics[30]["eval/accuracy"] > 0.9
@@ -111,20 +143,25 @@ def test_reward_model_learns_and_comes_back_from_disk(model_dir, tmp_path):
     assert again["score.weight"].shape == (1, 32) and "lm_head.weight" not in again
 
 
-def test_a_score_is_that_of_the_text_up_to_the_token(model_dir, tmp_path):
+def test_a_score_is_that_of_the_text_up_to_the_token(begin, model_dir, tmp_path):
     """The score of a response equals that of the same tokens as the end of a shorter row, packed or not."""
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.data.packing import TokenSequence
+    from mindrlhf.models.load import load_scorer
     from mindrlhf.training.batch import RowOptions, make_batch
     from mindrlhf.training.worker.model import row_tensors
 
     config = load_reward_model_config(write_config(tmp_path / "rm.yaml", model_dir), ["model.random_init=true"])
-    _, learner = make_trainer(config)
+    _, learner = begin(config)
+    # Weights of a model that begins at random: its scores are not 0.
+    network = load_scorer(config.model, config.model.path, config.run, 32)
+    drawn = {one.name: one.asnumpy() for one in network.get_parameters()}
+    set_arrays([(one, drawn[one.name]) for one in learner.network.get_parameters()])
+    cells = {True: learner.policy, False: TokenScores(learner.network, after_token=False)}
     prompt, response = np.arange(5, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
 
     def scores(after_token, pack, sequences):
-        batch = make_batch(sequences, RowOptions((32,), 2, 1, pack))
-        cell = TokenScores(learner.network, after_token=after_token)
+        batch, cell = make_batch(sequences, RowOptions((32,), 8, 1, pack)), cells[after_token]
         return batch.collect([[cell(*row_tensors(rows))[0].asnumpy() for rows in batch.micro_batches]])
 
     whole = TokenSequence(prompt, response, {})

@@ -5,10 +5,12 @@ What stands for the graphs of a rank computes with the whole model, so that all 
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from offline_cases import PairFile, export_model, write_config
+from rewound import Rewound
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
@@ -83,7 +85,8 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
     """Return a trainer over two ranks, of which the last, whose results count, computes.
 
     Args:
-        whole: learner of a whole model that stands for the graphs of the last rank; ``reference`` for its reference's.
+        whole: learner of a whole model that stands for the graphs of the last rank; ``reference``, which has a
+            ``model``, for its reference's.
     """
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
@@ -98,7 +101,7 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
         frozen = None
         if reference is not None:
             outputs = WholeGraphs(reference).outputs if rank else graphs.outputs
-            frozen = ShardedModel(reference.network, outputs, PARALLEL, rank, {})
+            frozen = ShardedModel(reference.model.network, outputs, PARALLEL, rank, {})
         workers.append(ShardedOffline(ShardedLearner(model, graph), frozen))
     return make_trainer(with_replicas(PARALLEL, Ranks(workers)))
 
@@ -107,8 +110,11 @@ def as_sharded(config):
     return dataclasses.replace(config, parallel_config=PARALLEL)
 
 
-def assert_same_runs(plain, sharded):
-    (metrics, summary), (expected, expected_summary) = run(sharded), run(plain)
+def assert_same_runs(plain, sharded, rewind=lambda: None):
+    """``rewind`` puts the learner back that both use, one after the other."""
+    metrics, summary = run(sharded)
+    rewind()
+    expected, expected_summary = run(plain)
     unread = ("timing", "memory", "recompiles", "e2e")
     for step, values in expected.items():
         for name, value in values.items():
@@ -120,27 +126,40 @@ def assert_same_runs(plain, sharded):
     assert summary == expected_summary
 
 
-@pytest.mark.parametrize("reference", ["precomputed", "live"])
-def test_dpo_is_that_of_one_process(model_dir, tmp_path, reference):
-    from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
+@pytest.fixture(scope="module")
+def dpo_learner(model_dir, tmp_path_factory):
+    """One with a live reference model, compiled once, and what puts it back."""
+    from mindrlhf.training.offline.preference import _build_learner
     from mindrlhf.training.runtime import Rank
+
+    learner = _build_learner(dpo_config(model_dir, tmp_path_factory.mktemp("config"), "live"), 32, Rank(0, 1))
+    return learner, Rewound(learner)
+
+
+def dpo_config(model_dir, tmp_path, reference):
+    options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
+    return load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3"])
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "live"])
+def test_dpo_is_that_of_one_process(dpo_learner, model_dir, tmp_path, reference):
+    from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.team import Team
 
-    options = {"beta": 0.5, "reference": reference, "sft_weight": 0.3}
-    config = load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3"])
+    config = dpo_config(model_dir, tmp_path, reference)
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
-
-    def learner():
-        return _build_learner(config, 32, Rank(0, 1))
-
-    plain = PreferenceTrainer(config, inputs, Team(learner(), []))
+    learner, rewound = dpo_learner
+    rewound.rewind()
+    frozen = SimpleNamespace(model=learner._reference) if reference == "live" else None
+    plain = PreferenceTrainer(config, inputs, Team(learner, []))
+    assert (learner._reference is None) == (reference == "precomputed")
     sharded = make_sharded(
-        learner(),
+        learner,
         lambda team: PreferenceTrainer(as_sharded(config), inputs, team),
         ("coefficients",),
-        reference=learner() if reference == "live" else None,
+        reference=frozen,
     )
-    assert_same_runs(plain, sharded)
+    assert_same_runs(plain, sharded, rewound.rewind)
 
 
 def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
@@ -181,9 +200,7 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
     config = load_sft_config(path, ["run.max_steps=3"])
     inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), (16, 32), 0)
 
-    def learner():
-        return build_learner(config, 32, Rank(0, 1))
-
-    plain = SupervisedTrainer(config, inputs, Team(learner(), []))
-    sharded = make_sharded(learner(), lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
-    assert_same_runs(plain, sharded)
+    learner = build_learner(config, 32, Rank(0, 1))
+    plain = SupervisedTrainer(config, inputs, Team(learner, []))
+    sharded = make_sharded(learner, lambda team: SupervisedTrainer(as_sharded(config), inputs, team), ())
+    assert_same_runs(plain, sharded, Rewound(learner).rewind)

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, Sinks, write_config
-from tiny_vl import IMAGE, TinyVl, write_tiny_vl
-from vision_actors import slope_and_difference
+from rewound import Rewound
+from tiny_vl import IMAGE
+from vision_actors import prepare_model, slope_and_difference
 
 from mindrlhf.config.load import load_dpo_config
 from mindrlhf.data.mindrecord import PromptRecord
@@ -41,35 +42,41 @@ class PicturePairs:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    import mindspore as ms
-
-    from mindrlhf.models.context import prepare_mindformers
-
-    prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
-    ms.set_context(runtime_num_threads=1)
-    return write_tiny_vl(tmp_path_factory.mktemp("model"), TinyVl(hidden=32, intermediate=48, vision_hidden=32))
+    return prepare_model(tmp_path_factory)
 
 
-def make_trainer(config, model_dir):
-    from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
-    from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.team import Team
+@pytest.fixture(scope="module")
+def make_trainer(model_dir):
+    """Return a function that returns a trainer and its learner, which is compiled once for what is trained."""
+    learners = {}
 
-    learner = _build_learner(config, LENGTH, Rank(0, 1))
-    files = PicturePairs(32), PicturePairs(8)
-    inputs = RunInputs(None, *files, (LENGTH,), 0, image_tokens(str(model_dir)))
-    return PreferenceTrainer(config, inputs, Team(learner, [])), learner
+    def make(config):
+        from mindrlhf.training.offline.preference import PreferenceTrainer, _build_learner
+        from mindrlhf.training.runtime import Rank
+        from mindrlhf.training.team import Team
+
+        trained = config.model.train_vision
+        if trained not in learners:
+            learner = _build_learner(config, LENGTH, Rank(0, 1))
+            learners[trained] = learner, Rewound(learner)
+        learner, rewound = learners[trained]
+        rewound.rewind()
+        files = PicturePairs(32), PicturePairs(8)
+        inputs = RunInputs(None, *files, (LENGTH,), 0, image_tokens(str(model_dir)))
+        return PreferenceTrainer(config, inputs, Team(learner, [])), learner
+
+    return make
 
 
-def test_dpo_learns_what_only_the_pictures_tell(model_dir, tmp_path):
+def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_path):
     from mindrlhf.training.checkpoints.run import Progress
     from mindrlhf.training.life_cycle import run_steps
     from mindrlhf.training.offline.run import OfflineSteps
 
     config = load_dpo_config(
-        write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["preference.epochs=15"]
+        write_config(tmp_path / "dpo.yaml", model_dir, dpo={"beta": 0.5}), ["preference.epochs=4"]
     )
-    trainer, _ = make_trainer(config, model_dir)
+    trainer, _ = make_trainer(config)
     sinks = Sinks()
     assert run_steps(OfflineSteps(trainer, Progress()), NoCheckpoints(), sinks)
     assert sinks.metrics[0]["eval/loss"] == pytest.approx(np.log(2))  # the policy is the reference
@@ -77,11 +84,11 @@ def test_dpo_learns_what_only_the_pictures_tell(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["none", "projector"])
-def test_two_passes_give_the_gradient_of_the_loss(model_dir, tmp_path, part):
+def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_path, part):
     """Along a random direction of the trained weights, the tower's last part among them if it is."""
 
     path = write_config(tmp_path / "dpo.yaml", model_dir, dpo={"loss": "ipo", "beta": 0.5})
-    trainer, learner = make_trainer(load_dpo_config(path, [f"model.train_vision={part}"]), model_dir)
+    trainer, learner = make_trainer(load_dpo_config(path, [f"model.train_vision={part}"]))
     pairs = trainer._pairs.take(range(6))
     gradients = {}
 

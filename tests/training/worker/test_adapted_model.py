@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from rewound import Rewound
 from safetensors.numpy import load_file
 from test_critic import MODEL, PACKED, make_sequences
 
@@ -73,13 +74,16 @@ def parameters(worker):
 
 @pytest.fixture(scope="module")
 def stepped(make_worker, model_dirs):
-    """A worker after two updates, what it was before, what the updates gave, and its checkpoint in between."""
+    """A worker after two updates, what it was before, what the updates gave, and its checkpoint in between.
+
+    The last puts it back to how it was built.
+    """
     worker = make_worker()
-    before = parameters(worker)
+    before, rewound = parameters(worker), Rewound(worker.learner)
     results = [step(worker, 0)]
     worker.save(model_dirs / "checkpoint")
     results.append(step(worker, 1))
-    return worker, before, results
+    return worker, before, results, rewound
 
 
 def test_training_begins_at_the_base(stepped, model_dirs):
@@ -91,7 +95,7 @@ def test_training_begins_at_the_base(stepped, model_dirs):
 
 
 def test_only_adapters_change_and_only_they_have_gradients_and_moments(stepped):
-    worker, before, _ = stepped
+    worker, before, *_ = stepped
     changed = {name for name, array in parameters(worker).items() if not np.array_equal(array, before[name])}
     factors = {name for name in before if name.endswith(("lora_A", "lora_B"))}
     assert len(factors) == 8 and changed == factors
@@ -110,16 +114,18 @@ def test_the_policy_without_adapters_is_a_separate_reference_model_to_the_last_b
             np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_resumed_run_makes_the_same_update_to_the_last_bit(stepped, make_worker, model_dirs):
+def test_a_resumed_run_makes_the_same_update_to_the_last_bit(stepped, model_dirs):
+    """And so leaves the worker as it was."""
+    worker, _, results, rewound = stepped
     directory = model_dirs / "checkpoint"
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*.*")}
     assert files == {"model/adapter_config.json", "model/adapter_model.safetensors", "optimizer.safetensors"}
-    resumed = make_worker()
-    resumed.restore(str(directory))
-    for found, wanted in zip(step(resumed, 1), stepped[2][1], strict=True):
+    expected = parameters(worker)
+    rewound.rewind()
+    worker.restore(str(directory))
+    for found, wanted in zip(step(worker, 1), results[1], strict=True):
         np.testing.assert_array_equal(found, wanted)
-    expected = parameters(stepped[0])
-    for name, array in parameters(resumed).items():
+    for name, array in parameters(worker).items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 

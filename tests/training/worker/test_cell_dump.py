@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.config import sections
 from mindrlhf.config.watching_sections import MsprobeSection
@@ -16,13 +17,15 @@ from mindrlhf.training.batch import RowOptions, make_batch
 # Looked for, not imported: see StageDump.
 pytestmark = pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug extra is not installed")
 
+NUM_LAYERS = 2 if RUNS_SLOW_TESTS else 1
+LAST = f"layers.{NUM_LAYERS - 1}"
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -132,8 +135,8 @@ def test_each_parameter_is_there_once_and_each_cell_knows_its_caller(dumped, act
         np.testing.assert_array_equal(tensor(dumped[0], "old_log_prob", leaf), weights[name])
     callers = read(dumped[0], "old_log_prob", "construct.json")
     assert callers.keys() == data.keys()
-    norm = "Cell.model.model.decoder.layers.1.input_layernorm.RmsNorm.forward.2"
-    path = ["layers.1.TransformerLayer", "TransformerBlock"]
+    norm = f"Cell.model.model.decoder.{LAST}.input_layernorm.RmsNorm.forward.2"
+    path = [f"{LAST}.TransformerLayer", "TransformerBlock"]
     for expected in (*(f"Cell.model.model.decoder.{part}.forward.2" for part in path), "Cell.model.CausalLM.forward.2"):
         norm = callers[norm]
         assert norm == expected
@@ -177,7 +180,7 @@ def test_the_same_step_again_is_the_same_and_a_perturbed_weight_is_named(dumped,
 
     again = compare_dumps(dumped[0], step()[0])
     assert again.is_same and [count.num_different for count in again.stages] == [0, 0]
-    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    name = f"decoder.{LAST}.mlp.linear_fc2.weight"
     parameter = next(parameter for parameter in actor.learner.network.get_parameters() if parameter.name.endswith(name))
     array = parameter.asnumpy().copy()
     changed = array.copy()
@@ -188,7 +191,7 @@ def test_the_same_step_again_is_the_same_and_a_perturbed_weight_is_named(dumped,
     finally:
         parameter.set_data(ms.Tensor(array))
     assert (found.step, found.stage, found.rank) == (4, "old_log_prob", 0)
-    assert found.name.startswith("Cell.model.model.decoder.layers.1.mlp.")
+    assert found.name.startswith(f"Cell.model.model.decoder.{LAST}.mlp.")
     assert found.name.endswith(f".forward.0.parameters.{parameter.name}")
     assert found.details[-1].startswith("1 of 1536 elements differ, most at [3, 7]: ")
     assert all(count.num_different for count in found.stages)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from slow_tests import SLOW
 from test_cells import MODEL
 
 from mindrlhf.config.sections import OptimizerSection
@@ -10,7 +11,7 @@ from mindrlhf.training.batch import RowOptions, make_batch
 
 FROZEN = {
     "the head": lambda name: not name.startswith("output_layer"),
-    "all but the last layer": lambda name: ".layers.1." in name,
+    "all but the last layer": lambda name: f".layers.{MODEL['num_hidden_layers'] - 1}." in name,
     "all but matrices of attention": lambda name: name.endswith("linear_qkv.weight"),
 }
 
@@ -54,7 +55,9 @@ def all_gradients():
     return {name: gradient.copy() for name, gradient in learner.gradients()}
 
 
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize(
+    "frozen", ["the head", "all but the last layer", pytest.param("all but matrices of attention", marks=SLOW)]
+)
 def test_what_is_trained_has_the_gradients_of_training_all_and_the_rest_stays(frozen, all_gradients):
     is_trained = FROZEN[frozen]
     learner = make_learner(is_trained)
