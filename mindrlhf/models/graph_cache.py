@@ -79,14 +79,14 @@ class GraphCache:
 
     def run(self, cell: nn.Cell, inputs: Sequence[Any]) -> Any:
         """Call a cell; the first call with inputs of these shapes takes the graph from the disk, or leaves it there."""
-        signature = _signature(inputs)
+        signature = ", ".join(map(_signature, inputs))
         seen = self._seen.setdefault(cell, set())
         if signature in seen:
             return cell(*inputs)
         seen.add(signature)
         key = _digest([*self._common, *describe(cell), signature])
         if key in self._keys:
-            # Of an equal model that is gone: MindSpore has computed wrong numbers with a graph that was read twice.
+            # Of an equal model that is gone: a graph is read once in a process, which is all that a run needs.
             return cell(*inputs)
         self._keys.add(key)
         with self._compiling(key):
@@ -171,8 +171,10 @@ def describe(cell: nn.Cell) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    """Return dtypes and shapes of tensors that may be nested in tuples."""
+    """Return what a graph takes from an input: dtype and shape of a tensor; all of what is a constant to MindSpore."""
     if isinstance(value, tuple | list):
+        if not getattr(value, "__ms_mutable__", False):
+            return _describe_value(value)
         return f"({', '.join(map(_signature, value))})"
     return f"{value.dtype} {value.shape}" if isinstance(value, ms.Tensor) else repr(value)
 

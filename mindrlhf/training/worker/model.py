@@ -155,7 +155,8 @@ def model_tensors(network: CausalLM, rows: PackedRows) -> tuple:
     input_ids, *others = row_tensors(rows)
     experts = experts_by_layer(rows)
     if experts is not None:
-        return ((input_ids, ms.Tensor(experts)), *others)
+        # Not mutable, the experts would be constants of the graph: it would be compiled for each micro-batch anew.
+        return (ms.mutable((input_ids, ms.Tensor(experts))), *others)
     if network.images is not None:
         input_ids = network.images.inputs(input_ids, rows.images)
     return (input_ids, *others)

@@ -149,7 +149,10 @@ def forget(rows):
 def test_tokens_without_experts_go_where_the_router_says(model):
     sequences = make_sequences()
     own = logprobs(model, sequences, PLAIN, without_experts)
+    logprobs(model, sequences, PLAIN)
+    num_compiled = len(model.policy.compile_cache)
     np.testing.assert_allclose(logprobs(model, sequences, PLAIN, forget), own, atol=1e-6, rtol=0)
+    assert len(model.policy.compile_cache) == num_compiled > 0, "other experts are no reason to compile again"
 
 
 def _mlp(parts, router, rows, chosen) -> np.ndarray:
