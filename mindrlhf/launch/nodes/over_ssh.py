@@ -96,7 +96,8 @@ def hold_on_to_lifeline() -> None:
     def read() -> None:
         for line in sys.stdin:
             os.kill(os.getpid(), int(line))
-        os.kill(os.getpid(), signal.SIGHUP)
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
+        os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGHUP)
 
     threading.Thread(target=read, daemon=True).start()
 

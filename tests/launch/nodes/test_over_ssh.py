@@ -54,8 +54,8 @@ def start(tmp_path):
     }
     started = []
 
-    def run(length: str) -> subprocess.Popen:
-        argv = [sys.executable, "-c", RUN, str(tmp_path / "launcher.py"), str(tmp_path), length]
+    def run(length: str, *prefix: str) -> subprocess.Popen:
+        argv = [*prefix, sys.executable, "-c", RUN, str(tmp_path / "launcher.py"), str(tmp_path), length]
         started.append(subprocess.Popen(argv, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -99,8 +99,9 @@ def test_a_signal_goes_to_node_0(start, tmp_path):
     assert process.wait(30) == 5
 
 
-def test_launchers_end_with_the_one_that_started_them(start, tmp_path):
-    process = start("long")
+@pytest.mark.parametrize("prefix", [(), ("env", "--ignore-signal=HUP")], ids=["plain", "under nohup"])
+def test_launchers_end_with_the_one_that_started_them(start, tmp_path, prefix):
+    process = start("long", *prefix)
     pids = wait_for_launchers(tmp_path)
     process.kill()
     end_s = time.monotonic() + 30
