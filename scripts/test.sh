@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, the style check and all tests: the quick ones first, three files at a time, then those in tests/jobs, which
-# start real msrun jobs and vLLM and often wait, four files at a time. MINDRLHF_SLOW_TESTS=1 adds what is too slow for
-# every day.
+# Set-up, the style check and all tests: the quick ones first, then those in tests/jobs, which start real msrun jobs and
+# vLLM; four files at a time, since many wait. MINDRLHF_SLOW_TESTS=1 adds what is too slow for every day.
 # Arguments go to pytest instead: bash scripts/test.sh tests/data -k readers
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -16,7 +15,7 @@ if (($#)); then
     exec .venv/bin/python -m pytest "$@"
 fi
 status=0
-.venv/bin/python -m pytest --ignore tests/jobs --numprocesses 3 --dist loadfile || status=$?
+.venv/bin/python -m pytest --ignore tests/jobs --numprocesses 4 --dist loadfile --no-loadscope-reorder || status=$?
 # Also after a failure: whoever reads the log of a machine wants all of it.
 .venv/bin/python -m pytest tests/jobs --numprocesses 4 --dist loadfile --no-loadscope-reorder || status=$?
 exit "$status"

@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files of jobs that take longest, which begin first, so that no process is left with one of them at the end.
-LONGEST = ("test_random_kills.py", "test_resume_exact.py", "test_fault_matrix.py", "test_parallel_execution.py")
+LONGEST = ("test_random_kills.py", "test_fault_matrix.py", "test_parallel_execution.py", "test_resume_exact.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

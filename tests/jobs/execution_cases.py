@@ -73,7 +73,7 @@ ALL_LAYOUTS = {
     },
 }
 # The same of a critic.
-_ALL_CRITIC_LAYOUTS = {
+CRITIC_LAYOUTS = {
     2: {
         "critic_tp2": {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": True},
         "critic_pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
@@ -88,27 +88,20 @@ _ALL_CRITIC_LAYOUTS = {
         }
     },
 }
-# Of every day. Tensor and sequence parallelism are executed every day for the critic and for adapters, replicas and
-# shards of the optimizer for rows that share prompts.
-_OF_EVERY_DAY = ("pp2", "critic_tp2")
-
-
-def _of_today(all_layouts: dict[int, dict[str, dict]]) -> dict[int, dict[str, dict]]:
-    chosen = {
-        size: {name: parallel for name, parallel in layouts.items() if name in _OF_EVERY_DAY or RUNS_SLOW_TESTS}
-        for size, layouts in all_layouts.items()
-    }
-    return {size: layouts for size, layouts in chosen.items() if layouts}
-
-
-LAYOUTS = _of_today(ALL_LAYOUTS)
-CRITIC_LAYOUTS = _of_today(_ALL_CRITIC_LAYOUTS)
+# Sequence parallelism is executed every day for adapters, replicas and shards of the optimizer for rows that share
+# prompts.
+_OF_EVERY_DAY = {4: {"tp2_pp2": ALL_LAYOUTS[4]["tp2_pp2"]}}
+LAYOUTS = ALL_LAYOUTS if RUNS_SLOW_TESTS else _OF_EVERY_DAY
 # Those whose ranks compute the old log-probabilities of a step; those of the others are made up.
 WITH_LOGPROBS = [
     name
     for layouts in LAYOUTS.values()
     for name in layouts
-    if name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2", "tp2_dp2_sequence_and_optimizer_parallel")
+    if name
+    in (
+        *("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_pp2", "tp2_dp2"),
+        "tp2_dp2_sequence_and_optimizer_parallel",
+    )
 ]
 
 
