@@ -116,7 +116,8 @@ def test_the_run_goes_on_until_the_slowest_rank_has_written_what_it_held_then(tm
     run.step()
     assert newest_checkpoint(run.config) is None and all(worker.num_asked == 2 for worker in run.team.workers)
     slow.may_write.set()
-    slow._shard_writer._thread.join()
+    for worker in run.team.workers:  # on a busy machine another may be the last
+        worker._shard_writer._thread.join()
     run.step()
     run.checkpoints._writer.wait()
     assert run.names() == ["step_00000001"]
