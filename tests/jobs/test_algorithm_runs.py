@@ -9,7 +9,7 @@ from slow_tests import RUNS_SLOW_TESTS
 pytestmark = pytest.mark.timeout(400)
 
 NUM_STEPS = 3
-NIGHTLY = ("reinforce_pp", "rloo", "gspo")  # another advantage or weight, no other part
+NIGHTLY = ("reinforce_pp", "rloo", "gspo", "dapo")  # another advantage or weight, no other part
 TWO_UPDATES = {"training__num_minibatches": 2}
 # Preset -> what to add so that every part of it takes part, and metrics that it must report.
 RUNS = {

@@ -187,6 +187,7 @@ def test_critic_by_hand(reports):
     }
 
 
+@of_layout("qwen2-mp2-sp")
 def test_sequence_parallel_by_hand(reports):
     """All-reduces of activations become a reduce-scatter and an all-gather each (Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.2.2)."""

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sanity_inputs
+from slow_tests import SLOW
 
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug extra is not installed"),
+    SLOW,  # what is dumped is tested every day without a run
 ]
 
 TIMEOUT_S = 400  # generous: other work may load the machine

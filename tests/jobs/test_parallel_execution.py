@@ -244,12 +244,12 @@ def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executio
 def test_fused_kernels_and_collectives_were_lowered(executions):
     """The executed graphs are those of the cluster: with Ascend's attention, and collectives that the CPU lacks."""
     assert all(result.lowered["FlashAttentionScore"] >= 1 for result in executions.values())
-    assert {"Send", "Receive"} <= executions["tp2_pp2"].lowered.keys()
+    assert {"Send", "Receive"} <= executions["pp2"].lowered.keys()
     if "tp2_dp2_sequence_and_optimizer_parallel" in NAMES:
         assert executions["tp2_dp2_sequence_and_optimizer_parallel"].lowered["ReduceScatter"] >= 1
 
 
-@pytest.mark.parametrize("name", ["tp2_pp2"])
+@pytest.mark.parametrize("name", ["pp2"])
 def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollout_python, tmp_path, name):
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
     from mindrlhf.rollout.vllm import VllmGenerator

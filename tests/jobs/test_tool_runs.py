@@ -108,6 +108,7 @@ class Digits:
 """
 
 
+@SLOW
 def test_training_in_an_environment_learns_from_its_rewards_and_from_what_the_model_wrote(tmp_path, rollout_python):
     make(tmp_path)
     (tmp_path / "digits.py").write_text(ENVIRONMENT)
