@@ -88,8 +88,8 @@ CRITIC_LAYOUTS = {
         }
     },
 }
-# Tensor and sequence parallelism are executed every day for adapters, replicas and shards of the optimizer for rows that
-# share prompts.
+# Tensor and sequence parallelism are executed every day for adapters, replicas and shards of the optimizer for rows
+# that share prompts.
 _OF_EVERY_DAY = {2: {"pp2": ALL_LAYOUTS[2]["pp2"]}}
 LAYOUTS = ALL_LAYOUTS if RUNS_SLOW_TESTS else _OF_EVERY_DAY
 # Those whose ranks compute the old log-probabilities of a step; those of the others are made up.

@@ -98,8 +98,8 @@ _MEMORY = {
         "recompute_operators": ("attention", "norms", "activation"),
     },
 }
-# Three counted by hand, one in which all axes take part, and a model that sees; the others nightly. Stages, adapters and
-# shared prompts are compiled and even executed every day by test_*_execution.
+# Three counted by hand, one in which all axes take part, and a model that sees; the others nightly. Stages, adapters
+# and shared prompts are compiled and even executed every day by test_*_execution.
 _OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2-zero", "critic-mp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero", "sees-dp2-mp2")
 LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else {name: _ALL_LAYOUTS[name] for name in _OF_EVERY_DAY}
 
