@@ -97,11 +97,7 @@ WITH_LOGPROBS = [
     name
     for layouts in LAYOUTS.values()
     for name in layouts
-    if name
-    in (
-        *("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_pp2", "tp2_dp2"),
-        "tp2_dp2_sequence_and_optimizer_parallel",
-    )
+    if name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2", "tp2_dp2_sequence_and_optimizer_parallel")
 ]
 
 

@@ -42,12 +42,11 @@ def test_a_short_run_ends_with_finite_numbers(inputs_dir, tmp_path, preset):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     metrics = sanity_inputs.read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]
-    # Not in every one: the rewards of all groups of a step may be equal.
-    assert any(line["grad_norm"] > 0 for line in metrics)
     for line in metrics:
         numbers = [value for value in line.values() if isinstance(value, float)]
         assert all(map(math.isfinite, numbers)), line
         assert set(reported) <= line.keys()
+        assert line["grad_norm"] > 0
         # On a CPU generator and trainer agree, whatever the algorithm.
         assert line["rollout_diff/max_abs"] < 1e-4
         assert line["rollout_ratio/effective"] == pytest.approx(1.0, abs=1e-6)
