@@ -60,6 +60,7 @@ YOUNGER_KEYS = {
     "observe.sinks": ["tensorboard"],
     "rollout.ahead": 0,
     "rollout.asynchronous": False,
+    "rollout.draft_tokens": 0,
     "rollout.in_flight": 1.5,
     "rollout.max_spans": 4,
     "rollout.replay_order": "",

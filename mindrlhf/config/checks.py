@@ -42,6 +42,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_rewards, config.reward, given)
     check(check_evaluation, config, given)
     check(_check_rollout_dtype, config)
+    check(_check_drafts, config)
     check(_check_guard, config.guard)
     check(check_checkpoint, config.checkpoint, True)
     check(_check_trackers, config.observe, given)
@@ -277,6 +278,20 @@ def _check_rollout_dtype(config: GrpoConfig) -> None:
         raise UserError(
             f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
         )
+
+
+def _check_drafts(config: GrpoConfig) -> None:
+    count = config.rollout.draft_tokens
+    others = {
+        f"run.device={config.run.device}": config.run.device != "cpu",
+        f"rollout.tensor_parallel={config.rollout.tensor_parallel}": config.rollout.tensor_parallel > 1,
+    }
+    for name, is_set in others.items():
+        if count and is_set:
+            raise UserError(
+                f"'rollout.draft_tokens' is {count}, but with {name} vLLM itself would judge the guesses, and its "
+                "log-probabilities were found wrong then: set it to 0"
+            )
 
 
 def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> None:

@@ -117,6 +117,11 @@ class RolloutSection:
     top_k: int = key(0, "sample from the k likeliest tokens; 0 means all", minimum=0)
     dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
+    draft_tokens: int = key(
+        0, "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
+        minimum=0,
+        maximum=32,
+    )
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
     tensor_parallel: int = key(1, "devices that share one replica's weights", minimum=1)
     gpu_memory_utilization: float = key(

@@ -37,6 +37,7 @@ class VllmOptions:
     the trainer pushes weights before the first rollout. ``kv_cache_gib`` None leaves the size to
     ``gpu_memory_utilization`` (on a CPU a fraction of the machine's memory, so better set it there).
     ``record_routing`` has samples bring the experts of their tokens: on a CPU, in a server of one process.
+    ``draft_tokens`` is how many tokens of a response may be guessed and checked at once (``rollout.drafts``).
     ``device`` is "cpu" or "ascend". ``env`` is added last to the server's environment. ``profile_dir`` is where vLLM's
     profiler writes; "" leaves it out.
     """
@@ -49,6 +50,7 @@ class VllmOptions:
     load_format: str = "dummy"
     max_model_len: int = 2048
     max_num_seqs: int = 64
+    draft_tokens: int = 0
     seed: int = 0
     num_threads: int = 1
     tensor_parallel_size: int = 1

@@ -151,6 +151,12 @@ RULES = {
         ["rollout.span_tokens=128"],
         1,
     ),
+    "guesses that vLLM would judge": (
+        ["rollout.draft_tokens=4", "rollout.tensor_parallel=2"],
+        ["'rollout.draft_tokens' is 4", "rollout.tensor_parallel=2", "set it to 0"],
+        ["rollout.tensor_parallel=1"],
+        1,
+    ),
     "spans and sampling ahead": (
         ["rollout.span_tokens=128", "rollout.ahead=1"],
         ["'rollout.span_tokens' is 128", "rollout.ahead", "leave one of them out"],

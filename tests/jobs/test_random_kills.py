@@ -28,9 +28,8 @@ KINDS = {
     "verifier worker": "-m mindrlhf.rewards.worker ",
     "launcher": "-m mindrlhf.cli ",
 }
-# How often each kind is hit. Ranks hold the state of the run; a server's start costs more than all else together,
-# and the death of a launcher takes the server with it.
-WEIGHTS = {"rank": 9, "verifier worker": 5, "launcher": 4, "rollout server": 2}
+# How often each kind is hit. Starting a server costs most, and it begins anew with its rank and with its launcher.
+WEIGHTS = {"verifier worker": 7, "rank": 6, "launcher": 4, "rollout server": 3}
 
 pytestmark = pytest.mark.timeout(60 * NUM_KILLS + 900)
 

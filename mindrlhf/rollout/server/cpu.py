@@ -189,6 +189,7 @@ class Stream:
     token_ids: np.ndarray  # int32 [max_tokens]
     logprobs: np.ndarray  # float32 [max_tokens]
     length: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
 
 
 class StreamSampler(torch.nn.Module):
@@ -211,16 +212,10 @@ class StreamSampler(torch.nn.Module):
         predict_bonus_token: bool = False,
         logprobs_mode_override: str | None = None,
     ) -> SamplerOutput:
-        probs = _probabilities(logits, sampling_metadata)
-        request_ids = self._input_batch.req_ids
-        streams = [self.streams[request_id] for request_id in request_ids]
-        positions = [len(self._requests[request_id].output_token_ids) for request_id in request_ids]
-        if sampling_metadata.all_greedy:
-            token_ids = probs.argmax(dim=-1).numpy()
-            logprobs = np.log(np.take_along_axis(probs.numpy(), token_ids[:, None], axis=1)[:, 0])
-        else:
-            keys = np.array([stream.key for stream in streams], np.uint64)
-            token_ids, logprobs = sample_rows(probs.numpy(), uniforms(keys, np.array(positions, np.uint64)))
+        streams, positions = self.places()
+        keys = np.array([stream.key for stream in streams], np.uint64)
+        places = keys, np.array(positions, np.uint64)
+        token_ids, logprobs = draw(probabilities(logits, sampling_metadata), *places, sampling_metadata.all_greedy)
         for stream, position, token_id, logprob in zip(streams, positions, token_ids.tolist(), logprobs.tolist()):
             stream.token_ids[position] = token_id
             stream.logprobs[position] = logprob
@@ -229,8 +224,27 @@ class StreamSampler(torch.nn.Module):
             sampled_token_ids=torch.from_numpy(token_ids.astype(np.int32)).unsqueeze(-1), logprobs_tensors=None
         )
 
+    def places(self) -> tuple[list[Stream], list[int]]:
+        """The streams of vLLM's batch, in its order, and the position of the next token in each."""
+        names = self._input_batch.req_ids
+        return [self.streams[name] for name in names], [len(self._requests[name].output_token_ids) for name in names]
 
-def _probabilities(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+
+def draw(
+    probs: torch.Tensor, keys: np.ndarray, positions: np.ndarray, is_greedy: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sample from each row of ``probs``, float32 [rows, vocab], by its key and position, uint64 [rows].
+
+    Returns:
+        Token ids int64 [rows] and their log-probabilities float32 [rows].
+    """
+    if is_greedy:
+        token_ids = probs.argmax(dim=-1).numpy()
+        return token_ids, np.log(np.take_along_axis(probs.numpy(), token_ids[:, None], axis=1)[:, 0])
+    return sample_rows(probs.numpy(), uniforms(keys, positions))
+
+
+def probabilities(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     """The distribution to sample from, float32 [rows, vocab]: temperature first, then top-k and top-p, as vLLM does."""
     logits = logits.to(torch.float32)
     if not metadata.all_greedy:

@@ -15,9 +15,11 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 
+from mindrlhf.rollout.drafts import GroupDrafts
 from mindrlhf.rollout.sampling import stream_key
 from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.rollout.server import cpu
+from mindrlhf.rollout.server.drafter import GroupDrafter, GuessChecker
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.vision import VisionModel
 
@@ -94,6 +96,11 @@ class VllmEngine:
     def _model_runner(self):
         """vLLM's, where it runs in this process."""
         return self._engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def draft_counts(self) -> dict[str, int]:
+        """How many tokens were guessed since the start and how many of them rightly; {} where nobody counts."""
+        return {}
 
     @property
     def num_pending(self) -> int:
@@ -248,6 +255,11 @@ class CpuEngine(VllmEngine):
         self._weights_load_in_place = cpu.weights_are_plain(model_runner.get_model())
         cpu.call_attention_directly(model_runner.get_model())
         self._params: tuple[dict[str, Any], SamplingParams] | None = None
+        self._drafter: GroupDrafter | None = None
+        if config["draft_tokens"]:
+            self._drafter = model_runner.drafter
+            self._drafter.attach(model_runner)
+            model_runner.rejection_sampler = GuessChecker(self._sampler, self._drafter.counts)
         # What start-up made lives for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -255,7 +267,19 @@ class CpuEngine(VllmEngine):
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         priority = [cpu.RMS_NORM_PROVIDER, "native"]
         arguments = super()._engine_arguments(config)
-        return arguments | {"ir_op_priority": {"rms_norm": priority, "fused_add_rms_norm": priority}}
+        arguments["ir_op_priority"] = {"rms_norm": priority, "fused_add_rms_norm": priority}
+        if config["draft_tokens"]:
+            arguments["speculative_config"] = {
+                "method": "custom_class",
+                "model": f"{GroupDrafter.__module__}.{GroupDrafter.__name__}",
+                "num_speculative_tokens": config["draft_tokens"],
+            }
+        return arguments
+
+    def submit(self, prompts: Sequence[Sequence[int]], *arguments: Any) -> None:
+        if self._drafter is not None:
+            self._drafter.begin_batch([GroupDrafts(prompt) for prompt in prompts])
+        super().submit(prompts, *arguments)
 
     def step(self) -> list[FinishedSample]:
         outputs, model_executed = self._core.step_fn()
@@ -282,13 +306,24 @@ class CpuEngine(VllmEngine):
         self._sampler.streams.clear()
         self._pending.clear()
 
+    @property
+    def draft_counts(self) -> dict[str, int]:
+        return {} if self._drafter is None else self._drafter.counts
+
     def _add(
         self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
     ) -> None:
         if self._params is None or self._params[0] != sampling:
             self._params = sampling, SamplingParams(**sampling, **_TOKENS_ONLY)
         max_tokens = sampling["max_tokens"]
-        self._sampler.streams[name] = cpu.Stream(key, np.empty(max_tokens, np.int32), np.empty(max_tokens, np.float32))
+        self._sampler.streams[name] = cpu.Stream(
+            key,
+            np.empty(max_tokens, np.int32),
+            np.empty(max_tokens, np.float32),
+            stop_token_ids=frozenset(sampling["stop_token_ids"]),
+        )
+        if self._drafter is not None:
+            self._drafter.add(name, group=self._pending[name][0])
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,
@@ -306,4 +341,9 @@ class CpuEngine(VllmEngine):
 def build_engine(config: dict[str, Any]) -> VllmEngine:
     """The fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
     fast = cpu.supports(config["dtype"], config["tensor_parallel_size"])
+    if config["draft_tokens"] and not fast:
+        raise ValueError(
+            f"draft_tokens is {config['draft_tokens']}, but guesses are checked in one CPU process in float32 with "
+            f"vLLM {' or '.join(cpu.TESTED_VERSIONS)} only: set rollout.draft_tokens to 0"
+        )
     return CpuEngine(config) if fast else VllmEngine(config)

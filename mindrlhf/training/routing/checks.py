@@ -30,6 +30,10 @@ def check_replay(config: GrpoConfig) -> None:
             config.rollout.tensor_parallel > 1,
             "experts are recorded in a server of one process",
         ),
+        f"rollout.draft_tokens={config.rollout.draft_tokens}": (
+            config.rollout.draft_tokens > 0,
+            "experts of tokens that are only guessed would be recorded",
+        ),
         "rollout.span_tokens": (config.rollout.span_tokens > 0, "a response of several spans has several routings"),
         "tools.names": (bool(config.tools.names), "conversations carry no routing on"),
         f"msprobe.level={CELL_LEVEL}": (

@@ -1,0 +1,118 @@
+"""Speculative decoding in vLLM's CPU engine: who guesses, and how guesses are checked so that nothing changes.
+
+Number ``t`` of a sample's random stream decides its token at position ``t`` (``mindrlhf.rollout.sampling``), whatever
+was guessed. So a guess is right when it is the token that would have been sampled there without guesses, and the
+samples are those of plain decoding, up to rounding in the kernels; no acceptance by chance is needed.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from mindrlhf.rollout.drafts import GroupDrafts, num_drafted, num_kept
+from mindrlhf.rollout.server.cpu import StreamSampler, draw, probabilities
+
+# What vLLM reads as "no token".
+_NO_TOKEN = -1
+
+
+class GroupDrafter:
+    """What vLLM calls after each step for guesses ("custom_class" of its speculative methods).
+
+    Attributes:
+        counts: how many tokens were guessed since the start ("drafted") and how many of them rightly ("accepted").
+    """
+
+    def __init__(self, config: VllmConfig):
+        self._max_tokens = config.speculative_config.num_speculative_tokens
+        self._num_slots = config.scheduler_config.max_num_seqs
+        self._model_runner = None
+        self._drafts: list[GroupDrafts] = []  # by group
+        self._groups: dict[str, GroupDrafts] = {}  # by sample
+        self.counts = {"drafted": 0, "accepted": 0}
+
+    def attach(self, model_runner) -> None:
+        """Learn whose rows are asked about; and guess also while a sample is near its last position, where vLLM would
+        check zeros instead (its scheduler cuts guesses beyond that position off)."""
+        self._model_runner = model_runner
+        model_runner._input_fits_in_drafter = lambda attention: attention is not None
+
+    def begin_batch(self, drafts: list[GroupDrafts]) -> None:
+        """Forget all samples; those to come are of these groups."""
+        self._drafts = drafts
+        self._groups.clear()
+
+    def add(self, name: str, group: int) -> None:
+        """Sample ``name`` is of group number ``group``."""
+        self._groups[name] = self._drafts[group]
+
+    def load_model(self, model: torch.nn.Module) -> None:
+        """vLLM's; there is none to load."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *_arguments, **_options) -> list[list[int]]:
+        """Guesses for each row of vLLM's batch, which has just got ``sampled_token_ids``: none while it reads its
+        prompt."""
+        names = self._model_runner.input_batch.req_ids
+        rows = [(self._groups[name], name, tokens) for name, tokens in zip(names, sampled_token_ids)]
+        for group, name, tokens in rows:
+            group.extend(name, tokens)
+        count = num_drafted(self._max_tokens, len(names), self._num_slots)
+        return [group.guess(name, count) if tokens and count else [] for group, name, tokens in rows]
+
+
+class GuessChecker:
+    """Takes the place of vLLM's rejection sampler: samples at all positions, keeps those up to the first wrong guess.
+
+    Args:
+        counts: of ``GroupDrafter``; what is checked is counted there.
+    """
+
+    def __init__(self, sampler: StreamSampler, counts: dict[str, int]):
+        self._sampler = sampler
+        self._counts = counts
+
+    def __call__(
+        self,
+        guesses: SpecDecodeMetadata,
+        _guess_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        nums_rows = np.asarray(guesses.num_draft_tokens) + 1
+        ends = np.cumsum(nums_rows)
+        streams, positions = self._sampler.places()
+        keys = np.repeat(np.array([stream.key for stream in streams], np.uint64), nums_rows)
+        within = np.arange(ends[-1]) - np.repeat(ends - nums_rows, nums_rows)
+        row_positions = (np.repeat(positions, nums_rows) + within).astype(np.uint64)
+        probs = probabilities(logits, _of_rows(sampling_metadata, nums_rows))
+        token_ids, logprobs = draw(probs, keys, row_positions, sampling_metadata.all_greedy)
+        guessed = guesses.draft_token_ids.tolist()
+        kept = np.full((len(nums_rows), int(nums_rows.max())), _NO_TOKEN, np.int32)
+        for index, (stream, position) in enumerate(zip(streams, positions)):
+            # Each sample before this one has a row more than guesses.
+            row = int(ends[index] - nums_rows[index])
+            own = guessed[row - index : int(ends[index]) - index - 1]
+            limit = len(stream.token_ids) - position
+            count = num_kept(token_ids[row : ends[index]].tolist(), own, stream.stop_token_ids, limit)
+            stream.length = position + count
+            stream.token_ids[position : stream.length] = token_ids[row : row + count]
+            stream.logprobs[position : stream.length] = logprobs[row : row + count]
+            kept[index, :count] = token_ids[row : row + count]
+            self._counts["drafted"] += len(own)
+            self._counts["accepted"] += count - 1
+        return SamplerOutput(sampled_token_ids=torch.from_numpy(kept), logprobs_tensors=None)
+
+
+def _of_rows(metadata: SamplingMetadata, nums_rows: np.ndarray) -> SamplingMetadata:
+    """The parameters of samples as those of their rows."""
+    nums = torch.from_numpy(nums_rows)
+    per_sample = {name: getattr(metadata, name) for name in ("temperature", "top_k", "top_p")}
+    return dataclasses.replace(
+        metadata,
+        **{name: None if value is None else value.repeat_interleave(nums) for name, value in per_sample.items()},
+    )
