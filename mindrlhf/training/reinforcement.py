@@ -5,6 +5,7 @@ import dataclasses
 import socket
 from pathlib import Path
 
+from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.distillation.references import is_base, reference_paths
 from mindrlhf.config.schema import GrpoConfig
@@ -42,6 +43,7 @@ from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
+from mindrlhf.training.loop.publication import Publication
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
@@ -107,7 +109,7 @@ class ReinforcementTraining(life_cycle.Training):
         if config.reward.verifier_function:
             failures = self._output_dir / "reward_failures.jsonl"
             rewards = stack.enter_context(RewardPool.from_config(config.reward, failures))
-        ranks = Team(worker, connections)
+        self._ranks = ranks = Team(worker, connections)
         self.team = with_replicas(config.parallel_config, ranks)
         stack.callback(self.team.close)
         board = stack.enter_context(worker.create_board())
@@ -169,11 +171,26 @@ class ReinforcementTraining(life_cycle.Training):
         report = write_report(self._output_dir)
         if self._config.lora.rank is not None and is_split(self._config.parallel_config):
             export_adapter(self.team, self._output_dir / FINAL_NAME)
+        if needs_critic(self._config):
+            self._export_critic(worker)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
         worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir)
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
+
+    def _export_critic(self, worker) -> None:
+        """Export the critic beside the place of the model; of one that is sharded, from boards of its own."""
+        directory, tokenizer_dir = self._output_dir / CRITIC_NAME, self._config.data.tokenizer_dir
+        if not is_split(self._config.parallel_config):
+            worker.export_critic(directory, tokenizer_dir)
+            return
+        self.team.call("use_boards_for", model="critic")
+        with worker.create_board() as board:
+            attach_boards(self._ranks, find_nodes(self._ranks), board.path)
+            Publication(self.team, board).publish(1)
+            worker.export_critic(directory, tokenizer_dir)
+            self.team.call("use_boards_for", model="actor")
 
     def _build_rollout(self, checkpoints: RunCheckpoints, timer: StageTimer) -> Rollout:
         config, inputs = self._config, self._inputs
@@ -246,7 +263,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.training.worker.actor import Actor
     from mindrlhf.training.worker.adapted_model import BaseModel
     from mindrlhf.training.worker.cell_dump import CellDump
-    from mindrlhf.training.worker.critic import ActorCritic, build_critic
+    from mindrlhf.training.worker.critic import ActorCritic, Turns, build_critic
     from mindrlhf.training.worker.model import WholeModel
     from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
@@ -269,7 +286,10 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
         references.append(WholeModel(PolicyLogProbs(frozen, temperature, device, tile), rank))
     parts = {"learner": learner, "reference": as_one(references), "saves_reference": algorithm.sync_ref_model}
     if needs_critic(config):
-        actor = ActorCritic(build_critic(config, length, rank), device, **parts)
+        critic = build_critic(config, length, rank)
+        frozen = [parameter for one in references for parameter in one.network.get_parameters()]
+        of_actor = [*learner.state_parameters(), *frozen]
+        actor = ActorCritic(critic, Turns(device, {"actor": of_actor, "critic": critic.state_parameters()}), **parts)
     else:
         actor = Actor(**parts)
     if config.reward.model_path:

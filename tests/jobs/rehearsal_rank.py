@@ -3,9 +3,10 @@
     python rehearsal_rank.py DIRECTORY
 
 ``rehearsal.json`` there says what to do: "config" (sections of a run), "row_lengths", "world_size", "checkpoint" (a
-directory to restore from), "save" (where to save then), and "boards", the paths of two boards: one is written after the
-start, the other after the restore. Graphs are compiled, but nothing is computed: what is rehearsed is all that happens
-around the graphs. Each rank writes ``rank_R.json`` with what it wrote to the boards.
+directory to restore from), "save" (where to save then), "boards", the paths of two boards: one is written after the
+start, the other after the restore, and "critic_board", of one that gets the critic, or "". Graphs are compiled, but
+nothing is computed: what is rehearsed is all that happens around the graphs. Each rank writes ``rank_R.json`` with what
+it wrote to the boards.
 """
 
 import json
@@ -66,8 +67,16 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
         contributions.append(actor.publish(1).contribution)
     actor.begin_saving(work["save"], copies=True)
     checksums = actor.end_saving().checksums
+    of_critic = {}
+    if work["critic_board"]:
+        actor.use_boards_for("critic")
+        actor.attach_board(work["critic_board"])
+        of_critic = actor.publish(1).contribution
+        actor.use_boards_for("actor")
+        assert actor.publish(2).contribution.keys() == contributions[0].keys()
     report = {
         "contributions": contributions,
+        "of_critic": of_critic,
         "state_size_bytes": actor.state_size_bytes(),
         "checksums": checksums,
     }

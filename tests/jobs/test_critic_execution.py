@@ -1,4 +1,7 @@
-"""A critic that is cut over ranks, compiled for Ascend and executed on CPU ranks, learns what one process does."""
+"""A critic that is cut over ranks, compiled for Ascend and executed on CPU ranks, learns what one process does.
+
+Its values and updates are asked for as in a run, beside an actor (which here is the same model, and does nothing).
+"""
 
 import platform
 
@@ -16,12 +19,13 @@ from execution_cases import (
     mf_weights,
 )
 from execution_jobs import compile_and_execute
+from safetensors.numpy import load_file
 from slow_tests import SLOW
 
 pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
-    SLOW,  # no run uses a critic that is sharded yet
+    SLOW,  # adapters, pipelines and shared prompts take the same ways every day
 ]
 
 TOLERANCE = 1e-5
@@ -97,6 +101,15 @@ def test_weights_are_those_of_one_process(executions, plain, name):
         actual = executions[name].weights[parameter]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=parameter)
         assert np.abs(expected - start[parameter]).max() > 100 * TOLERANCE, parameter
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_critic_is_exported_as_its_ranks_hold_it(executions, name):
+    exported = load_file(executions[name].exported / "model.safetensors")
+    published = executions[name].published["after"]
+    assert exported.keys() == published.keys()
+    for hf_name, tensor in published.items():
+        np.testing.assert_array_equal(exported[hf_name], tensor, err_msg=hf_name)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,56 +31,84 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
 ]
 
-# Number of ranks, parallel_config, and whether there is a reference model.
+# Number of ranks, parallel_config, and the model beside the actor.
 CASES = {
-    "pp2_reference": (2, {"pipeline_stage": 2, "micro_batch_num": 2}, True),
-    "tp2_dp2_reference": (4, {"model_parallel": 2}, True),
-    "dp2_optimizer_parallel": (2, {"enable_parallel_optimizer": True}, False),
+    "pp2_reference": (2, {"pipeline_stage": 2, "micro_batch_num": 2}, "reference"),
+    "pp2_critic": (2, {"pipeline_stage": 2, "micro_batch_num": 2}, "critic"),
+    "tp2_dp2_reference": (4, {"model_parallel": 2}, "reference"),
+    "tp2_dp2_critic": (4, {"model_parallel": 2, "enable_parallel_optimizer": True}, "critic"),
+    "dp2_optimizer_parallel": (2, {"enable_parallel_optimizer": True}, ""),
 }
 _OF_EVERY_DAY = "pp2_reference"
+CRITIC = {**MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
 SAVED_LAYOUT = "dp=2,mp=2,pp=1,opt=1"
 
 
-def checkpoint_arrays():
+def checkpoint_arrays(model: dict = MODEL) -> dict[str, np.ndarray]:
     """Other weights than those of the start, and moments, whole, by MindFormers name."""
     random = np.random.default_rng(1)
-    arrays = {name: (array + 1).astype(np.float32) for name, array in mf_weights().items()}
+    arrays = {name: (array + 1).astype(np.float32) for name, array in mf_weights(model).items()}
     for name, array in list(arrays.items()):
         for prefix in ("exp_avg.", "exp_avg_sq."):
             arrays[prefix + name] = random.standard_normal(array.shape).astype(np.float32)
     return {**arrays, "global_step": np.array([5], np.int32)}
 
 
-def write_checkpoint(directory: Path) -> None:
-    """What a run in ``SAVED_LAYOUT`` would have saved."""
-    spec, arrays = find_spec(MODEL), checkpoint_arrays()
+def write_checkpoint(directory: Path, model: dict = MODEL) -> None:
+    """What a run in ``SAVED_LAYOUT`` would have saved of a model."""
+    spec, arrays = find_spec(model), checkpoint_arrays(model)
     layout = Layout.parse(SAVED_LAYOUT)
-    layouts = parameter_layouts(spec, spec.dims(MODEL), layout)
-    manifest = plan_saving(MODEL, layouts, layout, "float32", with_state=True)
+    layouts = parameter_layouts(spec, spec.dims(model), layout)
+    manifest = plan_saving(model, layouts, layout, "float32", with_state=True)
     for rank in range(layout.world_size):
         names = manifest.infos_of_rank(rank)
         shards = ((name, arrays[name][manifest.arrays[name].layout.shard_of(rank)]) for name in names)
         write_rank(directory, manifest, rank, shards)
-    finish_saving(directory, manifest, MODEL, layouts, layout)
+    finish_saving(directory, manifest, model, layouts, layout)
+
+
+def whole(model: dict) -> dict[str, np.ndarray]:
+    """The weights of the checkpoint by Hugging Face name."""
+    spec, arrays = find_spec(model), checkpoint_arrays(model)
+    parts = ((rule, split(rule, spec.dims(model), arrays[rule.mf_name])) for rule in spec.rules(spec.dims(model)))
+    return {name: tensor for rule, tensors in parts for name, tensor in zip(rule.hf_names, tensors)}
+
+
+def make_board(model: dict) -> WeightBoard:
+    return WeightBoard.create([TensorInfo(name, "float32", tensor.shape) for name, tensor in hf_weights(model).items()])
+
+
+def sealed(board: WeightBoard, contributions: list[dict]) -> dict[str, np.ndarray]:
+    """What the ranks have written to a board, each element once."""
+    with board:
+        board.begin(1)
+        board.seal(contributions)
+        board.verify(1)
+        return {name: array.copy() for name, _, array in board.tensors(1)}
 
 
 @pytest.fixture(scope="module", params=CASES if RUNS_SLOW_TESTS else [_OF_EVERY_DAY])
 def rehearsal(request, tmp_path_factory):
-    """The directory that the ranks saved to, the two boards' tensors, and the size that the ranks expected."""
-    world_size, parallel, has_reference = CASES[request.param]
+    """The directory that the ranks saved to, the boards' tensors, the critic's last, and what the ranks report."""
+    world_size, parallel, other = CASES[request.param]
     root = tmp_path_factory.mktemp(request.param)
     export_hf(iter(hf_weights().items()), MODEL, root / "model")
     write_checkpoint(root / "checkpoint" / "model")
+    if other == "critic":
+        export_hf(iter(hf_weights(CRITIC).items()), CRITIC, root / "critic")
+        write_checkpoint(root / "checkpoint" / "critic", CRITIC)
+    ppo = {"name": "ppo", "advantage": "gae"} if other == "critic" else {}
     config = {
         "run": {"output_dir": str(root / "run"), "device": "ascend"},
         "model": {"path": str(root / "model"), "compute_dtype": "bfloat16"},
         "data": {"train_file": "none", "tokenizer_dir": "none"},
-        "algorithm": {"beta": 0.04 if has_reference else 0.0},
+        "algorithm": {"beta": 0.04 if other == "reference" else 0.0, **ppo},
+        "critic": {"path": str(root / "critic") if ppo else ""},
         "training": {"batch_size": 2},
         "parallel_config": parallel,
     }
-    infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in hf_weights().items()]
-    boards = [WeightBoard.create(infos) for _ in range(2)]
+    boards = [make_board(MODEL) for _ in range(2)]
+    critic_board = make_board(CRITIC)
     work = {
         "config": config,
         "row_lengths": [ROW_LENGTH],
@@ -88,6 +116,7 @@ def rehearsal(request, tmp_path_factory):
         "checkpoint": str(root / "checkpoint"),
         "save": str(root / "saved"),
         "boards": [board.path for board in boards],
+        "critic_board": critic_board.path if ppo else "",
     }
     (root / "rehearsal.json").write_text(json.dumps(work))
     program = Path(__file__).with_name("rehearsal_rank.py")
@@ -98,13 +127,11 @@ def rehearsal(request, tmp_path_factory):
     logs = {path.name: path.read_text()[-2000:] for path in root.glob("log_*")}
     assert finished.returncode == 0, (finished.stderr[-2000:], logs)
     reports = [json.loads((root / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
-    tensors = []
-    for number, board in enumerate(boards):
-        with board:
-            board.begin(1)
-            board.seal([report["contributions"][number] for report in reports])
-            board.verify(1)
-            tensors.append({name: array.copy() for name, _, array in board.tensors(1)})
+    tensors = [
+        sealed(board, [report["contributions"][number] for report in reports]) for number, board in enumerate(boards)
+    ]
+    with critic_board:
+        tensors.append(sealed(critic_board, [report["of_critic"] for report in reports]) if ppo else {})
     return root, tensors, reports
 
 
@@ -114,16 +141,19 @@ def test_ranks_publish_the_model_they_started_from(rehearsal):
 
 
 def test_ranks_publish_what_they_restored_from_another_layout(rehearsal):
-    spec, arrays = find_spec(MODEL), checkpoint_arrays()
-    for rule in spec.rules(spec.dims(MODEL)):
-        for name, tensor in zip(rule.hf_names, split(rule, spec.dims(MODEL), arrays[rule.mf_name])):
-            np.testing.assert_array_equal(rehearsal[1][1][name], tensor, err_msg=name)
+    for name, tensor in whole(MODEL).items():
+        np.testing.assert_array_equal(rehearsal[1][1][name], tensor, err_msg=name)
+    if rehearsal[1][2]:
+        for name, tensor in whole(CRITIC).items():
+            np.testing.assert_array_equal(rehearsal[1][2][name], tensor, err_msg=f"critic: {name}")
 
 
 def test_ranks_save_weights_moments_and_step_count(rehearsal):
-    saved = ShardedDirectory(rehearsal[0] / "saved" / "model")
-    for name, array in checkpoint_arrays().items():
-        np.testing.assert_array_equal(saved.read_array(name), array, err_msg=name)
+    for directory, model in (("model", MODEL), ("critic", CRITIC)):
+        if directory == "model" or rehearsal[1][2]:
+            saved = ShardedDirectory(rehearsal[0] / "saved" / directory)
+            for name, array in checkpoint_arrays(model).items():
+                np.testing.assert_array_equal(saved.read_array(name), array, err_msg=name)
 
 
 def test_ranks_tell_the_checksums_of_their_files(rehearsal):

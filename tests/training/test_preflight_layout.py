@@ -110,15 +110,17 @@ def test_a_tied_model_has_no_pipeline(npu_config, tmp_path):
     assert "tie_word_embeddings" in message and "set it to 1" in message
 
 
-def test_actor_reference_and_reward_model_are_cut_and_a_critic_is_not(npu_config, model_dir, tmp_path):
+def test_actor_reference_critic_and_reward_model_are_cut(npu_config, model_dir, tmp_path):
     split = changed(npu_config, "parallel_config", model_parallel=2)
-    ppo = changed(changed(split, "algorithm", name="ppo", advantage="gae"), "critic", path=str(model_dir))
-    assert "'critic.path' is set" in refused(ppo, 2)
+    ppo = changed(split, "algorithm", name="ppo", advantage="gae")
+    assert check_grpo_inputs(changed(ppo, "critic", path=str(model_dir)), 2)
     for heads in (4, 1):
         scorer = {**scorer_config(MODEL), "num_attention_heads": heads, "num_key_value_heads": heads}
         export_hf(random_hf_weights(scorer, 0), scorer, tmp_path / f"scorer_{heads}")
     assert check_grpo_inputs(changed(split, "reward", model_path=str(tmp_path / "scorer_4")), 2)
-    assert "the model has 1 query heads" in refused(changed(split, "reward", model_path=str(tmp_path / "scorer_1")), 2)
+    message = "the model has 1 query heads"
+    assert message in refused(changed(split, "reward", model_path=str(tmp_path / "scorer_1")), 2)
+    assert message in refused(changed(ppo, "critic", path=str(tmp_path / "scorer_1")), 2)
     assert check_grpo_inputs(changed(split, "algorithm", beta=0.1), 2)
 
 

@@ -6,22 +6,33 @@ from pathlib import Path
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.config.derived import resolve_data_parallel
+from mindrlhf.algorithms.value_loss import VALUE_INPUTS
+from mindrlhf.config.derived import needs_critic, resolve_data_parallel
 from mindrlhf.config.distillation.references import is_base, reference_paths
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
-from mindrlhf.shards.sources import ArraySource, RandomSource, open_source
+from mindrlhf.shards.sources import ArraySource, RandomSource, open_scorer_source, open_source
+from mindrlhf.specs import scorer_config
 from mindrlhf.training.distillation.models import as_one
+from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.sharded.adapted import AdaptedShard
-from mindrlhf.training.sharded.factory import build_logprobs, build_policy, build_update, build_value_model
+from mindrlhf.training.sharded.critic import ShardedCritic
+from mindrlhf.training.sharded.factory import (
+    build_logprobs,
+    build_policy,
+    build_update,
+    build_value_model,
+    build_value_update,
+)
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.sharded.offload import OffloadedState
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.training.worker.actor import Actor
+from mindrlhf.training.worker.critic import NO_TURNS, ActorCritic
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 from mindrlhf.weights.hf import read_hf_config
 
@@ -65,16 +76,51 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     source = model_source(config.model, config.model.path, config.run.seed)
     plain = (padding_rows((config.training.batch_size, n), share_prompts=shares_prompts) for n in row_lengths)
     image_tokens = ImageTokens.of(policy.model.dims)
+    # Before the policy's graphs, of which MindSpore's strategy file is to be.
+    critic = _build_critic(config, row_lengths, parallel, rank) if needs_critic(config) else None
     _compile(learner, references.values(), [with_images(rows, (), (), image_tokens) for rows in plain])
     # Now a parameter has the shape of its shard.
     load_trained(learner.model, source, config)
     for path, frozen in references.items():
         frozen.load(model_source(config.model, path, config.run.seed))
     in_order = [references.get(path) or learner.model.base() for path in reference_paths(config)]
-    actor = Actor(learner, as_one(in_order), saves_reference=config.algorithm.sync_ref_model)
+    parts: dict = {"reference": as_one(in_order), "saves_reference": config.algorithm.sync_ref_model}
+    if critic is None:
+        actor = Actor(learner, **parts)
+    else:
+        actor = ActorCritic(critic, NO_TURNS, learner=learner, **parts)
     if config.reward.model_path:
         actor.use_reward_model(_build_reward_model(config, row_lengths, parallel, rank))
     return actor
+
+
+def _build_critic(
+    config: GrpoConfig, row_lengths: tuple[int, ...], parallel: ParallelSection, rank: Rank
+) -> ShardedCritic:
+    path, shares_prompts = config.critic.path, config.training.packing == SHARED_PROMPTS
+    scorer = build_value_model(
+        scorer_config(read_hf_config(path)),
+        config.model,
+        parallel,
+        row_length=row_lengths[-1],
+        memory=config.memory,
+        shared_prompts=shares_prompts,
+        lora=config.lora.options,
+    )
+    update = build_value_update(scorer, config.critic.clip_range, critic_optimizer(config), parallel)
+    shard = shard_of(scorer, parallel, rank)
+    held = {one.name for one in shard.held}
+    offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
+    critic = ShardedCritic(shard, UpdateGraph.of(update, VALUE_INPUTS), offloaded)
+    for length in row_lengths:
+        critic.compile(padding_rows((config.training.batch_size, length), share_prompts=shares_prompts))
+    if has_random_weights(config.model, path):
+        source: ArraySource = RandomSource(path, config.run.seed, as_scorer=True)
+    else:
+        source = open_scorer_source(path)
+    # The adapter of lora.path is the policy's.
+    load_trained(shard, source, dataclasses.replace(config, lora=dataclasses.replace(config.lora, path="")))
+    return critic
 
 
 def _build_reward_model(

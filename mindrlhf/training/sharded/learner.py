@@ -63,6 +63,8 @@ class ShardedLearner(CountsCompiles):
     """
 
     returns_logprobs = False
+    # Where a checkpoint has its weights, and the optimiser's state if that is in a file of its own.
+    model_name, optimizer_name = MODEL_NAME, OPTIMIZER_NAME
 
     def __init__(self, model: ShardedModel, graph: UpdateGraph, offloaded: OffloadedState | None = None):
         super().__init__()
@@ -115,14 +117,14 @@ class ShardedLearner(CountsCompiles):
 
     def state_writer(self, hold: Callable) -> StateWriter:
         """See :meth:`SavesState.state_writer`: of shards of weights and optimiser state, wherever that is."""
-        return self.model.state_writer(MODEL_NAME, hold, self.graph.state)
+        return self.model.state_writer(self.model_name, hold, self.graph.state)
 
     def restore(self, directory: str) -> None:
         """Take this rank's shard of a checkpoint, whatever the layout of the run that saved it."""
         self._fetch_state()
-        optimizer_file = Path(directory) / OPTIMIZER_NAME
+        optimizer_file = Path(directory) / self.optimizer_name
         optimizer_file = optimizer_file if optimizer_file.is_file() else ""
-        source = self.model.open_saved(Path(directory) / MODEL_NAME, optimizer_file)
+        source = self.model.open_saved(Path(directory) / self.model_name, optimizer_file)
         self.model.load(source)
         self._restore_state(source)
 

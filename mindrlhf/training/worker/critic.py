@@ -1,10 +1,9 @@
 """The critic of PPO on a rank, beside the actor: values of states, its own updates, its part of checkpoints."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mindspore as ms
 import numpy as np
@@ -16,11 +15,44 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.load import load_scorer
 from mindrlhf.system import heartbeat
+from mindrlhf.system.files import remove
 from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.records import ProcessStatistics, Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.learner import Learner
+from mindrlhf.training.worker.model import RankModel
+
+
+class CriticLearner(Protocol):
+    """What :class:`ActorCritic` needs of a critic, whole or sharded; see :class:`Critic`.
+
+    Attributes:
+        model: what it trains.
+    """
+
+    model: RankModel
+
+    def warm_up(self, rows: PackedRows) -> None:
+        """Run the graphs on rows of weight 0, which changes nothing."""
+
+    def values(self, rows: PackedRows) -> np.ndarray:
+        """Return the values of one micro-batch."""
+
+    def update(self, share: Share, lr: float) -> UpdateResult:
+        """Make one optimiser update."""
+
+    def process_statistics(self) -> ProcessStatistics:
+        """Return what this rank has used so far."""
+
+    def state_size_bytes(self) -> int:
+        """Return the size of weights and optimiser state in a checkpoint."""
+
+    def state_writer(self, hold: Callable) -> StateWriter:
+        """See :meth:`mindrlhf.training.checkpoints.shards.SavesState.state_writer`."""
+
+    def restore(self, directory: str) -> None:
+        """Load weights and optimiser state."""
 
 
 class Critic(Learner):
@@ -82,21 +114,24 @@ class Turns:
         self._loaded = {name}
 
 
+# Of models that are sharded: both stay on the device.
+NO_TURNS = Turns("", {"actor": (), "critic": ()})
+
+
 class ActorCritic(Actor):
     """Actor and critic on one rank; public methods are called through the team.
 
     Args:
-        critic: the critic.
-        device: "cpu" or "ascend".
+        critic: the critic, whole or sharded.
+        turns: of both models.
         others: of :class:`mindrlhf.training.worker.actor.Actor`.
     """
 
-    def __init__(self, critic: Critic, device: str, **others: Any):
+    def __init__(self, critic: CriticLearner, turns: Turns, **others: Any):
         super().__init__(**others)
         self.critic = critic
-        reference = self.reference.network.get_parameters() if self.reference is not None else ()
-        actor = [*self.learner.state_parameters(), *reference]
-        self._turns = Turns(device, {"actor": actor, "critic": critic.state_parameters()})
+        self._of_actor: tuple[Any, ...] = ()  # while boards are the critic's
+        self._turns = turns
 
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Compile the graphs of both models; see :meth:`Actor.warm_up`."""
@@ -133,16 +168,21 @@ class ActorCritic(Actor):
         own = super().process_statistics()
         return replace(own, recompiles=own.recompiles + self.critic.process_statistics().recompiles)
 
-    def export(self, directory: Path, tokenizer_dir: Any) -> None:
-        """Write the actor as a Hugging Face directory, and before it the critic beside it.
+    def use_boards_for(self, model: str) -> None:
+        """Have the boards that are made, written and exported from be those of "critic", or again of "actor"."""
+        if model == "critic":
+            self._of_actor, self.model = self.set_board_aside(), self.critic.model
+        else:
+            self.take_board_back(self._of_actor)
+            self.model = self.learner.model
 
-        The actor comes last, since its directory marks a run as complete. A critic that is there already is one that a
-        run left when it was killed in between.
+    def export_critic(self, directory: Path, tokenizer_dir: Any) -> None:
+        """Write the critic as a Hugging Face directory; of one that is sharded, what was published.
+
+        One that is there already is one that a run left when it was killed before it exported the actor.
         """
-        critic_directory = directory.parent / CRITIC_NAME
-        shutil.rmtree(critic_directory, ignore_errors=True)
-        self.critic.export(critic_directory, tokenizer_dir)
-        super().export(directory, tokenizer_dir)
+        remove(directory)
+        self.critic.model.export(directory, tokenizer_dir, self._board)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of both models, in bytes."""

@@ -57,6 +57,19 @@ class NodeBoard:
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
+    def set_board_aside(self) -> tuple[Any, ...]:
+        """Be without a board, so that one of another model can be made; return what :meth:`take_board_back` takes."""
+        aside = self._board, self._has_made_board, self._node_generator, self._carrier
+        self._board, self._has_made_board, self._node_generator, self._carrier = None, False, None, None
+        return aside
+
+    def take_board_back(self, aside: tuple[Any, ...]) -> None:
+        """Have the board that was set aside again; rank 0 ends the one that it has made meanwhile itself."""
+        self.close_carrier()
+        if self._board is not None and (self._node or not self._has_made_board):
+            self._board.close()
+        self._board, self._has_made_board, self._node_generator, self._carrier = aside
+
     def publish(self, version: int) -> Published:
         """Write this rank's share of the tensors to the board of its node."""
         self._board.begin(version)

@@ -12,6 +12,7 @@ from mindspore.communication import create_group
 from cpu_execution.lower import LoweredGraph, lower_graph
 from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
 from cpu_execution.run import SEED
+from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.models.causal_lm import build_model
@@ -23,9 +24,11 @@ from mindrlhf.specs import find_spec
 from mindrlhf.specs.lora import SCALE_NAME, LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.sharded.adapted import AdaptedShard
+from mindrlhf.training.sharded.critic import ShardedCritic
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.actor import Actor
+from mindrlhf.training.worker.critic import NO_TURNS, ActorCritic
 
 # State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
 _ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
@@ -160,7 +163,10 @@ class LoweredRank:
         else:
             reference = self._own_reference(hf_config, names)
             reference.load(source)
-        self.actor = Actor(ShardedLearner(model, graph), reference, saves_reference=False)
+        parts = {"learner": ShardedLearner(model, graph), "reference": reference, "saves_reference": False}
+        # A critic stands for the actor too: what is asked of a model is asked of it by both ways.
+        critic = ShardedCritic(model, graph) if graph.token_inputs == VALUE_INPUTS else None
+        self.actor = Actor(**parts) if critic is None else ActorCritic(critic, NO_TURNS, **parts)
 
     def _own_reference(self, hf_config: dict, names: Sequence[str]) -> ShardedModel:
         network, cell = DescribedModel(hf_config), self._load("output_graphs")[1]

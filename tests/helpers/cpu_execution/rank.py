@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -40,6 +41,7 @@ from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.policy import Policy
+from mindrlhf.training.loop.publication import Publication
 from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank
@@ -111,6 +113,8 @@ class _Rank0:
         self._team = team = ReplicaTeam(ranks, layout_of(lowered.parallel))
         self._directory = directory
         self._learning_rate, self._kl_coefficient = spec["learning_rate"], spec["kl_coefficient"]
+        self._is_critic = job["computed_input"] == "values"
+        self._values: list[list[np.ndarray]] = []  # of each batch, by micro-batch
         tokens = ImageTokens.of(self._actor.model.network.dims)
         self._batches = _batches(spec["is_last"], arrays, job["token_inputs"], team.world_size, tokens)
 
@@ -134,7 +138,10 @@ class _Rank0:
         self._save(SAVED_NAME)
         if self._job["lora"]:
             export_adapter(self._team, self._directory / EXPORT_NAME)
-        self._actor.export(self._directory / EXPORT_NAME, None)
+        if self._is_critic:
+            self._export_critic()
+        else:
+            self._actor.export(self._directory / EXPORT_NAME, None)
         # Again from the checkpoint, with the batches that the ranks still have.
         self._team.call("restore", directory=str(self._directory / "middle"))
         for position in range(1, len(self._batches)):
@@ -147,17 +154,30 @@ class _Rank0:
             outputs["synchronised"] = self._reference(policy)
         self._write(outputs, updates)
 
+    def _export_critic(self) -> None:
+        """As a run does at its end: by boards of the critic's own."""
+        self._team.call("use_boards_for", model="critic")
+        with self._actor.create_board() as board:
+            attach_boards(self._ranks, find_nodes(self._ranks), board.path)
+            Publication(self._team, board).publish(1)
+            self._actor.export_critic(self._directory / EXPORT_NAME, None)
+            self._team.call("use_boards_for", model="actor")
+
     def _compute_outputs(self, policy: Policy) -> None:
         """Compute the token array that the job does not take from the batches, if there is one."""
-        name = self._job["computed_input"]
-        if not name:
-            return
-        outputs = policy.logprobs(OLD)
-        if name != OLD:  # a critic's values
-            policy.send_tokens(name, outputs)
+        if self._job["computed_input"] == OLD:
+            policy.logprobs(OLD)
+        if self._is_critic:
+            for position, batch in enumerate(self._batches):
+                found = self._team.call("compute_values", batch=position)
+                self._values.append(batch.in_order([one.arrays for one in found]))
 
     def _update(self, policy: Policy, position: int):
-        return policy.update(position, self._learning_rate, self._kl_coefficient)
+        if not self._is_critic:
+            return policy.update(position, self._learning_rate, self._kl_coefficient)
+        results = self._team.call("update_critic", batch=position, lr=self._learning_rate)
+        statistics = np.sum([one.statistics for one in results], axis=0)
+        return SimpleNamespace(statistics=statistics, grad_norm=results[0].grad_norm, logprobs=self._values[position])
 
     def _reference(self, policy: Policy) -> list[np.ndarray]:
         policy.logprobs(REFERENCE)

@@ -42,8 +42,6 @@ SAVED_NAME, EXPORT_NAME = "saved", "exported"
 PUBLICATIONS = ("before", "after", "resumed")
 SEED = 3
 _MODULES = str(Path(__file__).parents[1])  # where ranks find this package
-_NUM_WARM_UP_CALLS = 1
-
 
 @dataclass(frozen=True)
 class ExecutionJob:
@@ -188,7 +186,9 @@ def _start_here(command: Sequence[str], world_size: int, log_dir: Path, environm
 def _collect(job: ExecutionJob, hf_config: dict, directory: Path, num_calls: int) -> ExecutionResult:
     ranks = range(job.layout.world_size)
     reports = [json.loads((directory / RESULT_NAME.format(rank=rank)).read_text()) for rank in ranks]
-    losses = reports[-1]["losses"][_NUM_WARM_UP_CALLS:]  # the last rank is in the last stage
+    # A critic's graph also stands for the actor's, which is warmed up too. The last rank is in the last stage.
+    num_warm_up_calls = 2 if job.computed_input == "values" else 1
+    losses = reports[-1]["losses"][num_warm_up_calls:]
     updates = json.loads((directory / UPDATES_NAME).read_text())
     arrays = load_file(directory / OUTPUTS_NAME)
     kinds = {name.partition(".")[0] for name in arrays}

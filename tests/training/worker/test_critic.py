@@ -242,28 +242,18 @@ def test_all_graphs_are_compiled_before_the_first_step_and_both_models_learn_apa
     assert worker.process_statistics().recompiles == num_compiled
 
 
-def test_the_critic_is_exported_before_the_actor(worker, tmp_path, monkeypatch):
-    from mindrlhf.training.worker.actor import Actor
+def test_the_exported_critic_replaces_what_a_killed_run_left(worker, tmp_path):
     from mindrlhf.weights.hf import read_hf_config
     from mindrlhf.weights.open import open_tensors
 
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "left_by_a_killed_run").write_text("")
-    export = Actor.export
-    order = []
-
-    def note(self, directory, tokenizer_dir):
-        order.append((tmp_path / "critic" / "config.json").exists())
-        export(self, directory, tokenizer_dir)
-
-    monkeypatch.setattr(Actor, "export", note)
-    worker.export(tmp_path / "final", None)
-    assert order == [True]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["critic", "final"]
+    worker.export_critic(tmp_path / "critic", None)
     assert not (tmp_path / "critic" / "left_by_a_killed_run").exists()
     assert read_hf_config(tmp_path / "critic")["architectures"] == ["Qwen2ForSequenceClassification"]
     score = open_tensors(tmp_path / "critic").read("score.weight")
     np.testing.assert_array_equal(score, worker.critic.network.score_weight.asnumpy())
+    worker.export(tmp_path / "final", None)
     assert "lm_head.weight" in open_tensors(tmp_path / "final").names()
 
 
