@@ -1,9 +1,11 @@
 """Prepare MindFormers in this process: its import, its logging and its global switches."""
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 
@@ -11,8 +13,15 @@ from mindrlhf.errors import UserError
 from mindrlhf.models.left_out import left_out
 
 DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
-# MindFormers' metrics and readers of data sets import these; together they take 0.14 GB in every rank.
+# MindFormers' metrics and readers of data sets import these; together they take 0.14 GB in every rank, and seconds.
 UNUSED_PACKAGES = ("datasets", "jieba", "nltk", "pandas", "rouge_chinese", "sklearn")
+
+
+def import_mindformers() -> types.ModuleType:
+    """Import MindFormers without warnings, and without what no rank uses of it."""
+    with warnings.catch_warnings(), left_out(UNUSED_PACKAGES):
+        warnings.simplefilter("ignore")
+        return importlib.import_module("mindformers")
 
 
 def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
@@ -37,11 +46,7 @@ def prepare_mindformers(device: str, log_dir: str | os.PathLike) -> None:
     # The command's script of an editable install sets this, and pkg_resources, which MindFormers' dependencies import,
     # then looks for extras under names that their packages have since spelled differently.
     vars(sys.modules["__main__"]).pop("__requires__", None)
-    leaving_out = left_out(UNUSED_PACKAGES) if device == "cpu" else contextlib.nullcontext()
-    with warnings.catch_warnings(), leaving_out:
-        warnings.simplefilter("ignore")
-        import mindformers
-
+    mindformers = import_mindformers()
     mindformers.build_context(
         {
             "use_legacy": False,

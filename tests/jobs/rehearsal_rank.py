@@ -20,7 +20,9 @@ from mindrlhf.dryrun.compile import ascend_stubs as simulation
 def main(directory: Path) -> int:
     work = json.loads((directory / "rehearsal.json").read_text())
     simulation.activate(0, 1, simulation.LEVEL_COMPILE)
-    import mindformers  # noqa: F401  (seconds, and once for all ranks)
+    from mindrlhf.models.context import import_mindformers
+
+    import_mindformers()  # seconds, and once for all ranks
 
     failed = False
     for rank in range(work["world_size"]):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.pool import GeneratorPool
@@ -295,6 +296,7 @@ def test_guessed_tokens_change_no_sample(fresh, models, directory):
     assert num_steps == 100 - accepted
 
 
+@SLOW  # a config that asks for it is refused before, in tests/config/test_config_checks.py
 def test_guesses_that_vllm_would_judge_are_refused(models, directory):
     with start(models["new"], directory / "refused.log", draft_tokens=3, dtype="bfloat16") as generator:
         with pytest.raises(RunFailure, match="set rollout.draft_tokens to 0"):

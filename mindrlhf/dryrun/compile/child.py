@@ -43,7 +43,6 @@ from mindrlhf.system.processes import die_with_parent
 
 # What every request needs, imported once.
 _SHARED_MODULES = (
-    "mindformers",
     "mindrlhf.algorithms.losses",
     "mindrlhf.dryrun.compile.graph",
     "mindrlhf.training.sharded.factory",
@@ -59,7 +58,10 @@ def main(directory: Path) -> int:
     level = simulation.LEVEL_PLAN_MEMORY if requests[0].plan_memory else simulation.LEVEL_COMPILE
     try:
         simulated = simulation.activate(0, 1, level)
+        from mindrlhf.models.context import import_mindformers
+
         with lasting_objects():
+            import_mindformers()
             for module in _SHARED_MODULES:
                 importlib.import_module(module)
     except UserError as error:
