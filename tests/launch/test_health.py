@@ -35,6 +35,13 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
+def is_still(pid):
+    """Whether a process uses no processor time for half a second: after its first beat it has a little left to do."""
+    before_s = processes.cpu_time_s(pid)
+    time.sleep(0.5)
+    return processes.cpu_time_s(pid) == before_s
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start a rank that says what it does: ``start("step 1: update", "busy")``."""
@@ -49,6 +56,8 @@ def start(tmp_path):
         while (beat := read_beat(path)) is None or beat.pid != process.pid or beat.activity != activity:
             assert time.perf_counter() < deadline
             time.sleep(0.01)
+        while kind == "idle" and not is_still(process.pid):
+            assert time.perf_counter() < deadline
         return process
 
     yield start_rank
