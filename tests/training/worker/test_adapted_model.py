@@ -172,8 +172,9 @@ def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(make_wor
     assert changed == {name for name in before if name.endswith(("lora_A", "lora_B"))} | {"score.weight"}
     for name, array in parameters(worker).items():
         np.testing.assert_array_equal(array, actor[name], err_msg=name)
+    worker.export(tmp_path / "final", None)
     worker.export_critic(tmp_path / "critic", None)
-    assert {path.name for path in tmp_path.iterdir()} == {"critic", "critic_adapter"}
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "final_adapter", "critic", "critic_adapter"}
     saved = load_file(tmp_path / "critic_adapter" / "adapter_model.safetensors")
     np.testing.assert_array_equal(saved["base_model.model.score.weight"], after["score.weight"])
     assert json.loads((tmp_path / "critic_adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
