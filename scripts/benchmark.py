@@ -1,4 +1,4 @@
-"""One step of GRPO side by side: MindRLHF against Hugging Face TRL, same sizes, one thread each, in one run.
+"""One step of GRPO side by side: MindRLHF against Hugging Face TRL, same sizes, one core each, in one run.
 
     bash scripts/setup.sh && bash scripts/setup_benchmark.sh
     .venv/bin/python scripts/benchmark.py [--case small|medium|large ...] [--repeats 3] [--out benchmark.json]
@@ -8,6 +8,9 @@ Both train a random Qwen2 on 4 prompts x 8 samples x 64 tokens, no KL, one updat
 12 layers, hidden 512, 32,000 entries (62M parameters) and micro-batches of 8. The two sides take turns, and each turn
 gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what else the machine is
 doing falls on both sides. How the update grows with ranks, samples and lengths is measured by benchmark_update.py.
+
+All processes of a side share one core: limits on threads would not be enough, since MindSpore computes elementwise work
+on a second thread however few it is allowed. ``--any-core`` leaves them free.
 """
 
 import argparse
@@ -56,8 +59,9 @@ class Turn:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment that holds both sides to one thread."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": "1"}
+    """Return the environment that holds both sides to one thread; kernels are those that each chooses by itself."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MKL_NUM_THREADS": "1"}
 
 
 def run(command: list[str]) -> str:
@@ -162,10 +166,13 @@ def run_cases(description: str, names: Sequence[str], compare_case: Callable[[st
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--case", choices=sorted(names), action="append", help="default: all")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
+    parser.add_argument("--any-core", action="store_true", help="do not hold the processes of a side to one core")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_args()
     if not BENCH_PYTHON.exists():
         sys.exit("benchmark: there is no .venv-bench; make it with: bash scripts/setup_benchmark.sh")
+    if not arguments.any_core:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the first has more of the system's own work
     results = [compare_case(name, arguments.repeats) for name in arguments.case or names]
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2))

@@ -38,16 +38,15 @@ def start_job(fault_inputs_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def undisturbed_run(start_job, tmp_path_factory):
+def undisturbed_run(start_job):
     """Return the output directory of the run that nobody disturbed: ``undisturbed_run(world_size)``."""
-    directories = {}
 
     def find(world_size: int) -> Path:
-        if world_size not in directories:
-            directories[world_size] = tmp_path_factory.mktemp(f"undisturbed{world_size}") / "run"
-            job = start_job(directories[world_size], "--workers", world_size)
+        def run(directory: Path) -> None:
+            job = start_job(directory / "run", "--workers", world_size)
             assert job.wait(_TIMEOUT_S) == 0, job.text()
             assert job.leftovers() == []
-        return directories[world_size]
+
+        return sanity_inputs.made_once(f"undisturbed_{world_size}", run) / "run"
 
     return find

@@ -18,7 +18,7 @@ from mindrlhf.system.processes import read_environment, read_status, shared_memo
 SHARED_MEMORY = Path("/dev/shm")
 # On PYTHONPATH it gives Python processes the faults that no signal does.
 FAULTY_START = Path(__file__).parent / "faulty_start"
-_POLL_INTERVAL_S = 0.0005
+_POLL_INTERVAL_S = 0.002  # each look takes processor time from the run that is watched
 _STOPPED_STATES = ("T", "Z", "X", "")
 
 NUM_STEPS = 9

@@ -98,9 +98,9 @@ _MEMORY = {
         "recompute_operators": ("attention", "norms", "activation"),
     },
 }
-# Three counted by hand, one in which all axes take part, and a model that sees; the others nightly. Stages, adapters
-# and shared prompts are compiled and even executed every day by test_*_execution.
-_OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2-zero", "critic-mp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero", "sees-dp2-mp2")
+# One counted by hand, one in which all axes take part, a model that sees, and adapters of a critic; the others nightly.
+# Stages are executed every day as well by test_parallel_execution.py, shared prompts by test_shared_execution.py.
+_OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero", "sees-dp2-mp2", "critic-dp2-mp2-sp-adapted")
 LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else {name: _ALL_LAYOUTS[name] for name in _OF_EVERY_DAY}
 
 

@@ -1,9 +1,12 @@
 """Small inputs for whole runs, made as a user makes them: examples/sanity, with an even smaller model."""
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from slow_tests import RUNS_SLOW_TESTS
@@ -38,8 +41,26 @@ def run(*arguments: object, timeout_s: float) -> subprocess.CompletedProcess:
     )
 
 
+def made_once(name: str, make_in: Callable[[Path], object]) -> Path:
+    """Return the directory that the first of all processes of a test run filled by ``make_in``; others only read it."""
+    root = Path(os.environ["MINDRLHF_TEST_INPUTS"])
+    made, making = root / name, root / f"{name}.making"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir()
+            make_in(making)
+            making.rename(made)
+    return made
+
+
 def make(directory: Path) -> None:
     """Write ``model`` (with random weights and tokenizer) and ``prompts.mindrecord`` into ``directory``."""
+    shutil.copytree(made_once("sanity", _make), directory, dirs_exist_ok=True)
+
+
+def _make(directory: Path) -> None:
     prepare = REPOSITORY / "examples" / "sanity" / "prepare.py"
     subprocess.run([sys.executable, prepare, "--out", directory], check=True, env=environment(), timeout=300)
     bare = directory / "model"

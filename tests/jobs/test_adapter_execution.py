@@ -1,6 +1,8 @@
 """Adapters of sharded models, compiled for Ascend and executed by CPU ranks, train like those of one plain process.
 
-As in test_parallel_execution: the ranks run the product's worker, the plain process the product's cells for the CPU.
+Nightly: every day test_parallel_execution.py executes a model without, test_compile_matrix.py compiles adapters, and
+tests/models/test_lora.py and tests/training compute with them. As in test_parallel_execution.py the ranks run the
+product's worker, the plain process the product's cells for the CPU.
 """
 
 import platform
@@ -21,9 +23,10 @@ from execution_cases import (
     plain_network,
 )
 from execution_jobs import compile_and_execute
-from slow_tests import RUNS_SLOW_TESTS
+from slow_tests import SLOW
 
 pytestmark = [
+    SLOW,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
 ]
@@ -33,12 +36,10 @@ LORA = {"rank": 4, "alpha": 8.0}
 OLD_LOGPROBS = 6  # their place among the inputs of the update
 FIRST_UPDATE = IS_LAST.index(True) + 1  # its number of calls
 _OF_TWO = ("tp2", "tp2_sequence_parallel", "dp2_optimizer_parallel", "pp2")
-_ALL_LAYOUTS = {
+LAYOUTS = {
     2: {name: ALL_LAYOUTS[2][name] for name in _OF_TWO},
     4: {"dp2_tp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True, "enable_parallel_optimizer": True}},
 }
-_OF_EVERY_DAY = {2: {"tp2_sequence_parallel": _ALL_LAYOUTS[2]["tp2_sequence_parallel"]}}
-LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else _OF_EVERY_DAY
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 

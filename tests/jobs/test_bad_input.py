@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import sanity_inputs
+from slow_tests import SLOW
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -90,6 +91,7 @@ def test_data_without_a_usable_record(inputs_dir, tmp_path, text):
     assert not list(tmp_path.glob("out.mindrecord*"))
 
 
+@SLOW  # every day tests/rewards/test_reward_pool.py, and test_fault_matrix.py with a value in its place
 def test_a_reward_that_is_not_a_number(inputs_dir, tmp_path, rollout_python):
     """It gets the default, is counted and kept with its sample; the run goes on."""
     verifier = tmp_path / "broken.py"

@@ -230,6 +230,7 @@ def test_data_parallel_by_hand(reports):
     }
 
 
+@of_layout("qwen2-dp2-zero")
 def test_optimizer_parallel_by_hand(reports):
     """Matrices are gathered before the update's use and their gradients scattered (ZeRO, Rajbhandari et al. 2020,
     arXiv:1910.02054); vectors stay whole."""

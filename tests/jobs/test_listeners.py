@@ -64,7 +64,7 @@ def test_no_process_of_a_run_listens_but_those_that_docs_security_names(start_jo
     while job.process.poll() is None:
         for pid, words in job.running().items():
             seen.setdefault(role(pid, words), set()).update(listening_addresses(pid))
-        time.sleep(0.05)
+        time.sleep(0.1)
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert {"launcher", "msrun", "scheduler", "rank 0", "rank 1", "rollout server"} <= seen.keys()
     num_ports = {name: len(addresses) for name, addresses in seen.items() if addresses}

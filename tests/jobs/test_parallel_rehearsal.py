@@ -39,7 +39,7 @@ CASES = {
     "tp2_dp2_critic": (4, {"model_parallel": 2, "enable_parallel_optimizer": True}, "critic"),
     "dp2_optimizer_parallel": (2, {"enable_parallel_optimizer": True}, ""),
 }
-_OF_EVERY_DAY = "pp2_reference"
+_OF_EVERY_DAY = "dp2_optimizer_parallel"  # stages are executed every day by test_parallel_execution.py
 CRITIC = {**MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
 SAVED_LAYOUT = "dp=2,mp=2,pp=1,opt=1"
 

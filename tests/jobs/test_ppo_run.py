@@ -104,6 +104,7 @@ def test_two_ranks_compute_what_one_does(run, inputs_dir, tmp_path):
             assert both[step][name] == pytest.approx(metrics[step][name], rel=2e-4, abs=1e-6), (step, name)
 
 
+@SLOW  # every day a run is resumed with its critic, and an exported scoring model is read in tests/training
 def test_the_exported_critic_starts_another_run(run, inputs_dir, tmp_path):
     directory, metrics = run
     options = {"critic__path": directory / "critic", "run__max_steps": 1, "critic__warmup_steps": 0}

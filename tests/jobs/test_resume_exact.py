@@ -83,13 +83,14 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
     assert "rank 1 ended with exit code 7 at " in job.text()
     assert job.leftovers() == []
     job = start_job(output_dir, "--resume")
-    # The evaluation before the first step has a line of its own.
-    job.wait_until(lambda: job.num_steps() >= 5)
-    job.process.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 0, job.text()
-    assert "\nmindrlhf: SIGTERM: step " in job.text()
-    assert job.leftovers() == []
-    job = start_job(output_dir, "--workers", 4 if RUNS_SLOW_TESTS else 2, "--resume")
+    if RUNS_SLOW_TESTS:  # every day a run goes on after SIGTERM in test_two_runs.py, on other ranks here
+        # The evaluation before the first step has a line of its own.
+        job.wait_until(lambda: job.num_steps() >= 5)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 0, job.text()
+        assert "\nmindrlhf: SIGTERM: step " in job.text()
+        assert job.leftovers() == []
+        job = start_job(output_dir, "--workers", 4, "--resume")
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert job.leftovers() == []
     undisturbed = undisturbed_run(1)

@@ -299,6 +299,7 @@ def test_kill_9_of_the_rollout_server_ends_the_run(start):
     assert job.running() == {}
 
 
+@SLOW  # every day of a rank without a model in test_launch_msrun.py, and at any moment in test_random_kills.py
 def test_kill_9_of_a_rank_ends_the_run(start):
     job = start(2)
     job.wait_for_step(2)

@@ -167,6 +167,7 @@ def push(board, model, version):
     board.seal()
 
 
+@SLOW  # every day test_vision_run.py compares server and trainer, and tests/models trainer and transformers
 def test_logprobs_are_those_of_transformers_also_after_new_weights(rollout_python, models, images_file, directory):
     with make_board() as board, start(rollout_python, models, directory / "server.log") as generator:
         generator.use_board(board.path)
