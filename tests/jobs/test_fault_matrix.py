@@ -18,6 +18,7 @@ import sanity_inputs
 import small_disks
 from fault_jobs import (
     FAULTY_START,
+    NUM_STEPS,
     FaultJob,
     FaultProcess,
     assert_same_run,
@@ -99,6 +100,8 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
         assert job.wait(TIMEOUT_S) == 0, job.text()
         assert job.leftovers() == [] == job.unfinished()
         assert_same_run(output_dir, undisturbed_run(1))
+        same = sanity_inputs.run("diff", undisturbed_run(1), output_dir, timeout_s=120)
+        assert (same.returncode, same.stdout) == (0, f"the same up to step {NUM_STEPS}\n"), same.stdout + same.stderr
     times = [value for line in metric_lines(output_dir) for name, value in line.items() if name.startswith("timing/")]
     assert times and all(0 <= value < 3600 for value in times)
 

@@ -249,6 +249,7 @@ def test_fused_kernels_and_collectives_were_lowered(executions):
         assert executions["tp2_dp2_sequence_and_optimizer_parallel"].lowered["ReduceScatter"] >= 1
 
 
+@SLOW  # every day the board is compared with the weights, and test_rollout_parity.py compares vLLM with the cells
 @pytest.mark.parametrize("name", ["pp2"])
 def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollout_python, tmp_path, name):
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
