@@ -12,11 +12,9 @@ _TIMEOUT_S = 400  # generous: other work may load the machine
 
 
 @pytest.fixture(scope="session")
-def fault_inputs_dir(tmp_path_factory, rollout_python) -> Path:
-    """The model and the prompts of all runs with faults."""
-    directory = tmp_path_factory.mktemp("inputs")
-    sanity_inputs.make(directory)
-    return directory
+def fault_inputs_dir(rollout_python) -> Path:
+    """The model and the prompts of all runs with faults: one place, since checkpoints name it and are compared."""
+    return sanity_inputs.made_once("fault_inputs", sanity_inputs.make)
 
 
 @pytest.fixture(scope="session")
