@@ -59,6 +59,7 @@ def small_shared_memory(size: str = "64m") -> tuple[str, ...]:
     return prefix
 
 
+@SLOW
 def test_a_run_without_variables_home_temporary_directory_and_lscpu(fault_inputs_dir, tmp_path):
     """All at once: each alone is a slow test."""
     environment = {"LC_ALL": "C", "TMPDIR": "/proc/1", "PATH": path_without_lscpu(tmp_path / "bin")}

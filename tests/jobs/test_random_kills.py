@@ -17,7 +17,7 @@ import pytest
 from fault_jobs import NUM_STEPS, FaultJob, assert_same_run
 from slow_tests import RUNS_SLOW_TESTS
 
-NUM_KILLS = int(os.environ.get("MINDRLHF_RANDOM_KILLS", 2000 if RUNS_SLOW_TESTS else 10))
+NUM_KILLS = int(os.environ.get("MINDRLHF_RANDOM_KILLS", 2000 if RUNS_SLOW_TESTS else 5))
 SEED = int(os.environ.get("MINDRLHF_RANDOM_KILLS_SEED", 0))
 WORLD_SIZE = 1
 TIMEOUT_S = 400

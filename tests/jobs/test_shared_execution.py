@@ -17,6 +17,7 @@ from execution_cases import (
     plain_network,
 )
 from execution_jobs import compile_and_execute
+from slow_tests import SLOW
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.config.sections import SHARED_PROMPTS
@@ -24,6 +25,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 
 pytestmark = [
+    SLOW,  # tests/training/worker/test_shared_prompts.py has the numbers of CPU cells every day
     pytest.mark.timeout(1200),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
 ]

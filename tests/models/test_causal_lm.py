@@ -120,15 +120,15 @@ CASES = {
 # What is compiled: a case and options of the model. One of each kind of layer is recomputed: that takes them whole.
 VARIANTS = {
     "qwen2-tied-one-layer-recomputed": ("qwen2-tied", {"memory": MemorySection(recompute_layers="1")}),
-    "qwen2-untied-no-gqa": ("qwen2-untied-no-gqa", {}),
-    "qwen3-experts-recomputed": ("qwen3-experts", {"recompute": True}),
     "qwen3-experts-in-some-layers": ("qwen3-experts-in-some-layers", {}),
     "qwen3-yarn": ("qwen3-yarn", {}),
     "deepseek-v3-yarn-recomputed": ("deepseek-v3-yarn", {"recompute": True}),
-    "deepseek-v3-direct-queries": ("deepseek-v3-direct-queries", {}),
 }
 if RUNS_SLOW_TESTS:  # heads of qwen3-yarn are wide too; what is recomputed above has the same layers without it
     VARIANTS |= {
+        "qwen2-untied-no-gqa": ("qwen2-untied-no-gqa", {}),
+        "qwen3-experts-recomputed": ("qwen3-experts", {"recompute": True}),
+        "deepseek-v3-direct-queries": ("deepseek-v3-direct-queries", {}),
         "qwen2-tied": ("qwen2-tied", {}),
         "qwen2-tied-recomputed": ("qwen2-tied", {"recompute": True}),
         "qwen3-wide-heads": ("qwen3-wide-heads", {}),

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 from test_causal_lm import CASES as BASES
 
 # One layer, but where layers differ.
 CASES = {
     "qwen2": {**BASES["qwen2-tied"], "num_hidden_layers": 1},
-    "qwen3-experts-rank-stabilised": {**BASES["qwen3-experts-in-some-layers"], "rank_stabilised": True},
     "deepseek-v3": {**BASES["deepseek-v3-yarn"], "num_hidden_layers": 1, "first_k_dense_replace": 0},
 }
+if RUNS_SLOW_TESTS:
+    CASES["qwen3-experts-rank-stabilised"] = {**BASES["qwen3-experts-in-some-layers"], "rank_stabilised": True}
 RANK, ALPHA = 3, 5.0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from slow_tests import SLOW
 
 ROOT = Path(__file__).parents[3]
 # A run of two processes: the second resumes after step 1, and says step 1 again.
@@ -87,6 +88,7 @@ def log_records(path):
     return records
 
 
+@SLOW
 def test_wandb(tmp_path):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     from wandb.proto.wandb_internal_pb2 import Record

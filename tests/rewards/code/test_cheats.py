@@ -1,11 +1,13 @@
 """Programs that cheat earn nothing on any kind of test, or the test is refused by name; honest ones keep theirs."""
 
+import itertools
 import sys
 
 import code_cheats as cheats
 import pytest
 from code_honest import HONEST
 from code_rewards import fenced, reward
+from slow_tests import RUNS_SLOW_TESTS
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -18,8 +20,14 @@ def test_a_program_that_knows_the_values_passes_every_test(kind):
     assert reward(fenced(cheats.HONEST), cheats.TESTS[kind], partial="true") == 1.0
 
 
-@pytest.mark.parametrize("kind", cheats.TESTS)
-@pytest.mark.parametrize("name", cheats.CHEATS)
+def each_cheat_on_one_kind() -> list[tuple[str, str]]:
+    kinds = list(cheats.TESTS)
+    return [(name, kinds[place % len(kinds)]) for place, name in enumerate(cheats.CHEATS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), itertools.product(cheats.CHEATS, cheats.TESTS) if RUNS_SLOW_TESTS else each_cheat_on_one_kind()
+)
 def test_cheats_pass_no_test(name, kind):
     try:
         earned = reward(fenced(cheats.CHEATS[name]), cheats.TESTS[kind], partial="true", time_limit_s=4.0)

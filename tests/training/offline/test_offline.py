@@ -15,7 +15,7 @@ from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.preflight import RunInputs
 
 # Scorers come back every day in the tests of critics, the steps of pairs in those of DPO.
-KINDS = ("sft", "dpo", pytest.param("reward-model", marks=SLOW))
+KINDS = ("sft", *(pytest.param(kind, marks=SLOW) for kind in ("dpo", "reward-model")))
 ADAPTED = "dpo of adapters"
 NUM_STEPS = 7
 

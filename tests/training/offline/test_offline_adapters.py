@@ -43,6 +43,7 @@ def test_dpo_learns_against_the_base_and_an_adapter_goes_on_where_it_was(model_d
         assert evaluation["eval/loss"] == pytest.approx(metrics[30]["eval/loss"], rel=1e-5)
 
 
+@SLOW
 def test_a_reward_model_learns_and_its_files_are_the_merged_model(model_dir, tmp_path):
     from mindrlhf.models.load import load_scorer
     from mindrlhf.weights.adapters.peft import load_adapter

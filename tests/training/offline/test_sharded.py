@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from offline_cases import PairFile, export_model, write_config
 from rewound import Rewound
+from slow_tests import SLOW
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
@@ -141,7 +142,7 @@ def dpo_config(model_dir, tmp_path, reference):
     return load_dpo_config(write_config(tmp_path / "dpo.yaml", model_dir, dpo=options), ["run.max_steps=3"])
 
 
-@pytest.mark.parametrize("reference", ["precomputed", "live"])
+@pytest.mark.parametrize("reference", ["precomputed", pytest.param("live", marks=SLOW)])
 def test_dpo_is_that_of_one_process(dpo_learner, model_dir, tmp_path, reference):
     from mindrlhf.training.offline.preference import PreferenceTrainer
     from mindrlhf.training.team import Team

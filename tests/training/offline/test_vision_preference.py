@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, Sinks, write_config
 from rewound import Rewound
+from slow_tests import SLOW
 from tiny_vl import IMAGE
 from vision_actors import prepare_model, slope_and_difference
 
@@ -68,6 +69,7 @@ def make_trainer(model_dir):
     return make
 
 
+@SLOW
 def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_path):
     from mindrlhf.training.checkpoints.run import Progress
     from mindrlhf.training.life_cycle import run_steps
@@ -83,7 +85,7 @@ def test_dpo_learns_what_only_the_pictures_tell(make_trainer, model_dir, tmp_pat
     assert sinks.metrics[max(sinks.metrics)]["eval/accuracy"] == 1.0
 
 
-@pytest.mark.parametrize("part", ["none", "projector"])
+@pytest.mark.parametrize("part", [pytest.param("none", marks=SLOW), "projector"])
 def test_two_passes_give_the_gradient_of_the_loss(make_trainer, model_dir, tmp_path, part):
     """Along a random direction of the trained weights, the tower's last part among them if it is."""
 

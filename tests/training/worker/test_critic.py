@@ -37,6 +37,7 @@ CUTTINGS = {
     "two ranks": RowOptions((32,), 1, 2, True),
     "four ranks": RowOptions((32,), 1, 4, False),
 }
+DAILY_CUTTINGS = ("one row a micro-batch", "four ranks")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ def test_a_critic_from_a_language_model_begins_at_zero_and_learns(make_worker):
 
 # Rows of two lengths every day with the actor: see the tests of its cells.
 @pytest.mark.parametrize(
-    "cutting", [pytest.param(name, marks=SLOW) if name == "rows of two lengths" else name for name in CUTTINGS]
+    "cutting", [name if name in DAILY_CUTTINGS else pytest.param(name, marks=SLOW) for name in CUTTINGS]
 )
 def test_the_cutting_of_a_batch_changes_nothing(worker, cutting):
     values, plain = gradients(worker, make_sequences(), PACKED)

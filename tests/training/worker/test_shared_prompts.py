@@ -48,10 +48,11 @@ LATENT = {
     "rope_theta": 10000.0,
 }
 PLAIN = RowOptions((LONGEST,), 1, 1, False)
+IN_STEP = "two ranks in step"
 SHARED = {
     "one rank": RowOptions((LONGEST,), 4, 1, True, "shared_prompts"),
     "two ranks": RowOptions((LONGEST,), 4, 2, True, "shared_prompts"),
-    "two ranks in step": RowOptions((LONGEST,), 4, 2, True, "shared_prompts", in_step=True),
+    IN_STEP: RowOptions((LONGEST,), 4, 2, True, "shared_prompts", in_step=True),
 }
 # Prompt length -> response lengths: a group that fills rows, one of one sample, a prompt of one token.
 GROUPS = ((12, (5, 20, 1, 9, 30, 14)), (7, (10,)), (1, (3, 12, 4)), (20, (28, 2)))
@@ -190,8 +191,7 @@ def assert_same(actual, expected) -> None:
     assert np.linalg.norm(difference) <= 1e-6 * np.linalg.norm(whole)
 
 
-# In step every day with the model of experts below.
-@pytest.mark.parametrize("shared", ["one rank", "two ranks", pytest.param("two ranks in step", marks=SLOW)])
+@pytest.mark.parametrize("shared", [pytest.param(name, marks=SLOW) for name in ("one rank", "two ranks")] + [IN_STEP])
 def test_a_policy_learns_the_same(policy, shared):
     gradients, plain = policy
     options = SHARED[shared]
@@ -199,8 +199,9 @@ def test_a_policy_learns_the_same(policy, shared):
     assert_same(gradients.of(batch, options.num_ranks), plain)
 
 
+@SLOW
 def test_latent_attention_and_experts_learn_the_same():
-    gradients, options = policy_gradients(LATENT), SHARED["two ranks in step"]
+    gradients, options = policy_gradients(LATENT), SHARED[IN_STEP]
     plain = gradients.of(make_batch(make_sequences(), PLAIN), 1)
     assert_same(gradients.of(make_batch(make_sequences(), options), 2), plain)
 

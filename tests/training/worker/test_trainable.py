@@ -56,7 +56,7 @@ def all_gradients():
 
 
 @pytest.mark.parametrize(
-    "frozen", ["the head", "all but the last layer", pytest.param("all but matrices of attention", marks=SLOW)]
+    "frozen", [name if name == "all but the last layer" else pytest.param(name, marks=SLOW) for name in FROZEN]
 )
 def test_what_is_trained_has_the_gradients_of_training_all_and_the_rest_stays(frozen, all_gradients):
     is_trained = FROZEN[frozen]

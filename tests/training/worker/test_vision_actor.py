@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import vision_actors
 from rewound import Rewound
+from slow_tests import SLOW
 from tiny_vl import IMAGE
 from vision_actors import LENGTH, ROWS, actor_maker, prepare_model, receive, row_options
 
@@ -135,6 +136,7 @@ def test_a_checkpoint_brings_back_the_same_updates(built, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@SLOW
 def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     """Two prompts that differ in the picture alone; the tower, whose weights are random, stays as it is."""
     from mindrlhf.config import sections

@@ -15,7 +15,7 @@ from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.slots import window_places
 
 # Looked for, not imported: see StageDump.
-pytestmark = pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug extra is not installed")
+pytestmark = [SLOW, pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug extra is not installed")]
 
 DUMP = ("msprobe.enabled=true", "msprobe.level=L0", "msprobe.task=tensor", "algorithm.beta=0")
 RNG = np.random.default_rng(1)
