@@ -206,25 +206,16 @@ class VllmGenerator:
 
     def _launch(self) -> None:
         options = self.options
-        # The server finds this package and nothing else of the trainer's site-packages. Its temporary files lie there
-        # too: vLLM leaves some behind when it is killed. The lock goes on to the server: the directory is in use while
-        # either lives, and the next start of anybody removes it when both were killed.
-        # Earlier releases took other names, without a lock: theirs are left alone.
         try:
-            path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
+            self._make_private_dir()
         except OSError as error:
+            if self._private_dir is not None:
+                self._remove_private_dir()
             where = f"{tempfile.gettempdir()} for its temporary files"
             raise RunFailure(
                 f"the rollout server could not be started, with {where}: {error.strerror or error}; make room, or set "
                 "TMPDIR to another disk"
             ) from error
-        self._private_dir = str(path)
-        for name in (PACKAGES_NAME, TEMPORARY_NAME):
-            os.mkdir(os.path.join(self._private_dir, name))
-        package = Path(mindrlhf.__file__).resolve().parent
-        os.symlink(package, os.path.join(self._private_dir, PACKAGES_NAME, package.name))
-        if sees_images(options.model_dir):
-            write_plugin(Path(self._private_dir, PACKAGES_NAME))
         config = {
             entry.name: getattr(options, entry.name)
             for entry in dataclasses.fields(options)
@@ -250,6 +241,22 @@ class VllmGenerator:
             self._connection.close()
             self._remove_private_dir()
             raise RunFailure(f"the rollout server could not be started: {error}") from error
+
+    def _make_private_dir(self) -> None:
+        """Make the directory in which the server finds this package and nothing else of the trainer's site-packages.
+
+        Its temporary files lie there too: vLLM leaves some behind when it is killed. The lock goes on to the server:
+        the directory is in use while either lives, and the next start of anybody removes it when both were killed.
+        Earlier releases took other names, without a lock: theirs are left alone.
+        """
+        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
+        self._private_dir = str(path)
+        for name in (PACKAGES_NAME, TEMPORARY_NAME):
+            os.mkdir(path / name)
+        package = Path(mindrlhf.__file__).resolve().parent
+        os.symlink(package, path / PACKAGES_NAME / package.name)
+        if sees_images(self.options.model_dir):
+            write_plugin(path / PACKAGES_NAME)
 
     def _remove_private_dir(self) -> None:
         os.close(self._private_dir_lock)

@@ -34,11 +34,11 @@ def start_machines(fault_inputs_dir, tmp_path):
     """Start machines: ``start(num_nodes, script, key=value...)``; in the script ``train OPTIONS`` is the run,
     on as many nodes unless SHAPE says otherwise.
 
-    Its output directory is ``run`` in that of the machines.
+    Its output directory is ``run`` in that of the machines, which all see, as they see the directories of ``keep``.
     """
     started = []
 
-    def start(num_nodes: int, run: str = "train", **changes: object) -> Machines:
+    def start(num_nodes: int, run: str = "train", keep: tuple[Path, ...] = (), **changes: object) -> Machines:
         recipe = {**RECIPE, "data__eval_file": fault_inputs_dir / "prompts.mindrecord", **changes}
         directory = tmp_path / f"machines_{len(started)}"
         directory.mkdir()
@@ -53,7 +53,7 @@ def start_machines(fault_inputs_dir, tmp_path):
             SHAPE="--nodes {num_nodes} --node-rank $NODE_RANK"
             {run}
         """
-        started.append(Machines(directory, script, num_nodes, keep=(fault_inputs_dir, sanity_inputs.REPOSITORY)))
+        started.append(Machines(directory, script, num_nodes, keep=(fault_inputs_dir, sanity_inputs.REPOSITORY, *keep)))
         return started[-1]
 
     yield start

@@ -172,8 +172,8 @@ def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed, ho
     machines.wait_for(lambda: machines.text(0).count(READY) == 2)
     hold.unlink()
     wait_to_take_part(machines, 2)
+    # It may have given all samples of its step when it was killed, so that none need be issued again.
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
-    assert "are issued again" in machines.text(0), machines.text(0)
     assert_same_but_for_rounding(machines.directory / "run", undisturbed)
 
 

@@ -16,6 +16,8 @@ from machine_jobs import TIMEOUT_S, assert_same, find, num_steps, one_machine
 from machines import Machines
 from slow_tests import SLOW
 
+from mindrlhf.system.processes import SERVER_PREFIX
+
 pytestmark = [pytest.mark.timeout(1800), SLOW]
 
 # What is killed, one after the other; the line that both nodes show, or none where the run goes on in place and who is
@@ -86,7 +88,7 @@ def test_a_slow_link_and_a_clock_that_jumps_by_hours_change_nothing(start_machin
         fi
         train
     """
-    machines = start_machines(2, script, **recipe)
+    machines = start_machines(2, script, keep=(packages, clocks), **recipe)
     codes = machines.wait(TIMEOUT_S)
     if 77 in codes:
         pytest.skip("this kernel has no tbf to slow an interface")
@@ -113,8 +115,14 @@ def test_a_full_disk_of_another_node_is_named_on_all_and_the_run_goes_on_when_th
         subprocess.run(["nsenter", "-t", str(find(machines, 1, "launcher")), "-a", "bash", "-c", command], check=True)
 
     def fill() -> None:
-        on_node_1("for i in {1..500}; do : > /dev/shm/small/$i || break; done 2>/dev/null; true")
+        # What a dead server leaves is removed first, which would make room for the next: the test removes it itself,
+        # while the rank cannot start another.
+        rank = find(machines, 1, "rank")
+        os.kill(rank, signal.SIGSTOP)
         os.kill(find(machines, 1, "rollout server"), signal.SIGKILL)
+        on_node_1(f"rm -rf /dev/shm/small/{SERVER_PREFIX}*")
+        on_node_1("for i in {1..500}; do : > /dev/shm/small/$i || break; done 2>/dev/null; true")
+        os.kill(rank, signal.SIGCONT)
 
     duration_s = named_s(machines, [0, 1], "No space left on device", fill)
     print(f"full disk of node 1: named after {duration_s:.1f} s", flush=True)

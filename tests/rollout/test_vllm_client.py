@@ -1,5 +1,6 @@
 """The client of the rollout server, against a stand-in server that speaks the protocol and no vLLM."""
 
+import errno
 import json
 import os
 import sys
@@ -157,6 +158,18 @@ def test_a_server_without_room_for_temporary_files_is_one_line(options, tmp_path
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "full"))
     with pytest.raises(RunFailure, match="full for its temporary files: Not a directory; make room, or set TMPDIR"):
         VllmGenerator.start(options)
+
+
+def test_a_disk_that_is_full_before_all_temporary_files_are_made_leaves_none(options, tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("os.symlink", refuse)
+    with pytest.raises(RunFailure, match="temporary for its temporary files: No space left on device; make room"):
+        VllmGenerator.start(options)
+    assert os.listdir(tmp_path / "temporary") == []
 
 
 def test_a_server_that_does_not_come_up_is_stopped(options, tmp_path):
