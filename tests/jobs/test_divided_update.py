@@ -4,7 +4,6 @@ Runs of `mindrlhf sft`: no generator, so that a job is short.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -19,13 +18,6 @@ pytestmark = pytest.mark.timeout(900)
 
 NUM_STEPS, SAVED = 4, 2
 NO_SHARED_MEMORY = "gradients are summed by collectives, and every rank keeps all moments: no "
-# Python runs it at its start: memory that ranks could share is not to be had.
-NO_MEMFD = """
-import errno, os
-def refuse(name, flags=0):
-    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-os.memfd_create = refuse
-"""
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +93,7 @@ def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 
 
 def test_two_ranks_end_with_the_bits_of_collectives(divided, train, tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(NO_MEMFD)
-    paths = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    sanity_inputs.sum_by_collectives(tmp_path, monkeypatch)
     assert NO_SHARED_MEMORY in train(tmp_path / "run", 2, NUM_STEPS)
     state = saved(divided)
     assert_same_bits(saved(tmp_path / "run"), state)

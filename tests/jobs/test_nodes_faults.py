@@ -103,9 +103,11 @@ def test_a_run_goes_on_after_a_killed_rank_and_a_launcher_that_comes_back(
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe))
 
 
-def test_three_machines_train_as_one(start_machines, fault_inputs_dir, tmp_path):
+def test_three_machines_train_as_one(start_machines, fault_inputs_dir, tmp_path, monkeypatch):
+    """With the sums of collectives: in shared memory, three numbers are added in another order."""
     machines = start_machines(3)
     assert machines.wait(TIMEOUT_S) == [0, 0, 0], machines.all_text()
+    sanity_inputs.sum_by_collectives(tmp_path, monkeypatch)
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 3))
 
 
