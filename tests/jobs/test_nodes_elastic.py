@@ -6,11 +6,9 @@ import signal
 import time
 from pathlib import Path
 
-import fault_jobs
 import pytest
-from machine_jobs import TIMEOUT_S, find, num_steps, one_machine
+from machine_jobs import TIMEOUT_S, assert_same_but_for_rounding, find, num_steps, one_machine
 from machines import Machines
-from sanity_inputs import read_lines
 from slow_tests import SLOW
 
 pytestmark = [pytest.mark.timeout(900), SLOW]
@@ -90,31 +88,6 @@ def wait_to_take_part(machines: Machines, times: int = 1) -> None:
     machines.wait_for(lambda: num_steps(machines) > before + 1)
 
 
-def assert_same_but_for_rounding(output_dir: Path, expected: Path) -> None:
-    """Check that two runs have the same samples, rewards, losses, gradients and weights, bit for bit.
-
-    vLLM's kernels round by the number of sequences that they compute at once, so with other servers the log-probs that
-    they report may differ in their last bits.
-    """
-    own, theirs = (
-        [
-            {name: value for name, value in line.items() if not name.startswith("rollout_")}
-            for line in fault_jobs.metrics(run)
-        ]
-        for run in (output_dir, expected)
-    )
-    assert own == theirs and len(own) == NUM_STEPS + 1
-    for line in fault_jobs.metrics(output_dir):
-        assert line.get("rollout_diff/max_abs", 0.0) < 1e-5
-    own, theirs = (
-        [(line.get("samples"), line.get("rewards"), line["weights"]) for line in read_lines(run / "trajectory.jsonl")]
-        for run in (output_dir, expected)
-    )
-    assert own == theirs and len(own) == NUM_STEPS + 1
-    for name in ("samples.jsonl", "final/model.safetensors"):
-        assert (output_dir / name).read_bytes() == (expected / name).read_bytes(), name
-
-
 def num_made(machines: Machines, node: int) -> int:
     """Return how many samples a node says it has made."""
     return sum(map(int, re.findall(r"this node has made (\d+) samples", machines.text(node))))
@@ -136,7 +109,7 @@ def test_a_node_for_rollout_only_takes_its_share_of_the_prompts(start_elastic, u
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "rollout node node1, 10.77.0.2 takes part from version" in machines.text(0), machines.all_text()
     assert num_made(machines, 1) > 20, machines.all_text()
-    assert_same_but_for_rounding(machines.directory / "run", undisturbed)
+    assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
     assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"
 
 
@@ -149,7 +122,7 @@ def test_the_run_goes_on_when_such_a_node_has_no_power_any_more(start_elastic, u
     named = "rollout node node1, 10.77.0.2 has closed the connection"
     assert re.search(rf"{named}.*; the run goes on without it", text), text
     assert re.search(r"\d+ prompts of rollout nodes that are lost are issued again", text), text
-    assert_same_but_for_rounding(machines.directory / "run", undisturbed)
+    assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
 
 
 def test_the_run_goes_on_when_such_a_node_is_cut_off(start_elastic, undisturbed):
@@ -160,7 +133,7 @@ def test_the_run_goes_on_when_such_a_node_is_cut_off(start_elastic, undisturbed)
     assert codes[0] == 0 and codes[1] == 1, machines.all_text()
     named = "rollout node node1, 10.77.0.2 has not been heard of"
     assert named in machines.text(0), machines.text(0)
-    assert_same_but_for_rounding(machines.directory / "run", undisturbed)
+    assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
 
 
 def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed, hold):
@@ -174,7 +147,7 @@ def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed, ho
     wait_to_take_part(machines, 2)
     # It may have given all samples of its step when it was killed, so that none need be issued again.
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
-    assert_same_but_for_rounding(machines.directory / "run", undisturbed)
+    assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
 
 
 # The machine for rollout only sees an empty directory in the place of the run's.
@@ -198,7 +171,7 @@ def test_sigterm_has_the_node_leave_in_good_order_and_it_need_not_share_a_direct
     assert "rollout node node1, 10.77.0.2 leaves; the run goes on without it" in machines.text(0), machines.text(0)
     assert "rollout node node1, 10.77.0.2 has left" in machines.text(0), machines.text(0)
     assert "SIGTERM received: leaving the run" in machines.text(1) and "this node has left the run" in machines.text(1)
-    assert_same_but_for_rounding(machines.directory / "run", undisturbed)
+    assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
     assert not list((machines.directory / "run" / "logs").glob("rollout_node1")), "its logs are on its own disk"
 
 
@@ -209,13 +182,12 @@ def test_the_node_takes_part_again_when_the_run_starts_again(start_elastic, undi
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert "restart 1 of 1" in machines.text(0), machines.text(0)
     assert machines.text(1).count("starting vLLM") == 2, machines.text(1)
-    assert_same_but_for_rounding(machines.directory / "run", undisturbed)
+    assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
 
 
 def test_two_nodes_train_and_a_third_makes_samples(start_elastic, recipe, fault_inputs_dir, tmp_path):
     machines = start_elastic(2)
     assert machines.wait(TIMEOUT_S) == [0, 0, 0], machines.all_text()
     assert num_made(machines, 2) > 0, machines.all_text()
-    assert_same_but_for_rounding(
-        machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe)
-    )
+    expected = one_machine(fault_inputs_dir, tmp_path / "one", 2, **recipe)
+    assert_same_but_for_rounding(machines.directory / "run", expected, NUM_STEPS)
