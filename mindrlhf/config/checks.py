@@ -208,6 +208,11 @@ def _check_ahead(config: GrpoConfig) -> None:
     ahead, num_steps = config.rollout.ahead, config.run.max_steps
     if not ahead:
         return
+    if config.rollout.board_gib:
+        raise UserError(
+            f"'rollout.board_gib' is {config.rollout.board_gib:g}, but with rollout.ahead = {ahead} new weights wait "
+            "until the servers are done, so that they need room for all of them: set it to 0"
+        )
     if 0 < num_steps <= ahead:
         raise UserError(
             f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "

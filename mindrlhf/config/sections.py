@@ -128,6 +128,11 @@ class RolloutSection:
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
     kv_cache_gib: int = key(1, "key-value cache of a server on CPU, in GiB", minimum=1)
+    board_gib: float = key(
+        0.0,
+        "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: room for all",
+        minimum=0,
+    )
     start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
     restarts: int = key(
         2, "how often dead or stuck servers are started again before the run fails", minimum=0, maximum=1000

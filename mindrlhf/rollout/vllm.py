@@ -164,7 +164,7 @@ class VllmGenerator:
     def _board_has_moved_on(self, version: int) -> bool:
         try:
             with WeightBoard.attach(self._board_path) as board:
-                return board.version != version
+                return board.version != version or board.num_buckets > 1
         except WeightBoardError:
             return False  # the server's own attempt will say what is wrong with it
 

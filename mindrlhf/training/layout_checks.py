@@ -1,6 +1,8 @@
 """What a layout asks of a run, before a device is touched: ranks, nodes, servers and the directories of shards."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
@@ -12,9 +14,12 @@ from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollo
 from mindrlhf.layout.layout import Layout
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
+from mindrlhf.weights.buckets import align
+from mindrlhf.weights.convert import board_infos
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
+from mindrlhf.weights.tensors import TensorInfo
 
 
 def check_data_parallel(parallel: ParallelSection, command: str) -> None:
@@ -104,4 +109,17 @@ def check_servers(config: GrpoConfig, world_size: int) -> None:
     hf_config = read_hf_config(config.model.path)
     # Servers that leave devices idle run as well; the plan says what that costs.
     num_devices = min(world_size, config.rollout.num_replicas * config.rollout.tensor_parallel)
-    check_rollout(config.rollout, find_spec(hf_config).dims(hf_config), num_devices)
+    spec = find_spec(hf_config)
+    dims = spec.dims(hf_config)
+    check_rollout(config.rollout, dims, num_devices)
+    _check_board(config, board_infos(spec, dims, config.model.param_dtype, config.rollout.dtype))
+
+
+def _check_board(config: GrpoConfig, infos: Sequence[TensorInfo]) -> None:
+    largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.board_gib
+    needed = align(largest.size_bytes) / 2**30
+    if limit and needed > limit:
+        raise UserError(
+            f"'rollout.board_gib' is {limit:g}, but the tensor {largest.name} alone needs {needed:.3g}: set it to "
+            f"{math.ceil(needed * 100) / 100:g} or more, or to 0"
+        )

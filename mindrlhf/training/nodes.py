@@ -20,14 +20,20 @@ def find_nodes(team: Team) -> Nodes:
     return list(nodes.values())
 
 
-def attach_boards(team: Team, nodes: Nodes, path: str) -> None:
+def attach_boards(
+    team: Team, nodes: Nodes, path: str, dtype: str | None = None, bucket_bytes: int = 0
+) -> None:
     """Give every rank the board of its node.
 
     Args:
         path: of the board that rank 0 has made; the first ranks of other nodes make theirs now.
+        dtype, bucket_bytes: that rank 0 has made it with.
     """
     firsts = {ranks[0] for ranks in nodes[1:]}
-    opened = team.call("open_board", per_rank=[{"is_wanted": rank in firsts} for rank in range(team.world_size)])
+    wanted = [
+        {"is_wanted": rank in firsts, "dtype": dtype, "bucket_bytes": bucket_bytes} for rank in range(team.world_size)
+    ]
+    opened = team.call("open_board", per_rank=wanted)
     arguments: list[dict] = [{} for _ in range(team.world_size)]
     for node, ranks in enumerate(nodes):
         own = {"path": opened[ranks[0]].path if node else path, "node": node, "ranks": ranks}

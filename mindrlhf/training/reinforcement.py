@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from mindrlhf.checkpoint.state import CRITIC_NAME
 from mindrlhf.config.derived import needs_critic
@@ -43,7 +46,7 @@ from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
-from mindrlhf.training.loop.publication import Publication
+from mindrlhf.training.loop.publication import sharded_tensors
 from mindrlhf.training.loop.reward_model import RewardModel
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
@@ -112,9 +115,10 @@ class ReinforcementTraining(life_cycle.Training):
         self._ranks = ranks = Team(worker, connections)
         self.team = with_replicas(config.parallel_config, ranks)
         stack.callback(self.team.close)
-        board = stack.enter_context(worker.create_board())
+        form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.board_gib * 2**30)}
+        board = stack.enter_context(worker.create_board(**form))
         nodes = find_nodes(ranks)
-        attach_boards(ranks, nodes, board.path)
+        attach_boards(ranks, nodes, board.path, **form)
         self._generator.use_board(board.path)
         if len(nodes) > 1:
             self._generator = connect_generators(ranks, nodes, self._generator)
@@ -174,23 +178,19 @@ class ReinforcementTraining(life_cycle.Training):
         if needs_critic(self._config):
             self._export_critic(worker)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir)
+        worker.export(self._output_dir / FINAL_NAME, self._config.data.tokenizer_dir, self._tensors(worker))
         if summary:
             print(f"\n{summary_text(summary)}")
         print(f"\nmodel:  {self._output_dir / FINAL_NAME}\nreport: {report}", flush=True)
 
     def _export_critic(self, worker) -> None:
-        """Export the critic beside the place of the model; of one that is sharded, from boards of its own."""
+        """Export the critic beside the place of the model."""
         directory, tokenizer_dir = self._output_dir / CRITIC_NAME, self._config.data.tokenizer_dir
-        if not is_split(self._config.parallel_config):
-            worker.export_critic(directory, tokenizer_dir)
-            return
-        self.team.call("use_boards_for", model="critic")
-        with worker.create_board() as board:
-            attach_boards(self._ranks, find_nodes(self._ranks), board.path)
-            Publication(self.team, board).publish(1)
-            worker.export_critic(directory, tokenizer_dir)
-            self.team.call("use_boards_for", model="actor")
+        worker.export_critic(directory, tokenizer_dir, self._tensors(worker, "critic"))
+
+    def _tensors(self, worker, of: str = "") -> Iterator[tuple[str, np.ndarray]] | None:
+        """Return the tensors of a model that is sharded; None where rank 0 has all."""
+        return sharded_tensors(self.team, self._ranks, worker, of) if is_split(self._config.parallel_config) else None
 
     def _build_rollout(self, checkpoints: RunCheckpoints, timer: StageTimer) -> Rollout:
         config, inputs = self._config, self._inputs

@@ -8,6 +8,9 @@ The memory is a ``memfd``: it has no name in any file system, other processes of
 gone. Nothing is left behind by ``kill -9``, and the size limit of ``/dev/shm`` (64 MiB in many containers)
 does not apply. The creating process must outlive every attach, not every use.
 
+Where the memory of a node is not to hold all tensors at once, they share it: the board then holds one bucket of them
+after the other (:mod:`mindrlhf.weights.buckets`), and all of the following is done for each.
+
 One version at a time::
 
     rank 0          board = WeightBoard.create(infos); send board.path to the others
@@ -34,11 +37,12 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.tensors import TensorInfo
+from mindrlhf.weights.buckets import align, cut_into_buckets, size_of
+from mindrlhf.weights.tensors import TensorInfo, convert_dtype, dtype_name
 
 _MAGIC = b"MRLBOARD"
-_HEADER = struct.Struct("<8sqQQ")  # magic, visible version, manifest size, offset of the checksums
-_ALIGNMENT_BYTES = 64
+_HEADER = struct.Struct("<8sqqQQQ")  # magic, visible version, its bucket, manifest size, checksums' offset, bucket size
+_VISIBLE = struct.Struct("<qq")  # after the magic
 _NO_VERSION = -1
 # The source is copied and summed piece by piece, so that the sum finds the piece in the cache.
 _PIECE_BYTES = 1 << 20
@@ -61,20 +65,26 @@ class WeightBoard:
         self._fd = fd
         self._writable = writable
         self._index = {info.name: i for i, info in enumerate(infos)}
-        checksums_offset = _HEADER.unpack_from(memory)[3]
+        *_, checksums_offset, bucket_bytes = _HEADER.unpack_from(memory)
         self._checksums = np.frombuffer(memory, np.uint64, len(infos), checksums_offset)
-        offset, self._views = _align(checksums_offset + 8 * len(infos)), []
-        for info in infos:
-            view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
-            self._views.append(view)
-            offset = _align(offset + info.size_bytes)
+        self._buckets, self._views = cut_into_buckets(infos, bucket_bytes), []
+        for bucket in self._buckets:
+            offset = align(checksums_offset + 8 * len(infos))
+            for info in infos[bucket.start : bucket.stop]:
+                view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
+                self._views.append(view)
+                offset = align(offset + info.size_bytes)
         self._version_in_progress: int | None = None
+        self._bucket_in_progress = 0
         self._contribution: dict[str, dict[str, Any]] = {}
         self._earlier: dict[str, dict[str, Any]] = {}
 
     @classmethod
-    def create(cls, infos: Iterable[TensorInfo]) -> "WeightBoard":
+    def create(cls, infos: Iterable[TensorInfo], bucket_bytes: int = 0) -> "WeightBoard":
         """Allocate a board for ``infos``; all of its memory is taken at once.
+
+        Args:
+            bucket_bytes: see :func:`mindrlhf.weights.buckets.cut_into_buckets`.
 
         Raises:
             WeightBoardError: a repeated name or unknown dtype, or the memory cannot be had.
@@ -89,9 +99,9 @@ class WeightBoard:
                     f"tensor '{info.name}' has dtype {info.dtype}; the weight board holds {', '.join(_STORED_DTYPES)}"
                 )
         manifest = json.dumps([[info.name, info.dtype, list(info.shape)] for info in infos]).encode()
-        checksums_offset = _align(_HEADER.size + len(manifest))
-        data_offset = _align(checksums_offset + 8 * len(infos))
-        size_bytes = data_offset + sum(_align(info.size_bytes) for info in infos)
+        checksums_offset = align(_HEADER.size + len(manifest))
+        data_offset = align(checksums_offset + 8 * len(infos))
+        size_bytes = data_offset + max(size_of(bucket, infos) for bucket in cut_into_buckets(infos, bucket_bytes))
         fd = os.memfd_create("mindrlhf-weight-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
@@ -105,7 +115,7 @@ class WeightBoard:
                 f"no {size_bytes / 2**30:.2f} GiB of shared memory for the weight board: {error}"
             ) from error
         memory[_HEADER.size : _HEADER.size + len(manifest)] = manifest
-        _HEADER.pack_into(memory, 0, _MAGIC, _NO_VERSION, len(manifest), checksums_offset)
+        _HEADER.pack_into(memory, 0, _MAGIC, _NO_VERSION, 0, len(manifest), checksums_offset, bucket_bytes)
         return cls(memory, fd, f"/proc/{os.getpid()}/fd/{fd}", infos, writable=True)
 
     @classmethod
@@ -121,7 +131,7 @@ class WeightBoard:
             raise WeightBoardError(f"cannot open the weight board {path}: {error.strerror}") from error
         try:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-            magic, _, manifest_size, _ = _HEADER.unpack_from(memory)
+            magic, _, _, manifest_size, _, _ = _HEADER.unpack_from(memory)
             if magic != _MAGIC:
                 raise ValueError("it is not a weight board")
             manifest = json.loads(memory[_HEADER.size : _HEADER.size + manifest_size])
@@ -136,32 +146,49 @@ class WeightBoard:
         return sum(info.size_bytes for info in self.infos)
 
     @property
+    def num_buckets(self) -> int:
+        """How many buckets share the memory, one after the other."""
+        return len(self._buckets)
+
+    @property
     def version(self) -> int | None:
         """The version that readers see, or None while none is sealed."""
-        version = _HEADER.unpack_from(self._memory)[1]
+        version = self._visible()[0]
         return None if version == _NO_VERSION else version
 
-    def begin(self, version: int) -> None:
-        """Start writing ``version`` (at least 0): what this process wrote before no longer counts.
+    @property
+    def bucket(self) -> int:
+        """Which bucket of the version readers see, from 0."""
+        return self._visible()[1]
+
+    def begin(self, version: int, bucket: int = 0) -> None:
+        """Start writing a bucket of ``version`` (at least 0): what this process wrote before no longer counts.
 
         From the creator's ``begin`` to its ``seal``, readers see no version.
         """
         assert self._writable, "the weight board was attached for reading only"
         assert version >= 0, f"version {version} is negative"
-        self._version_in_progress = version
+        self._version_in_progress, self._bucket_in_progress = version, bucket
         self._earlier |= self._contribution
         self._contribution = {}
-        self._set_version(_NO_VERSION)
+        self._show(_NO_VERSION, bucket)
+
+    def wants(self, name: str) -> bool:
+        """Whether the tensor ``name`` belongs to the bucket that is being written."""
+        return self._index.get(name) in self._buckets[self._bucket_in_progress]
 
     def write(self, name: str, array: np.ndarray, region: Region | None = None) -> None:
         """Copy ``array`` into the tensor ``name``, or into its ``region``: one slice with step 1 per leading axis.
+
+        float32 is rounded to the nearest value of a tensor that has 2 bytes an element.
 
         Raises:
             WeightBoardError: unknown name, or ``array`` has another dtype or shape than its place.
         """
         assert self._version_in_progress is not None, "write() before begin()"
         info, view = self._find(name)
-        if array.dtype != info.numpy_dtype:
+        assert self.wants(name), f"tensor '{name}' is not of bucket {self._bucket_in_progress}"
+        if array.dtype not in (info.numpy_dtype, np.float32) or array.dtype.itemsize < info.numpy_dtype.itemsize:
             raise WeightBoardError(
                 f"tensor '{name}' is {info.dtype} (as {info.numpy_dtype}) on the weight board but was given as "
                 f"{array.dtype}"
@@ -172,7 +199,7 @@ class WeightBoard:
             raise WeightBoardError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
         entry = self._contribution.setdefault(name, {"regions": [], "sums": [], "checksum": 0})
         entry["regions"].append(bounds)
-        entry["sums"].append(_copy_and_sum(target, array))
+        entry["sums"].append(_copy_and_sum(target, array, info.dtype))
         entry["checksum"] = (entry["checksum"] + entry["sums"][-1]) % 2**64
 
     def view(self, name: str, box: Sequence[Sequence[int]]) -> np.ndarray:
@@ -183,12 +210,13 @@ class WeightBoard:
         """Count the tensor ``name`` as written, as this process wrote it for an earlier version.
 
         Returns:
-            False when it never did.
+            False when it never did, or when other tensors have taken its place since.
         """
         assert self._version_in_progress is not None, "keep() before begin()"
-        if name in self._earlier:
+        is_there = name in self._earlier and self.num_buckets == 1
+        if is_there:
             self._contribution[name] = self._earlier[name]
-        return name in self._earlier
+        return is_there
 
     def contribution(self) -> dict[str, dict[str, Any]]:
         """What this process has written since ``begin``, as JSON-able values.
@@ -199,7 +227,7 @@ class WeightBoard:
         return self._contribution
 
     def seal(self, contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None) -> None:
-        """Make the version visible, after checking that the ranks together wrote each element exactly once.
+        """Make the bucket visible, after checking that the ranks together wrote each element of it exactly once.
 
         Args:
             contributions: those of all ranks, the caller's included; None when the caller alone has written.
@@ -209,25 +237,26 @@ class WeightBoard:
         """
         assert self._version_in_progress is not None, "seal() before begin()"
         contributions = [self._contribution] if contributions is None else contributions
-        for i, info in enumerate(self.infos):
+        for i in self._buckets[self._bucket_in_progress]:
+            info = self.infos[i]
             parts = [contribution[info.name] for contribution in contributions if info.name in contribution]
             _check_coverage(info, [bounds for part in parts for bounds in part["regions"]])
             self._checksums[i] = sum(part["checksum"] for part in parts) % 2**64
-        self._set_version(self._version_in_progress)
+        self._show(self._version_in_progress, self._bucket_in_progress)
         self._version_in_progress = None
 
     def tensors(self, version: int) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield (name, dtype name, array) of every tensor; the arrays are views of the shared memory.
+        """Yield (name, dtype name, array) of every tensor of the bucket; the arrays are views of the shared memory.
 
         Raises:
             WeightBoardError: the board does not hold ``version``.
         """
         self._require(version)
-        for info, view in zip(self.infos, self._views):
-            yield info.name, info.dtype, view
+        for i in self._buckets[self.bucket]:
+            yield self.infos[i].name, self.infos[i].dtype, self._views[i]
 
     def verify(self, version: int) -> None:
-        """Compare every tensor with the checksum its writers left.
+        """Compare every tensor of the bucket with the checksum its writers left.
 
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
         (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
@@ -238,12 +267,14 @@ class WeightBoard:
             WeightBoardError: the board does not hold ``version``, or a tensor differs.
         """
         self._require(version)
-        for info, view, expected in zip(self.infos, self._views, self._checksums):
-            checksum = sum(sum_bits(piece) for piece in _pieces(view, flat=True)) % _modulus(info)
-            if checksum != int(expected) % _modulus(info):
+        for i in self._buckets[self.bucket]:
+            info, flat = self.infos[i], self._views[i].reshape(-1)
+            checksum = sum(sum_bits(flat[rows]) for rows in _pieces(flat)) % _modulus(info)
+            expected = int(self._checksums[i]) % _modulus(info)
+            if checksum != expected:
                 raise WeightBoardError(
                     f"tensor '{info.name}' of weights version {version} changed after it was written "
-                    f"(checksum {checksum:#x}, expected {int(expected) % _modulus(info):#x})"
+                    f"(checksum {checksum:#x}, expected {expected:#x})"
                 )
 
     def checksums(self, version: int) -> np.ndarray:
@@ -275,8 +306,11 @@ class WeightBoard:
             raise WeightBoardError(f"the weight board has no tensor '{name}'")
         return self.infos[self._index[name]], self._views[self._index[name]]
 
-    def _set_version(self, version: int) -> None:
-        struct.pack_into("<q", self._memory, len(_MAGIC), version)
+    def _visible(self) -> tuple[int, int]:
+        return _VISIBLE.unpack_from(self._memory, len(_MAGIC))
+
+    def _show(self, version: int, bucket: int) -> None:
+        _VISIBLE.pack_into(self._memory, len(_MAGIC), version, bucket)
 
     def _require(self, version: int) -> None:
         if self.version != version:
@@ -291,10 +325,6 @@ def _info(entry: Any) -> TensorInfo:
     if not (isinstance(name, str) and dtype in _STORED_DTYPES and is_shape):
         raise ValueError(f"its manifest is damaged at {name!r}")
     return TensorInfo(name, dtype, tuple(shape))
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _modulus(info: TensorInfo) -> int:
@@ -328,22 +358,22 @@ def _check_coverage(info: TensorInfo, regions: Sequence[Sequence[Sequence[int]]]
         raise WeightBoardError(f"tensor '{info.name}' has {info.num_elements} elements but {num_written} were written")
 
 
-def _pieces(array: np.ndarray, flat: bool) -> Iterator[np.ndarray]:
-    """Cut ``array`` along its first axis (``flat``: as one axis) into pieces that fit the cache."""
-    if flat:
-        array = array.reshape(-1)
+def _pieces(array: np.ndarray) -> Iterator[slice]:
+    """Cut ``array`` along its first axis into pieces that fit the cache."""
     if array.size:
         num_rows = max(1, _PIECE_BYTES // (array.nbytes // len(array)))
         for start in range(0, len(array), num_rows):
-            yield array[start : start + num_rows]
+            yield slice(start, start + num_rows)
 
 
-def _copy_and_sum(target: np.ndarray, source: np.ndarray) -> int:
-    flat = target.flags.c_contiguous and source.flags.c_contiguous
-    checksum = 0
-    for target_piece, source_piece in zip(_pieces(target, flat), _pieces(source, flat)):
-        np.copyto(target_piece, source_piece)
-        checksum += sum_bits(target_piece)
+def _copy_and_sum(target: np.ndarray, source: np.ndarray, dtype: str) -> int:
+    if target.flags.c_contiguous and source.flags.c_contiguous:
+        target, source = target.reshape(-1), source.reshape(-1)
+    is_other, checksum = source.dtype != target.dtype, 0
+    for rows in _pieces(source):
+        piece = convert_dtype(source[rows], dtype_name(source), dtype) if is_other else source[rows]
+        np.copyto(target[rows], piece)
+        checksum += sum_bits(target[rows])
     return checksum
 
 

@@ -106,12 +106,14 @@ def load_tensors(model, read: Callable[[str, str], np.ndarray]) -> None:
         parameter.set_data(ms.Tensor(data))
 
 
-def iter_hf_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tuple[str, np.ndarray]]:
+def iter_hf_tensors(
+    model, share: int = 0, num_shares: int = 1, wants: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every Hugging Face tensor of a `CausalLM`: live views where layouts agree, copies where they differ.
 
     bfloat16 comes as uint16 bit patterns. With `num_shares` above 1 only those of `share` come: the shares are
     disjoint, together complete, and about equal in size, so that several ranks can divide the work; each is in the
-    order of `hf_tensor_infos`.
+    order of `hf_tensor_infos`. With `wants` only those come of which it returns True.
     """
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     rules = model.spec.rules(model.dims)
@@ -120,20 +122,41 @@ def iter_hf_tensors(model, share: int = 0, num_shares: int = 1) -> Iterator[tupl
         lightest = share_of[rule.mf_name] = loads.index(min(loads))
         loads[lightest] += parameters[rule.mf_name].size
     for rule in rules:
-        if share_of[rule.mf_name] == share:
+        wanted = rule.hf_names if wants is None else [name for name in rule.hf_names if wants(name)]
+        if share_of[rule.mf_name] == share and wanted:
             parameter = parameters[rule.mf_name]
             fused = parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
-            yield from zip(rule.hf_names, split_parts(rule, model.dims, fused))
+            parts = zip(rule.hf_names, split_parts(rule, model.dims, fused))
+            yield from ((name, part) for name, part in parts if name in wanted)
 
 
-def hf_tensor_infos(model) -> list[TensorInfo]:
-    """Name, dtype name and shape of what `iter_hf_tensors` yields, without touching data."""
+def hf_tensor_infos(model, dtype: str | None = None) -> list[TensorInfo]:
+    """Name, dtype name and shape of what `iter_hf_tensors` yields, without touching data.
+
+    Args:
+        dtype: of those who read it; a tensor that they would round gets it, the others keep their own.
+    """
     parameters = {parameter.name: parameter for parameter in model.get_parameters()}
     return [
-        TensorInfo(name, _dtype_name(parameters[rule.mf_name]), shape)
+        TensorInfo(name, board_dtype(rule, _dtype_name(parameters[rule.mf_name]), dtype), shape)
         for rule in model.spec.rules(model.dims)
         for name, shape in zip(rule.hf_names, rule.shape(model.dims))
     ]
+
+
+def board_infos(spec: ModelSpec, dims: ModelDims, own: str, read: str) -> list[TensorInfo]:
+    """What `hf_tensor_infos` returns, of a model that is not there; ``own`` is the dtype of its parameters."""
+    return [
+        TensorInfo(name, board_dtype(rule, file_dtype(rule, own), read), shape)
+        for rule in spec.rules(dims)
+        for name, shape in zip(rule.hf_names, rule.shape(dims))
+    ]
+
+
+def board_dtype(rule: ParameterRule, own: str, read: str | None) -> str:
+    """The dtype of a rule's tensors on their way to readers that hold them as ``read``: never wider than their own."""
+    wanted = file_dtype(rule, read) or own
+    return wanted if STORAGE_DTYPES[wanted].itemsize < STORAGE_DTYPES[own].itemsize else own
 
 
 def _dtype_name(parameter) -> str:

@@ -91,6 +91,14 @@ def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
     return shards
 
 
+def wanted_shards(
+    publication: Mapping[str, Sequence[PublishedShard]], board: WeightBoard
+) -> dict[str, list[PublishedShard]]:
+    """What of a publication belongs to the bucket that is being written, by MindFormers name."""
+    wanted = {name: [part for part in parts if board.wants(part.hf_name)] for name, parts in publication.items()}
+    return {name: parts for name, parts in wanted.items() if parts}
+
+
 def write_shards(
     board: WeightBoard, publication: Mapping[str, Sequence[PublishedShard]], arrays: Mapping[str, np.ndarray]
 ) -> int:

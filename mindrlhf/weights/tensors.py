@@ -68,6 +68,14 @@ def convert_dtype(array: np.ndarray, source: str, target: str) -> np.ndarray:
 
 def _round_to_bfloat16(array: np.ndarray) -> np.ndarray:
     bits = array.view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    # Rounding a NaN could carry into infinity: keep its upper half and make it quiet.
-    return np.where(np.isnan(array), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    rounded = rounded.astype(np.uint16)
+    is_nan = np.isnan(array)
+    if is_nan.any():
+        # Rounding a NaN could carry into infinity: keep its upper half and make it quiet.
+        rounded[is_nan] = (bits[is_nan] >> 16) | 0x40
+    return rounded

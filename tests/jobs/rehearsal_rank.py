@@ -71,10 +71,10 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     checksums = actor.end_saving().checksums
     of_critic = {}
     if work["critic_board"]:
-        actor.use_boards_for("critic")
+        actor.begin_export("critic")
         actor.attach_board(work["critic_board"])
         of_critic = actor.publish(1).contribution
-        actor.use_boards_for("actor")
+        actor.end_export()
         assert actor.publish(2).contribution.keys() == contributions[0].keys()
     report = {
         "contributions": contributions,

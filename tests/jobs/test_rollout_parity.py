@@ -80,6 +80,7 @@ MODELS = {
     },
 }
 TOLERANCE = 1e-4
+BUCKET_BYTES = 90_000  # ends in the middle of layers, and of what vLLM fuses
 # Runs of every day compare generator and trainer too: test_train_ranks of a plain model, test_train_experts of experts.
 NAMES = list(MODELS) if RUNS_SLOW_TESTS else ["yarn", "latent"]
 
@@ -111,11 +112,12 @@ def server(network, rollout_python, tmp_path_factory):
 
 @contextlib.contextmanager
 def started(network, directory, **rollout):
-    """A server that has its weights from the training model, through the board, and records experts."""
+    """A server that has its weights from the training model, and records experts.
+
+    Other weights come first, by a board that holds all; those of the model come by one that takes them in buckets.
+    """
     from mindrlhf.config.sections import RolloutSection
     from mindrlhf.rollout.replicas import start_replicas
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
-    from mindrlhf.weights.convert import hf_tensor_infos, iter_hf_tensors
 
     (directory / "config.json").write_text(json.dumps(network.hf_config))
     replicas = start_replicas(
@@ -129,16 +131,35 @@ def started(network, directory, **rollout):
         record_routing=network.dims.experts is not None,
     )
     try:
-        with WeightBoard.create(TensorInfo(*info) for info in hf_tensor_infos(network)) as board:
-            replicas.use_board(board.path)
-            board.begin(1)
-            for name, array in iter_hf_tensors(network):
-                board.write(name, array)
-            board.seal()
+        dtype = rollout.get("dtype", "float32")
+        with make_board(network, dtype, 0) as first, make_board(network, dtype, BUCKET_BYTES) as board:
+            replicas.use_board(first.path)
+            put(first, network, version=1, bucket=0, factor=0.5)
             replicas.update_weights(1)
+            assert board.num_buckets > 5
+            replicas.use_board(board.path)
+            for bucket in range(board.num_buckets):
+                put(board, network, version=2, bucket=bucket, factor=1.0)
+                replicas.update_weights(2)
             yield replicas
     finally:
         replicas.close()
+
+
+def make_board(network, dtype, bucket_bytes):
+    from mindrlhf.weights.board import WeightBoard
+    from mindrlhf.weights.convert import hf_tensor_infos
+
+    return WeightBoard.create(hf_tensor_infos(network, dtype), bucket_bytes)
+
+
+def put(board, network, *, version, bucket, factor):
+    from mindrlhf.weights.convert import iter_hf_tensors
+
+    board.begin(version, bucket)
+    for name, array in iter_hf_tensors(network, wants=board.wants):
+        board.write(name, array * np.float32(factor))
+    board.seal()
 
 
 @pytest.mark.parametrize(
@@ -222,3 +243,18 @@ def test_top_k_and_top_p_agree_with_the_forward_loop(server, network):
         token = int(completion.token_ids[0])
         assert token in expected
         assert float(completion.logprobs[0]) == pytest.approx(expected[token], abs=TOLERANCE)
+
+
+@SLOW
+def test_buckets_that_do_not_follow_each_other_are_refused(network, rollout_python, tmp_path):
+    from mindrlhf.errors import RunFailure
+
+    with (
+        started(network, tmp_path, python=rollout_python, restarts=0) as replicas,
+        make_board(network, "float32", BUCKET_BYTES) as board,
+    ):
+        replicas.use_board(board.path)
+        for bucket, message in ((0, ""), (2, "bucket 2 of weights version 3 came before those that precede it")):
+            put(board, network, version=3, bucket=bucket, factor=1.0)
+            with pytest.raises(RunFailure, match=message) if message else contextlib.nullcontext():
+                replicas.update_weights(3)

@@ -1,6 +1,7 @@
 """Ranks on several machines: who shares one, a board on each, and weights that must be the same on all."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,11 +31,11 @@ class Rank:
     def machine(self) -> Machine:
         return Machine(self._machine)
 
-    def open_board(self, is_wanted: bool) -> BoardPath:
+    def open_board(self, is_wanted: bool, dtype: str | None, bucket_bytes: int) -> BoardPath:
         if not is_wanted:
             return BoardPath("")
         self.opened += 1
-        self.board = WeightBoard.create(INFOS)
+        self.board = WeightBoard.create(INFOS, bucket_bytes)
         return BoardPath(self.board.path)
 
     def attach_board(self, path: str, node: int, ranks: list[int]) -> None:
@@ -42,8 +43,8 @@ class Rank:
         if self.board is None:
             self.board = WeightBoard.attach(path, writable=True)
 
-    def publish(self, version: int) -> Published:
-        self.board.begin(version)
+    def publish(self, version: int, bucket: int) -> Published:
+        self.board.begin(version, bucket)
         for name in sorted(self.tensors)[self.ranks.index(self.index) :: len(self.ranks)]:
             self.board.write(name, self.tensors[name])
         written = self.board.contribution()
@@ -134,12 +135,13 @@ class Shards:
         self.held = held
         self.tensors = {name: array.copy() for name, array in TENSORS.items()}
 
-    def create_board(self) -> WeightBoard:
-        return WeightBoard.create(INFOS)
+    def create_board(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBoard:
+        return WeightBoard.create(INFOS, bucket_bytes)
 
     def write_to(self, board: WeightBoard, ranks) -> None:
         for name, region in self.held.items():
-            board.write(name, self.tensors[name][region], region)
+            if board.wants(name):
+                board.write(name, self.tensors[name][region], region)
 
 
 class ShardRank(NodeBoard):
@@ -174,25 +176,36 @@ CUT = [
 ]
 
 
+def _look(ranks, seen, version, bucket):
+    """Compare the bucket that the boards of all ranks have, and note its tensors."""
+    for own in {rank._board.path: rank._board for rank in ranks}.values():
+        own.verify(version)
+        assert own.bucket == bucket
+        for tensor, _, array in own.tensors(version):
+            np.testing.assert_array_equal(array, ranks[0].model.tensors[tensor])
+            seen.append(tensor)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1], ids=["whole", "in buckets"])
 @pytest.mark.parametrize("machines", ["xyz", "xxy", "xyy"])
-def test_boards_of_a_model_that_is_cut_over_nodes_are_completed(machines):
+def test_boards_of_a_model_that_is_cut_over_nodes_are_completed(machines, bucket_bytes):
     digests = {}
-    for name in ("xxx", machines):
+    for name, size in (("xxx", 0), (machines, bucket_bytes)):
         ranks = [ShardRank(machine, held) for machine, held in zip(name, CUT)]
         team = ThreadedRanks(ranks)
-        with ranks[0].create_board() as board:
+        with ranks[0].create_board(bucket_bytes=size) as board:
             nodes = find_nodes(team)
-            attach_boards(team, nodes, board.path)
+            attach_boards(team, nodes, board.path, bucket_bytes=size)
             policy = Policy(team, board)
             for version in (1, 2, 3):
-                digests.setdefault(version, set()).add(policy.publish(version))
-                for own in {rank._board.path: rank._board for rank in ranks}.values():
-                    own.verify(version)
-                    for tensor, _, array in own.tensors(version):
-                        np.testing.assert_array_equal(array, ranks[0].model.tensors[tensor])
+                seen = []
+                look = partial(_look, ranks, seen)
+                digests.setdefault(version, set()).add(policy.publish(version, look))
+                assert sorted(seen) == sorted([*TENSORS] * len(set(name))), "every board had every tensor"
                 for rank in ranks:
                     rank.model.tensors["a"] *= np.float32(1.5)
                     rank.model.tensors["b"] += np.float32(0.25)
+        assert board.num_buckets == (2 if size else 1)
         for rank in ranks:
             rank.close_carrier()
             rank._board.close()

@@ -160,7 +160,7 @@ def test_a_tensor_nobody_wrote_is_named(board):
     "name, array, region, message",
     [
         ("embed", np.zeros((10, 6)), None, "'embed' is float32 .* given as float64"),
-        ("norm", np.zeros(7, np.float32), None, "'norm' is bfloat16 .as uint16"),
+        ("norm", np.zeros(7), None, "'norm' is bfloat16 .as uint16"),
         ("embed", np.zeros((6, 10), np.float32), None, r"'embed': shape \(6, 10\)"),
         ("embed", np.zeros((10, 3), np.float32), (slice(None), slice(0, 4)), r"'embed': shape \(10, 3\)"),
         ("embed", np.zeros((5, 6), np.float32), (slice(0, 10, 2),), "step 1, not 2"),

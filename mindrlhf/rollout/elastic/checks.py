@@ -18,6 +18,7 @@ def check_elastic(config: GrpoConfig) -> None:
     unsupported = {
         "rollout.ahead": (rollout.ahead, 0),
         "rollout.asynchronous": (rollout.asynchronous, False),
+        "rollout.board_gib": (rollout.board_gib, 0.0),
         "rollout.span_tokens": (rollout.span_tokens, 0),
         "tools.names": (list(config.tools.names), []),
         "tools.environment": (config.tools.environment, ""),

@@ -153,8 +153,10 @@ class VllmEngine:
         self._internal_names.clear()
 
     def update_weights(self, version: int, board_path: str) -> None:
-        """Load ``version`` from the board and forget all cached prefixes."""
-        self._engine.collective_rpc("load_board", args=(board_path, version, self._weights_load_in_place))
+        """Load what the board has of ``version``; when that is all of it now, forget all cached prefixes."""
+        arguments = (board_path, version, self._weights_load_in_place)
+        if not all(self._engine.collective_rpc("load_board", args=arguments)):
+            return
         if self._kv_cache_is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._kv_cache_is_asleep = False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
@@ -21,31 +22,57 @@ rotate_every_head()
 class WorkerExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by ``collective_rpc``."""
 
-    def load_board(self, path: str, version: int, in_place: bool) -> None:
-        """Load every tensor of ``version`` from the board at ``path``.
+    def load_board(self, path: str, version: int, in_place: bool) -> bool:
+        """Load every tensor that the board at ``path`` now has of ``version``: all, or a bucket of them.
 
         Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts.
 
         Args:
             in_place: load into the live parameters; else vLLM rebuilds its kernel weights.
 
+        Returns:
+            Whether all of the version is loaded now.
+
         Raises:
-            WeightBoardError: another version on the board, a wrong checksum, or parameters that the board lacks.
+            WeightBoardError: another version on the board, a wrong checksum, a bucket that is not the next, or
+                parameters that the board lacks.
         """
         board = self._attached_board(path)
         board.verify(version)
+        bucket, is_last = board.bucket, board.bucket == board.num_buckets - 1
+        expected = (version, bucket - 1) if bucket else None
+        if bucket and getattr(self, "_loaded_bucket", None) != expected:
+            raise WeightBoardError(f"bucket {bucket} of weights version {version} came before those that precede it")
+        self._loaded_bucket = (version, bucket)
         model = self.model_runner.get_model()
-        if not in_place:
-            if current_platform.is_cpu():
-                _forget_expert_kernels(model)
+        if in_place:
+            self._load_in_place(model, board, version, is_last)
+        elif board.num_buckets == 1:
+            _forget_kernels(model)
             self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
-            if current_platform.is_cpu():
-                _repack_embeddings(model)
-            return
+        else:
+            if bucket == 0:
+                _forget_kernels(model)
+                initialize_layerwise_reload(model)
+            # vLLM keeps them until those that it fuses with them have come, and that may be in the next bucket.
+            model.load_weights((name, tensor.clone()) for name, tensor in _torch_tensors(board, version))
+            if is_last:
+                finalize_layerwise_reload(model, self.model_runner.model_config)
+        if is_last and not in_place and current_platform.is_cpu():
+            _repack_embeddings(model)
+        return is_last
+
+    def _load_in_place(self, model: torch.nn.Module, board: WeightBoard, version: int, is_last: bool) -> None:
+        if board.bucket == 0:
+            self._loaded_names: set[str] | None = set()
         with torch.inference_mode():
             loaded = model.load_weights(_torch_tensors(board, version))
-        missing = {name for name, _ in model.named_parameters()} - (loaded or set())
-        if loaded is not None and missing:
+        if loaded is None or self._loaded_names is None:
+            self._loaded_names = None  # the model does not say
+            return
+        self._loaded_names |= loaded
+        missing = {name for name, _ in model.named_parameters()} - self._loaded_names
+        if is_last and missing:
             raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
 
     def _attached_board(self, path: str) -> WeightBoard:
@@ -57,13 +84,13 @@ class WorkerExtension:
         return board
 
 
-def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Let vLLM set the kernels of experts up again when it reloads.
+def _forget_kernels(model: torch.nn.Module) -> None:
+    """Let vLLM set the kernels of experts up again when it reloads on a CPU.
 
     For the CPU, setting up repacks the weights; vLLM 0.32 leaves that out when a kernel exists, and then computes with
     weights in the wrong order.
     """
-    for module in model.modules():
+    for module in model.modules() if current_platform.is_cpu() else ():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

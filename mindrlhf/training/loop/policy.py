@@ -1,6 +1,6 @@
 """The policy as the loop sees it: all that passes between rank 0 and the ranks that compute and train it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,9 +115,9 @@ class Policy:
         """Copy the policy into the reference model."""
         self._team.call("sync_reference")
 
-    def publish(self, version: int) -> str:
-        """Put the weights on the boards, where the generator finds them; return their digest."""
-        return self._publication.publish(version)
+    def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
+        """Put the weights on the boards, where the generator finds them; see :meth:`Publication.publish`."""
+        return self._publication.publish(version, load)
 
     def begin_dump(self, step: int) -> None:
         """Have the ranks write the cells of what follows, as those of a step, from 1."""

@@ -1,18 +1,24 @@
 """How the weights of all ranks get onto the boards of all nodes, as rank 0 sees it."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_weights
+from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.records import Contribution, LeaderAddress, Published, Received, add_by_node, add_contributions
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange.plan import Piece, check_received, completed, plan_exchange, regions_of, to_box
 
+# Of a board through which a model is exported: its memory comes on top of what the run has.
+_EXPORT_BUCKET_BYTES = 4 << 30
+
 
 class Publication:
-    """Versions of the weights, each on the boards of all nodes.
+    """Versions of the weights, each on the boards of all nodes, one bucket of tensors after the other.
 
     Every rank writes what it holds to the board of its node; where the model is cut over nodes, their first ranks then
     exchange what the boards lack. A board is sealed when its elements were each written, or came, exactly once.
@@ -25,24 +31,37 @@ class Publication:
     def __init__(self, team: Team, board: WeightBoard):
         self._team = team
         self._board = board
-        self._pieces: list[Piece] = []
+        self._pieces: dict[int, list[Piece]] = {}  # by bucket
 
-    def publish(self, version: int) -> str:
+    def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights on the boards; return their digest.
+
+        Args:
+            load: called with the version and a bucket, from 0, as soon as that is there; the next takes its place when
+                it has returned.
 
         Raises:
             RunFailure: the boards of two nodes differ, or one lacks something.
         """
-        self._board.begin(version)
-        results: list[Published] = self._team.call("publish", version=version)
+        contributions: list[Contribution] = []
+        for bucket in range(self._board.num_buckets):
+            contributions += self.put(version, bucket)
+            if load is not None:
+                load(version, bucket)
+        return digest_weights(contributions)
+
+    def put(self, version: int, bucket: int) -> list[Contribution]:
+        """Put a bucket of the weights on the boards; return what the ranks together have written."""
+        self._board.begin(version, bucket)
+        results: list[Published] = self._team.call("publish", version=version, bucket=bucket)
         contributions = [result.contribution for result in results]
         elsewhere = add_by_node([result.elsewhere for result in results])
         if not elsewhere:
             self._board.seal(contributions)
-            return digest_weights(contributions)
+            return contributions
         nodes = sorted(elsewhere, key=int)
         written = [add_contributions(contributions), *(elsewhere[node] for node in nodes)]
-        self._exchange(version, written)
+        self._exchange(version, bucket, written)
         # What came has the sums of the ranks that wrote it: whoever reads a board compares its memory with them.
         whole = [completed(own, written) for own in written]
         self._board.seal([whole[0]])
@@ -51,27 +70,49 @@ class Publication:
             if (other := digest_weights([one])) != digest:
                 raise RunFailure(f"the weights of node {node} ({other}) are not those of node 0 ({digest})")
         self._team.call("seal_board", contributions=dict(zip(nodes, whole[1:])))
-        return digest
+        return [whole[0]]
 
-    def _exchange(self, version: int, written: Sequence[Contribution]) -> None:
+    def _exchange(self, version: int, bucket: int, written: Sequence[Contribution]) -> None:
         """Have every node's board get what its ranks did not write, and check it."""
         pieces = plan_exchange(written, self._board.infos)
-        if pieces != self._pieces:
-            self._connect(pieces)
+        if pieces != self._pieces.get(bucket, []):
+            self._connect(bucket, pieces)
         if not pieces:
             return
-        results: list[Received] = self._team.call("exchange", version=version)
+        results: list[Received] = self._team.call("exchange", version=version, bucket=bucket)
         expected = {key: checksum for contribution in written for key, checksum in regions_of(contribution).items()}
         for result in results:
             for node, regions in result.regions.items():
                 found = {(name, to_box(region)): checksum for name, region, checksum in regions}
                 check_received(found, expected, self._board.infos, int(node))
 
-    def _connect(self, pieces: list[Piece]) -> None:
-        self._pieces = pieces
+    def _connect(self, bucket: int, pieces: list[Piece]) -> None:
+        self._pieces[bucket] = pieces
         addresses: dict[str, list] = {}
         found: list[LeaderAddress] = self._team.call("open_carrier")
         for result in found:
             addresses |= result.places
         planned = [[piece.name, piece.region, piece.box, piece.nodes] for piece in pieces]
-        self._team.call("connect_carrier", pieces=planned, addresses=addresses, token=secrets.token_hex(16))
+        token = secrets.token_hex(16)
+        self._team.call("connect_carrier", bucket=bucket, pieces=planned, addresses=addresses, token=token)
+
+
+def sharded_tensors(team: Team, ranks: Team, worker, of: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the Hugging Face tensors of a model that is sharded over ranks, in its own dtype, on rank 0.
+
+    They come by a board of a few of them, and have to be used before the next is asked for.
+
+    Args:
+        team: the replicas of the model.
+        ranks: all of them.
+        worker: rank 0's, a :class:`mindrlhf.training.worker.node_board.NodeBoard`.
+        of: which model, where a rank has several.
+    """
+    team.call("begin_export", of=of)
+    with worker.create_board(bucket_bytes=_EXPORT_BUCKET_BYTES) as board:
+        attach_boards(ranks, find_nodes(ranks), board.path, bucket_bytes=_EXPORT_BUCKET_BYTES)
+        publication = Publication(team, board)
+        for bucket in range(board.num_buckets):
+            publication.put(1, bucket)
+            yield from ((name, array) for name, _, array in board.tensors(1))
+        team.call("end_export")

@@ -120,8 +120,7 @@ class Trainer(Steps):
         """Put the current weights on the board and have the generator load them."""
         self.progress.weights_version += 1
         version = self.progress.weights_version
-        self._weights = self.policy.publish(version)
-        self.sampling.load(version)
+        self._weights = self.policy.publish(version, self.sampling.load)
 
     def evaluate(self) -> dict[str, float]:
         """Sample the held-out prompts if it is time, and return their metrics; the time counts to no step."""

@@ -1,7 +1,7 @@
 """Training on fixed data (supervised, preference, reward model) as the life cycle of a run needs it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -16,8 +16,7 @@ from mindrlhf.training import life_cycle
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
-from mindrlhf.training.loop.publication import Publication
-from mindrlhf.training.nodes import attach_boards, find_nodes
+from mindrlhf.training.loop.publication import sharded_tensors
 from mindrlhf.training.preflight import FINAL_NAME
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.runtime import Rank
@@ -143,17 +142,8 @@ class OfflineTraining(life_cycle.Training):
         if self._config.lora.rank is not None and is_split(self._config.parallel_config):
             export_adapter(self.team, final)
         # Last, because it marks the run as complete: one that was killed before can be resumed.
-        with self._published(worker):
-            worker.export(final, self._config.data.tokenizer_dir)
+        tensors = None
+        if is_split(self._config.parallel_config):
+            tensors = sharded_tensors(self.team, self._ranks, worker)
+        worker.export(final, self._config.data.tokenizer_dir, tensors)
         print(f"model:  {final}\nreport: {report}", flush=True)
-
-    @contextlib.contextmanager
-    def _published(self, worker: OfflineWorker) -> Iterator[None]:
-        """Put a model that is sharded together on a weight board, where it can be exported from."""
-        if not is_split(self._config.parallel_config):
-            yield
-            return
-        with worker.create_board() as board:
-            attach_boards(self._ranks, find_nodes(self._ranks), board.path)
-            Publication(self.team, board).publish(1)
-            yield

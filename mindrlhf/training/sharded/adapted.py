@@ -17,7 +17,7 @@ from mindrlhf.training.sharded.model import ShardedModel, set_shard
 from mindrlhf.weights.adapters.merge import merge
 from mindrlhf.weights.adapters.peft import adapter_config
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import PublishedShard, write_shards
+from mindrlhf.weights.publishing import PublishedShard, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 
 
@@ -74,26 +74,23 @@ class AdaptedShard(ShardedModel):
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`ShardedModel.write_to`: merged with the adapters; what has none is written once."""
         publication = self._publication(None if ranks is None else tuple(ranks))
-        shards = dict(self.shards())
-        for name, parts in publication.items():
+        for name, parts in wanted_shards(publication, board).items():
             if name in self._adapter_of:
-                self._write_merged(board, shards, name, parts)
+                self._write_merged(board, name, parts)
             elif name in self._trained or not all(board.keep(part.hf_name) for part in parts):
-                write_shards(board, {name: parts}, {name: shards[name]})
+                write_shards(board, {name: parts}, {name: self.shard(name)})
 
-    def _write_merged(
-        self, board: WeightBoard, shards: dict[str, np.ndarray], name: str, parts: Sequence[PublishedShard]
-    ) -> None:
+    def _write_merged(self, board: WeightBoard, name: str, parts: Sequence[PublishedShard]) -> None:
         adapter, rank = self._adapter_of[name], self.network.lora.options.rank
-        down, up = shards[adapter.down.mf_name], shards[adapter.up.mf_name]
+        base, down, up = (self.shard(one) for one in (name, adapter.down.mf_name, adapter.up.mf_name))
         # A sharded optimiser cuts the rows of W among replicas, but not those of B.
         start = self._layout_of[name].shard_of(self.rank)[0].start
         start -= self._layout_of[adapter.up.mf_name].shard_of(self.rank)[0].start
-        up = up[start : start + len(shards[name])]
+        up = up[start : start + len(base)]
         for part in parts:
             first = adapter.base.hf_names.index(part.hf_name) * rank
             factors = (down[first : first + rank], up[part.rows])
-            array = merge(shards[name][part.rows], *factors, self.network.lora.options.scale)
+            array = merge(base[part.rows], *factors, self.network.lora.options.scale)
             board.write(part.hf_name, array, part.region)
 
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:

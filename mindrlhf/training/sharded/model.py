@@ -19,7 +19,7 @@ from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
 from mindrlhf.training.worker.model import RankModel, frozen_tensors
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import PublishedShard, plan_publication, write_shards
+from mindrlhf.weights.publishing import PublishedShard, plan_publication, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 
@@ -137,8 +137,12 @@ class ShardedModel(RankModel):
     def shards(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and array of what this rank holds; bfloat16 as uint16 bit patterns."""
         for one in self.held:
-            parameter = self._parameters[one.name]
-            yield one.name, parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
+            yield one.name, self.shard(one.name)
+
+    def shard(self, name: str) -> np.ndarray:
+        """Return what this rank holds of a parameter; bfloat16 as uint16 bit patterns."""
+        parameter = self._parameters[name]
+        return parameter.asnumpy().view(STORAGE_DTYPES[_dtype_name(parameter)])
 
     def copy_from(self, other: "ShardedModel") -> None:
         """See :meth:`RankModel.copy_from`: shard by shard."""
@@ -149,9 +153,9 @@ class ShardedModel(RankModel):
         """Write what this rank holds, and no other rank of its node writes."""
         publication = self._publication(None if ranks is None else tuple(ranks))
         frozen = frozen_tensors(self.network)
-        for name, array in self.shards():
-            if name in publication and not (name in frozen and board.keep(frozen[name])):
-                write_shards(board, {name: publication[name]}, {name: array})
+        for name, parts in wanted_shards(publication, board).items():
+            if not (name in frozen and board.keep(frozen[name])):
+                write_shards(board, {name: parts}, {name: self.shard(name)})
 
     def _publication(self, ranks: tuple[int, ...] | None) -> dict[str, list[PublishedShard]]:
         if ranks not in self._publications:
@@ -160,11 +164,6 @@ class ShardedModel(RankModel):
             plan = plan_publication(layouts, rules, self.network.dims, self.rank, ranks)
             self._publications[ranks] = plan
         return self._publications[ranks]
-
-    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the published tensors: no rank has all of them."""
-        assert board is not None and board.version is not None, "nothing was published"
-        return ((name, array) for name, _, array in board.tensors(board.version))
 
     def size_bytes(self, state: Mapping[str, ms.Parameter] | None = None) -> int:
         """Return the bytes that all ranks save, of parameters and, with ``state``, of AdamW's state."""

@@ -1,8 +1,10 @@
 """Fine-tuning, preference learning and reward models whose model is sharded over the ranks: a rank's worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mindrlhf.algorithms.losses import COEFFICIENT_INPUTS
 from mindrlhf.checkpoint.state import StateWriter
@@ -71,9 +73,9 @@ class ShardedOffline(SavesState, NodeBoard):
         """Free the reference model."""
         self._reference = None
 
-    def export(self, directory: Path, tokenizer_dir: Any) -> None:
-        """Write the published weights as a Hugging Face directory; on rank 0."""
-        self.model.export(directory, tokenizer_dir, self._board)
+    def export(self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+        """Write the weights as a Hugging Face directory, on rank 0; see :meth:`RankModel.export`."""
+        self.model.export(directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""

@@ -1,7 +1,7 @@
 """What one rank does in reinforcement learning: log-probabilities, updates, its share of the weight board."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -133,9 +133,9 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
         """Write no more cells."""
         self._cell_dump.end()
 
-    def publish(self, version: int) -> Published:
+    def publish(self, version: int, bucket: int = 0) -> Published:
         """See :meth:`NodeBoard.publish`; what follows is the generator's turn."""
-        published = super().publish(version)
+        published = super().publish(version, bucket)
         self.learner.make_room()
         return published
 
@@ -148,9 +148,14 @@ class Actor(ReceivedBatches, SavesState, NodeBoard):
         if self._node and self._node_generator is not None:
             answer(self._node_generator, host, port, token.encode(), self._node)
 
-    def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
-        """Write the published weights as a Hugging Face directory; on rank 0, which has the board of its node."""
-        self.model.export(directory, tokenizer_dir, self._board)
+    def export(
+        self,
+        directory: Path,
+        tokenizer_dir: str | os.PathLike | None,
+        tensors: Iterator[tuple[str, np.ndarray]] | None = None,
+    ) -> None:
+        """Write the weights as a Hugging Face directory, on rank 0; see :meth:`RankModel.export`."""
+        self.model.export(directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of all ranks, in bytes."""

@@ -35,10 +35,10 @@ class AdaptedModel(WholeModel):
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, merged with their adapters."""
         ranks = range(self._rank.world_size) if ranks is None else ranks
-        for name, array in iter_merged_tensors(self.network, ranks.index(self._rank.index), len(ranks)):
+        for name, array in iter_merged_tensors(self.network, ranks.index(self._rank.index), len(ranks), board.wants):
             board.write(name, array)
 
-    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    def hf_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors, merged with their adapters."""
         return iter_merged_tensors(self.network)
 
@@ -56,7 +56,10 @@ class AdaptedModel(WholeModel):
         load_adapter(self.network, directory)
 
     def export(
-        self, directory: Path, tokenizer_dir: str | os.PathLike | None, board: WeightBoard | None = None
+        self,
+        directory: Path,
+        tokenizer_dir: str | os.PathLike | None,
+        tensors: Iterator[tuple[str, np.ndarray]] | None = None,
     ) -> None:
         """Write the merged weights as a Hugging Face directory, and before it the adapters beside it, as PEFT has them.
 
@@ -66,7 +69,7 @@ class AdaptedModel(WholeModel):
         adapter_dir = exported_adapter(directory)
         remove(adapter_dir)
         self._write(iter_adapter_tensors(self.network), adapter_dir)
-        super().export(directory, tokenizer_dir, board)
+        super().export(directory, tokenizer_dir, tensors)
 
     def _write(self, tensors, directory: Path) -> dict[str, str]:
         network, options = self.network, self.network.lora.options

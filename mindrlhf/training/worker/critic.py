@@ -1,6 +1,6 @@
 """The critic of PPO on a rank, beside the actor: values of states, its own updates, its part of checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,7 +130,6 @@ class ActorCritic(Actor):
     def __init__(self, critic: CriticLearner, turns: Turns, **others: Any):
         super().__init__(**others)
         self.critic = critic
-        self._of_actor: tuple[Any, ...] = ()  # while boards are the critic's
         self._turns = turns
 
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
@@ -168,21 +167,19 @@ class ActorCritic(Actor):
         own = super().process_statistics()
         return replace(own, recompiles=own.recompiles + self.critic.process_statistics().recompiles)
 
-    def use_boards_for(self, model: str) -> None:
-        """Have the boards that are made, written and exported from be those of "critic", or again of "actor"."""
-        if model == "critic":
-            self._of_actor, self.model = self.set_board_aside(), self.critic.model
-        else:
-            self.take_board_back(self._of_actor)
-            self.model = self.learner.model
+    def exported_model(self, of: str) -> RankModel:
+        """Return the model of "critic", or else the actor's."""
+        return self.critic.model if of == "critic" else self.learner.model
 
-    def export_critic(self, directory: Path, tokenizer_dir: Any) -> None:
-        """Write the critic as a Hugging Face directory; of one that is sharded, what was published.
+    def export_critic(
+        self, directory: Path, tokenizer_dir: Any, tensors: Iterator[tuple[str, np.ndarray]] | None = None
+    ) -> None:
+        """Write the critic as a Hugging Face directory; see :meth:`RankModel.export`.
 
         One that is there already is one that a run left when it was killed before it exported the actor.
         """
         remove(directory)
-        self.critic.model.export(directory, tokenizer_dir, self._board)
+        self.critic.model.export(directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint of both models, in bytes."""

@@ -142,9 +142,9 @@ class Learner(CountsCompiles, SavesState):
         held = (*self.network.get_parameters(), *self._accumulators, *self.optimizer.get_parameters())
         return list({id(parameter): parameter for parameter in held}.values())
 
-    def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None) -> None:
-        """Write the weights as a Hugging Face directory, in their own dtype."""
-        self.model.export(directory, tokenizer_dir)
+    def export(self, directory: Path, tokenizer_dir: str | os.PathLike | None, tensors: None = None) -> None:
+        """Write the weights as a Hugging Face directory; see :meth:`RankModel.export`."""
+        self.model.export(directory, tokenizer_dir, tensors)
 
     def state_size_bytes(self) -> int:
         """Return the size of a checkpoint, in bytes: weights and both moments."""

@@ -51,15 +51,11 @@ class RankModel(ABC):
 
     @abstractmethod
     def write_to(self, board: WeightBoard, ranks: Sequence[int] | None = None) -> None:
-        """Write this rank's share of the tensors to a board.
+        """Write this rank's share of the tensors that a board wants.
 
         Args:
             ranks: those of this node, which share the board; None for all.
         """
-
-    @abstractmethod
-    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield all Hugging Face tensors; ``board`` has those that were published."""
 
     @abstractmethod
     def size_bytes(self) -> int:
@@ -80,16 +76,32 @@ class RankModel(ABC):
             UserError: it is damaged, or of another model.
         """
 
-    def create_board(self) -> WeightBoard:
-        """Make a weight board for the model."""
-        return WeightBoard.create(hf_tensor_infos(self.network))
+    def create_board(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBoard:
+        """Make a weight board for the model.
+
+        Args:
+            dtype: of those who read it; see :func:`mindrlhf.weights.convert.hf_tensor_infos`.
+            bucket_bytes: see :meth:`WeightBoard.create`.
+        """
+        return WeightBoard.create(hf_tensor_infos(self.network, dtype), bucket_bytes)
 
     def export(
-        self, directory: Path, tokenizer_dir: str | os.PathLike | None, board: WeightBoard | None = None
+        self,
+        directory: Path,
+        tokenizer_dir: str | os.PathLike | None,
+        tensors: Iterator[tuple[str, np.ndarray]] | None = None,
     ) -> None:
-        """Write the weights as a Hugging Face directory, in their own dtype; ``board`` as for ``hf_tensors``."""
-        tensors, hf_config = self.hf_tensors(board), self.network.hf_config
-        export_hf(tensors, hf_config, directory, dtype=self.dtype, tokenizer_dir=tokenizer_dir)
+        """Write the weights as a Hugging Face directory, in their own dtype.
+
+        Args:
+            tensors: all of them, where no rank has them itself; read once.
+        """
+        tensors = self.hf_tensors() if tensors is None else tensors
+        export_hf(tensors, self.network.hf_config, directory, dtype=self.dtype, tokenizer_dir=tokenizer_dir)
+
+    def hf_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield all Hugging Face tensors, where a rank has them."""
+        raise NotImplementedError(f"a {type(self).__name__} has a part of the tensors only")
 
 
 class WholeModel(RankModel):
@@ -119,11 +131,11 @@ class WholeModel(RankModel):
         """See :meth:`RankModel.write_to`: the ranks divide the tensors, and write a tower's that are frozen once."""
         ranks = range(self._rank.world_size) if ranks is None else ranks
         frozen = frozen_tensors(self.network).values()
-        for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks)):
+        for name, array in iter_hf_tensors(self.network, ranks.index(self._rank.index), len(ranks), board.wants):
             if not (name in frozen and board.keep(name)):
                 board.write(name, array)
 
-    def hf_tensors(self, board: WeightBoard | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    def hf_tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors, of this rank's memory."""
         return iter_hf_tensors(self.network)
 

@@ -30,17 +30,18 @@ class NodeBoard:
         self._ranks_of_node: Sequence[int] | None = None
         self._node_generator: ReplicatedGenerator | None = None
         self._carrier: Carrier | None = None
+        self._aside: tuple[Any, ...] = ()  # while boards are of an export
 
-    def create_board(self) -> WeightBoard:
-        """Make the weight board of this node; called on rank 0."""
-        self._board, self._has_made_board = self.model.create_board(), True
+    def create_board(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBoard:
+        """Make the weight board of this node; called on rank 0. For the arguments see :meth:`RankModel.create_board`"""
+        self._board, self._has_made_board = self.model.create_board(dtype, bucket_bytes), True
         return self._board
 
-    def open_board(self, is_wanted: bool) -> BoardPath:
+    def open_board(self, is_wanted: bool, dtype: str | None = None, bucket_bytes: int = 0) -> BoardPath:
         """Make the weight board of another node than rank 0's; called on the first rank there."""
         if not is_wanted:
             return BoardPath("")
-        board = self.create_board()
+        board = self.create_board(dtype, bucket_bytes)
         if self._node_generator is not None:
             self._node_generator.use_board(board.path)
         return BoardPath(board.path)
@@ -57,22 +58,30 @@ class NodeBoard:
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
-    def set_board_aside(self) -> tuple[Any, ...]:
-        """Be without a board, so that one of another model can be made; return what :meth:`take_board_back` takes."""
-        aside = self._board, self._has_made_board, self._node_generator, self._carrier
-        self._board, self._has_made_board, self._node_generator, self._carrier = None, False, None, None
-        return aside
+    def begin_export(self, of: str = "") -> None:
+        """Set the board aside, so that one is made through which a model leaves.
 
-    def take_board_back(self, aside: tuple[Any, ...]) -> None:
+        Args:
+            of: which model, where a rank has several.
+        """
+        self._aside = self.model, self._board, self._has_made_board, self._node_generator, self._carrier
+        self.model = self.exported_model(of)
+        self._board, self._has_made_board, self._node_generator, self._carrier = None, False, None, None
+
+    def exported_model(self, of: str) -> RankModel:
+        """Return the model that a rank means by a name."""
+        return self.model
+
+    def end_export(self) -> None:
         """Have the board that was set aside again; rank 0 ends the one that it has made meanwhile itself."""
         self.close_carrier()
         if self._board is not None and (self._node or not self._has_made_board):
             self._board.close()
-        self._board, self._has_made_board, self._node_generator, self._carrier = aside
+        self.model, self._board, self._has_made_board, self._node_generator, self._carrier = self._aside
 
-    def publish(self, version: int) -> Published:
-        """Write this rank's share of the tensors to the board of its node."""
-        self._board.begin(version)
+    def publish(self, version: int, bucket: int = 0) -> Published:
+        """Write this rank's share of a bucket of the tensors to the board of its node."""
+        self._board.begin(version, bucket)
         self.model.write_to(self._board, self._ranks_of_node)
         written = self._board.contribution()
         return Published({}, {str(self._node): written}) if self._node else Published(written)
@@ -94,24 +103,25 @@ class NodeBoard:
             self._carrier = TcpCarrier(self._board, self._node, _own_host())
         return LeaderAddress({str(self._node): list(self._carrier.address)})
 
-    def connect_carrier(self, pieces: list, addresses: dict[str, Any], token: str) -> None:
+    def connect_carrier(self, bucket: int, pieces: list, addresses: dict[str, Any], token: str) -> None:
         """On the first rank of a node, connect with the others.
 
         Args:
-            pieces: what is to be exchanged; the fields of :class:`mindrlhf.weights.exchange.plan.Piece`.
+            bucket: of the board.
+            pieces: what of it is to be exchanged; the fields of :class:`mindrlhf.weights.exchange.plan.Piece`.
             addresses: host and port by node.
             token: a secret of the nodes.
         """
         if self._carrier is not None:
             planned = [Piece(name, to_box(region), to_box(box), tuple(nodes)) for name, region, box, nodes in pieces]
             places = {int(node): (host, port) for node, (host, port) in addresses.items()}
-            self._carrier.connect(planned, places, token.encode())
+            self._carrier.connect(planned, places, token.encode(), bucket)
 
-    def exchange(self, version: int) -> Received:
+    def exchange(self, version: int, bucket: int = 0) -> Received:
         """On the first rank of a node, send what other nodes' boards lack, and receive what this one does."""
         if self._carrier is None:
             return Received({})
-        sums = self._carrier.exchange(version)
+        sums = self._carrier.exchange(version, bucket)
         return Received({str(self._node): [[name, region, checksum] for (name, region), checksum in sums.items()]})
 
     def close_carrier(self) -> None:

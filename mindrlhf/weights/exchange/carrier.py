@@ -17,19 +17,22 @@ class Carrier(Protocol):
 
     address: Address
 
-    def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes) -> None:
+    def connect(
+        self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
+    ) -> None:
         """Make ready for the exchange of some pieces, in place of others; all nodes do it at the same time.
 
         Args:
             pieces: of all nodes.
             addresses: by node.
             token: a secret of the nodes.
+            bucket: of the board, to which the pieces belong; those of other buckets remain.
 
         Raises:
             RunFailure: a node cannot be reached, or does not come.
         """
 
-    def exchange(self, version: int) -> dict[tuple[str, Box], int]:
+    def exchange(self, version: int, bucket: int = 0) -> dict[tuple[str, Box], int]:
         """Send what other nodes lack of ``version`` and receive what this one lacks, into the memory of its board.
 
         All nodes do it at the same time, after all ranks have written.

@@ -48,7 +48,8 @@ class TcpCarrier:
         self._listener = None
         if host is not None:
             self._listener = socket.create_server((host, 0), family=family_of(host), backlog=64)
-        self._pieces: Sequence[Piece] = ()
+        self._pieces_of: dict[int, Sequence[Piece]] = {}  # by bucket
+        self._pieces: Sequence[Piece] = ()  # of the bucket that is exchanged
         self._outgoing: dict[tuple[int, int], SignedConnection] = {}  # by node and stream
         self._incoming: dict[tuple[int, int], SignedConnection] = {}
         self._last_version: int | None = None  # that all nodes have, so that changes since then can travel
@@ -63,11 +64,15 @@ class TcpCarrier:
         """Where the other nodes reach this one."""
         return self._listener.getsockname()[:2]
 
-    def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes) -> None:
+    def connect(
+        self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
+    ) -> None:
         """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`."""
         self._hang_up()
-        self._pieces, self._sent, self._last_version = pieces, {}, None
-        streams = [(index % NUM_STREAMS, piece) for index, piece in enumerate(pieces)]
+        self._pieces_of[bucket], self._sent, self._last_version = pieces, {}, None
+        streams = [
+            (index % NUM_STREAMS, piece) for own in self._pieces_of.values() for index, piece in enumerate(own)
+        ]
         wanted = {(hop[0], stream) for stream, piece in streams if (hop := self._hop(piece))[0] is not None}
         targets = {(hop[1], stream) for stream, piece in streams if (hop := self._hop(piece))[1] is not None}
         accepting = threading.Thread(target=self._guard, args=(partial(self._accept, wanted, token),))
@@ -77,8 +82,9 @@ class TcpCarrier:
         accepting.join()
         self._raise_failure()
 
-    def exchange(self, version: int) -> dict[tuple[str, Box], int]:
+    def exchange(self, version: int, bucket: int = 0) -> dict[tuple[str, Box], int]:
         """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.exchange`."""
+        self._pieces = self._pieces_of[bucket]
         coming = [index for index, piece in enumerate(self._pieces) if self._hop(piece)[0] is not None]
         arrived = {index: threading.Event() for index in coming}
         sums: dict[tuple[str, Box], int] = {}
@@ -135,8 +141,11 @@ class TcpCarrier:
                 self.sent_bytes += num_bytes
 
     def _changes(self, index: int, view: np.ndarray) -> dict[str, np.ndarray] | None:
-        """Return what changed in a piece that begins here since it was last sent, None if it has to go whole."""
-        if not may_repeat(view.dtype):
+        """Return what changed in a piece that begins here since it was last sent, None if it has to go whole.
+
+        A board of buckets is one that is to take little memory: nothing is kept to compare with.
+        """
+        if not may_repeat(view.dtype) or self._board.num_buckets > 1:
             return None
         flat, sent = np.ascontiguousarray(view).reshape(-1), self._sent.get(index)
         if sent is None:

@@ -41,7 +41,7 @@ from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.publication import Publication
+from mindrlhf.training.loop.publication import sharded_tensors
 from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.replica_team import ReplicaTeam
 from mindrlhf.training.runtime import Rank
@@ -138,10 +138,9 @@ class _Rank0:
         self._save(SAVED_NAME)
         if self._job["lora"]:
             export_adapter(self._team, self._directory / EXPORT_NAME)
-        if self._is_critic:
-            self._export_critic()
-        else:
-            self._actor.export(self._directory / EXPORT_NAME, None)
+        of = "critic" if self._is_critic else ""
+        export = self._actor.export_critic if self._is_critic else self._actor.export
+        export(self._directory / EXPORT_NAME, None, sharded_tensors(self._team, self._ranks, self._actor, of))
         # Again from the checkpoint, with the batches that the ranks still have.
         self._team.call("restore", directory=str(self._directory / "middle"))
         for position in range(1, len(self._batches)):
@@ -153,15 +152,6 @@ class _Rank0:
             policy.sync_reference()
             outputs["synchronised"] = self._reference(policy)
         self._write(outputs, updates)
-
-    def _export_critic(self) -> None:
-        """As a run does at its end: by boards of the critic's own."""
-        self._team.call("use_boards_for", model="critic")
-        with self._actor.create_board() as board:
-            attach_boards(self._ranks, find_nodes(self._ranks), board.path)
-            Publication(self._team, board).publish(1)
-            self._actor.export_critic(self._directory / EXPORT_NAME, None)
-            self._team.call("use_boards_for", model="actor")
 
     def _compute_outputs(self, policy: Policy) -> None:
         """Compute the token array that the job does not take from the batches, if there is one."""

@@ -75,7 +75,7 @@ def make_ranks(base, layout, targets=()):
     return ranks
 
 
-def published(ranks, base):
+def published(ranks, base, bucket_bytes):
     spec = find_spec(ranks[0].network.hf_config)
     dims = ranks[0].network.dims
     infos = [
@@ -83,16 +83,19 @@ def published(ranks, base):
         for rule in spec.rules(dims)
         for name, shape in zip(rule.hf_names, rule.shape(dims))
     ]
-    with WeightBoard.create(infos) as board:
+    with WeightBoard.create(infos, bucket_bytes) as board:
         boards = [WeightBoard.attach(board.path, writable=True) for _ in ranks]
+        assert bool(bucket_bytes) == (board.num_buckets > 1)
         for version in (1, 2):  # the second time what has no adapter is kept
-            board.begin(version)
-            for own, rank in zip(boards, ranks):
-                own.begin(version)
-                rank.write_to(own)
-            board.seal([own.contribution() for own in boards])
-            board.verify(version)
-        found = {name: array.copy() for name, _, array in board.tensors(2)}
+            found = {}
+            for bucket in range(board.num_buckets):
+                board.begin(version, bucket)
+                for own, rank in zip(boards, ranks):
+                    own.begin(version, bucket)
+                    rank.write_to(own)
+                board.seal([own.contribution() for own in boards])
+                board.verify(version)
+                found |= {name: array.copy() for name, _, array in board.tensors(version)}
         for own in boards:
             own.close()
     return found
@@ -110,7 +113,7 @@ def test_ranks_publish_and_save_what_one_rank_does(base, tmp_path, name):
     from mindrlhf.weights.adapters.merge import merge_adapter
 
     one, several = make_ranks(base, WHOLE), make_ranks(base, LAYOUTS[name])
-    expected, found = published(one, base), published(several, base)
+    expected, found = published(one, base, 0), published(several, base, 1 << 16)
     tensors = load_file(base / "model.safetensors")
     assert found.keys() == expected.keys() == tensors.keys()
     for hf_name, tensor in expected.items():

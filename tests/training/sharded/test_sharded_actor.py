@@ -4,6 +4,7 @@ Two data-parallel ranks, each with the optimiser's shard of the parameters (wher
 """
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -175,22 +176,21 @@ def test_a_warm_up_makes_no_update(make_ranks):
     assert not any(inputs[3].any() for _, _, inputs in cells.updates), "its rows weigh nothing"
 
 
-def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path):
+def test_all_ranks_publish_the_model_and_rank_0_exports_it(make_ranks, model_dir, tmp_path, monkeypatch):
+    from mindrlhf.training.loop import publication
+    from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.weights.open import open_tensors
 
     ranks = make_ranks()
     assert any(ranks[0][2][one.name].shape != one.shape for one in ranks[0][0].model.held), (
         "nothing is sharded, and the test is about shards"
     )
-    with ranks[0][0].create_board() as board:
-        board.begin(1)
-        contributions = []
-        for actor, _, _ in ranks:
-            actor.attach_board(board.path)
-            contributions.append(actor.publish(1).contribution)
-        board.seal(contributions)
-        board.verify(1)
-        ranks[0][0].export(tmp_path / "final", None)
+    actors = [actor for actor, _, _ in ranks]
+    team = LocalRanks(actors, "xx")
+    monkeypatch.setattr(publication, "_EXPORT_BUCKET_BYTES", 1 << 16)
+    tensors = publication.sharded_tensors(with_replicas(PARALLEL, team), team, actors[0])
+    actors[0].export(tmp_path / "final", None, tensors)
+    assert [actor._board for actor in actors] == [None, None]
     expected, found = open_tensors(model_dir), open_tensors(tmp_path / "final")
     assert sorted(found.names()) == sorted(expected.names())
     for name in expected.names():
@@ -239,46 +239,62 @@ def test_a_learner_takes_a_graph_of_other_inputs(make_ranks):
     np.testing.assert_array_equal(inputs[5][:2], rows.micro_batches[0].mask * 3)
 
 
-def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir):
-    """Each machine has half of the large parameters; the weights, and their digest, are those of one machine."""
-    from concurrent.futures import ThreadPoolExecutor
+def _look(ranks, expected, found, version, bucket):
+    """Compare the bucket that the boards of all ranks have, and note its tensors."""
+    for own in {rank._board.path: rank._board for rank in ranks}.values():
+        own.verify(version)
+        assert own.bucket == bucket
+        for name, _, array in own.tensors(version):
+            np.testing.assert_array_equal(array, expected[name], err_msg=name)
+            found.append(name)
 
+
+class LocalRanks:
+    """A team without connections, whose ranks work at the same time, each on a machine of a name."""
+
+    world_size = num_devices = NUM_RANKS
+
+    def __init__(self, actors, machines):
+        from mindrlhf.training.records import Machine
+
+        self.actors = actors
+        for actor, machine in zip(actors, machines, strict=True):
+            actor.machine = lambda name=machine: Machine(name)
+
+    def call(self, method, per_rank=None, **common):
+        from concurrent.futures import ThreadPoolExecutor
+
+        from mindrlhf.training.messages import decode, encode
+
+        arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * NUM_RANKS]
+        with ThreadPoolExecutor(NUM_RANKS) as pool:
+            done = [pool.submit(getattr(actor, method), **own) for actor, own in zip(self.actors, arguments)]
+            return [decode(*encode({"result": one.result()}))["result"] for one in done]
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"dtype": "bfloat16", "bucket_bytes": 1 << 16}], ids=["whole", "in buckets of bfloat16"]
+)
+def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir, form):
+    """Each machine has half of the large parameters; the weights, and their digest, are those of one machine."""
     from mindrlhf.training.loop.publication import Publication
-    from mindrlhf.training.messages import decode, encode
     from mindrlhf.training.nodes import attach_boards, find_nodes
-    from mindrlhf.training.records import Machine
     from mindrlhf.training.replica_team import with_replicas
     from mindrlhf.weights.open import open_tensors
+    from mindrlhf.weights.tensors import convert_dtype
 
-    class Ranks:
-        """A team without connections, whose ranks work at the same time."""
-
-        world_size = num_devices = NUM_RANKS
-
-        def __init__(self, actors):
-            self.actors = actors
-
-        def call(self, method, per_rank=None, **common):
-            arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * NUM_RANKS]
-            with ThreadPoolExecutor(NUM_RANKS) as pool:
-                done = [pool.submit(getattr(actor, method), **own) for actor, own in zip(self.actors, arguments)]
-                return [decode(*encode({"result": one.result()}))["result"] for one in done]
-
-    digests, expected = [], open_tensors(model_dir)
+    digests, source = [], open_tensors(model_dir)
+    dtype = form.get("dtype", "float32")
+    expected = {name: convert_dtype(source.read(name), "float32", dtype) for name in source.names()}
     for machines in ("xx", "xy"):
         actors = [actor for actor, _, _ in make_ranks()]
-        for actor, machine in zip(actors, machines):
-            actor.machine = lambda name=machine: Machine(name)
-        ranks = Ranks(actors)
-        with actors[0].create_board() as board:
-            attach_boards(ranks, find_nodes(ranks), board.path)
-            digests.append(Publication(with_replicas(PARALLEL, ranks), board).publish(1))
-            boards = {actor._board.path: actor._board for actor in actors}
-            assert len(boards) == len(set(machines))
-            for own in boards.values():
-                own.verify(1)
-                for name, _, array in own.tensors(1):
-                    np.testing.assert_array_equal(array, expected.read(name), err_msg=name)
+        ranks, found = LocalRanks(actors, machines), []
+        look = partial(_look, actors, expected, found)
+        with actors[0].create_board(**form) as board:
+            attach_boards(ranks, find_nodes(ranks), board.path, **form)
+            digests.append(Publication(with_replicas(PARALLEL, ranks), board).publish(1, look))
+            assert sorted(found) == sorted([*expected] * len(set(machines))), "every board had every tensor"
+            assert bool(form) == (board.num_buckets > 2)
         for actor in actors:
             actor.close_carrier()
             actor._board.close()

@@ -72,8 +72,12 @@ class SamplingAhead:
         self._num_ready = 0
         self._restore()
 
-    def load(self, version: int) -> None:
-        """Have the generator take the weights that are on the board, after what it was asked for before."""
+    def load(self, version: int, bucket: int) -> None:
+        """Have the generator take the weights that are on the board, after what it was asked for before.
+
+        They are there whole: a bucket could not wait for that.
+        """
+        assert bucket == 0, "the board holds a part of the weights"
         self._version = version
         self._load = self._submit(self._rollout.generator.update_weights, version)
 

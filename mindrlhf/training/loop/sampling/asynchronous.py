@@ -84,8 +84,9 @@ class SamplingAsynchronously:
         self._thread = threading.Thread(target=self._work, name="rollout", daemon=True)
         self._thread.start()
 
-    def load(self, version: int) -> None:
-        """Have the servers take the weights that are on the board at the end of the round that they are in."""
+    def load(self, version: int, bucket: int) -> None:
+        """Have the servers take the weights that are on the board, whole, at the end of the round they are in."""
+        assert bucket == 0, "the board holds a part of the weights"
         with self._changed:
             self._pending = version
             self._changed.notify_all()

@@ -47,9 +47,10 @@ class SamplingInStep:
         self._progress = progress
         self._needs_greedy = needs_greedy
 
-    def load(self, version: int) -> None:
-        """Have the generator take the weights that are on the board."""
-        self._rollout.generator.wake()
+    def load(self, version: int, bucket: int) -> None:
+        """Have the generator take the bucket of the weights that is on the board."""
+        if bucket == 0:
+            self._rollout.generator.wake()
         self._rollout.generator.update_weights(version)
 
     def sample(self, index: int) -> SampledStep:
