@@ -14,12 +14,11 @@ from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollo
 from mindrlhf.layout.layout import Layout
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
-from mindrlhf.weights.buckets import align
 from mindrlhf.weights.convert import board_infos
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
-from mindrlhf.weights.tensors import TensorInfo
+from mindrlhf.weights.tensors import TensorInfo, align
 
 
 def check_data_parallel(parallel: ParallelSection, command: str) -> None:

@@ -9,7 +9,7 @@ gone. Nothing is left behind by ``kill -9``, and the size limit of ``/dev/shm`` 
 does not apply. The creating process must outlive every attach, not every use.
 
 Where the memory of a node is not to hold all tensors at once, they share it: the board then holds one bucket of them
-after the other (:mod:`mindrlhf.weights.buckets`), and all of the following is done for each.
+after the other (:func:`mindrlhf.weights.tensors.cut_into_buckets`), and all of the following is done for each.
 
 One version at a time::
 
@@ -37,8 +37,7 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.buckets import align, cut_into_buckets, size_of
-from mindrlhf.weights.tensors import TensorInfo, convert_dtype, dtype_name
+from mindrlhf.weights.tensors import TensorInfo, align, convert_dtype, cut_into_buckets, dtype_name, size_of
 
 _MAGIC = b"MRLBOARD"
 _HEADER = struct.Struct("<8sqqQQQ")  # magic, visible version, its bucket, manifest size, checksums' offset, bucket size
@@ -84,7 +83,7 @@ class WeightBoard:
         """Allocate a board for ``infos``; all of its memory is taken at once.
 
         Args:
-            bucket_bytes: see :func:`mindrlhf.weights.buckets.cut_into_buckets`.
+            bucket_bytes: see :func:`mindrlhf.weights.tensors.cut_into_buckets`.
 
         Raises:
             WeightBoardError: a repeated name or unknown dtype, or the memory cannot be had.

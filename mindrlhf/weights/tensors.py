@@ -1,10 +1,10 @@
-"""What a tensor is, apart from its numbers: the one record of name, dtype and shape, and the dtypes there are.
+"""What a tensor is, apart from its numbers: the one record of name, dtype and shape, the dtypes, places in memory.
 
 Needs the standard library and NumPy only: both interpreters (training and rollout) import it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ _BIT_PATTERNS = {"bfloat16": _BFLOAT16, FLOAT8: np.dtype(np.uint8)}
 STORAGE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": _BFLOAT16}
 # Of weights, and of the step count of an optimiser.
 SHARD_DTYPES = {**STORAGE_DTYPES, "int32": np.dtype(np.int32)}
+_ALIGNMENT_BYTES = 64
 
 
 class TensorInfo(NamedTuple):
@@ -79,3 +80,33 @@ def _round_to_bfloat16(array: np.ndarray) -> np.ndarray:
         # Rounding a NaN could carry into infinity: keep its upper half and make it quiet.
         rounded[is_nan] = (bits[is_nan] >> 16) | 0x40
     return rounded
+
+
+def align(offset: int) -> int:
+    """Return the next place, in bytes, at which a tensor may begin."""
+    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def cut_into_buckets(infos: Sequence[TensorInfo], bucket_bytes: int = 0) -> list[range]:
+    """Cut a list of tensors, in its order, into buckets.
+
+    Args:
+        infos: the tensors of a model.
+        bucket_bytes: of a bucket at most; a tensor that is larger has one for itself. 0 puts all into one.
+
+    Returns:
+        The places in ``infos`` of each bucket's tensors.
+    """
+    buckets, first, size_bytes = [], 0, 0
+    for place, info in enumerate(infos):
+        own = align(info.size_bytes)
+        if bucket_bytes and place > first and size_bytes + own > bucket_bytes:
+            buckets.append(range(first, place))
+            first, size_bytes = place, 0
+        size_bytes += own
+    return [*buckets, range(first, len(infos))]
+
+
+def size_of(bucket: range, infos: Sequence[TensorInfo]) -> int:
+    """Return the bytes of a bucket, with the gaps between its tensors."""
+    return sum(align(infos[place].size_bytes) for place in bucket)

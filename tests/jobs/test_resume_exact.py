@@ -11,6 +11,7 @@ from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 pytestmark = pytest.mark.timeout(1800)
 
+IN_BUCKETS = {"rollout__board_gib": 2 * 512 * 64 * 4 / 2**30}  # twice the sanity model's largest tensor
 TIMEOUT_S = 400  # generous: other work may load the machine
 
 
@@ -82,7 +83,8 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(start_job, undisturbed_run, t
     assert job.wait(60) == 7, job.text()
     assert "rank 1 ended with exit code 7 at " in job.text()
     assert job.leftovers() == []
-    job = start_job(output_dir, "--resume")
+    # The weights now reach the server in buckets, too.
+    job = start_job(output_dir, "--resume", **IN_BUCKETS)
     if RUNS_SLOW_TESTS:  # every day a run goes on after SIGTERM in test_two_runs.py, on other ranks here
         # The evaluation before the first step has a line of its own.
         job.wait_until(lambda: job.num_steps() >= 5)

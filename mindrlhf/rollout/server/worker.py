@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +18,20 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 # A worker process of its own imports this module before it looks at the cores, and builds the model.
 do_without_lscpu()
 rotate_every_head()
+
+
+@dataclass
+class _Loading:
+    """How far the loading of a version is.
+
+    Attributes:
+        num_buckets: that were loaded.
+        names: of the parameters that were; None where the model does not say.
+    """
+
+    version: int
+    num_buckets: int = 0
+    names: set[str] | None = field(default_factory=set)
 
 
 class WorkerExtension:
@@ -40,13 +55,15 @@ class WorkerExtension:
         board = self._attached_board(path)
         board.verify(version)
         bucket, is_last = board.bucket, board.bucket == board.num_buckets - 1
-        expected = (version, bucket - 1) if bucket else None
-        if bucket and getattr(self, "_loaded_bucket", None) != expected:
+        loading = getattr(self, "_loading", None)
+        if bucket == 0:
+            self._loading = loading = _Loading(version)
+        if loading is None or (loading.version, loading.num_buckets) != (version, bucket):
             raise WeightBoardError(f"bucket {bucket} of weights version {version} came before those that precede it")
-        self._loaded_bucket = (version, bucket)
+        loading.num_buckets += 1
         model = self.model_runner.get_model()
         if in_place:
-            self._load_in_place(model, board, version, is_last)
+            _load_in_place(model, board, loading)
         elif board.num_buckets == 1:
             _forget_kernels(model)
             self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
@@ -62,19 +79,6 @@ class WorkerExtension:
             _repack_embeddings(model)
         return is_last
 
-    def _load_in_place(self, model: torch.nn.Module, board: WeightBoard, version: int, is_last: bool) -> None:
-        if board.bucket == 0:
-            self._loaded_names: set[str] | None = set()
-        with torch.inference_mode():
-            loaded = model.load_weights(_torch_tensors(board, version))
-        if loaded is None or self._loaded_names is None:
-            self._loaded_names = None  # the model does not say
-            return
-        self._loaded_names |= loaded
-        missing = {name for name, _ in model.named_parameters()} - self._loaded_names
-        if is_last and missing:
-            raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
-
     def _attached_board(self, path: str) -> WeightBoard:
         board = getattr(self, "_board", None)
         if board is None or board.path != path:
@@ -82,6 +86,16 @@ class WorkerExtension:
                 board.close()
             self._board = board = WeightBoard.attach(path)
         return board
+
+
+def _load_in_place(model: torch.nn.Module, board: WeightBoard, loading: _Loading) -> None:
+    with torch.inference_mode():
+        loaded = model.load_weights(_torch_tensors(board, loading.version))
+    loading.names = None if loaded is None or loading.names is None else loading.names | loaded
+    if loading.names is None or loading.num_buckets < board.num_buckets:
+        return
+    if missing := {name for name, _ in model.named_parameters()} - loading.names:
+        raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
 
 
 def _forget_kernels(model: torch.nn.Module) -> None:
