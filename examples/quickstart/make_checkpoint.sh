@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
+# make_checkpoint.sh [MODEL_CONFIG CHECKPOINT]
 # Makes examples/quickstart/checkpoint, the warm-up model that the quickstart starts from, by supervised fine-tuning
-# of a random model in three stages. About 20 minutes on two cores.
+# of a random model in three stages. About 20 minutes on two cores. With arguments, one of another shape elsewhere.
 #   1  all levels, 40 % wrong answers   learns to read and to calculate
 #   2  levels 1 and 2, 40 % wrong       learns these levels well
 #   3  levels 1 and 2, 60 % wrong       makes the wrong way the habit that reinforcement learning has to break
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 recipe=examples/quickstart
-work=runs/quickstart_warmup
+config=${1:-$recipe/model_config.json}
+checkpoint=${2:-$recipe/checkpoint}
+work=${2:-runs/quickstart}_warmup
 rm -rf "$work"
 mkdir -p "$work/model"
-cp "$recipe/model_config.json" "$work/model/config.json"
+cp "$config" "$work/model/config.json"
 
 # stage NUMBER MODEL PROBLEM-OPTIONS -- OVERRIDES
 stage() {
@@ -35,5 +38,5 @@ stage 2 "$work/stage1/final" --num-train 28000 --seed 0 --noise 0.4 --levels 1 2
     optimizer.start_lr=2e-3 optimizer.end_lr=1e-4
 stage 3 "$work/stage2/final" --num-train 8000 --seed 2 --noise 0.6 --levels 1 2 -- supervised.epochs=1 \
     optimizer.start_lr=5e-4 optimizer.end_lr=5e-4 optimizer.lr_schedule=constant optimizer.warmup_steps=5
-rm -rf "$recipe/checkpoint"
-cp -r "$work/stage3/final" "$recipe/checkpoint"
+rm -rf "$checkpoint"
+cp -r "$work/stage3/final" "$checkpoint"
