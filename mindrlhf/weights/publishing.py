@@ -5,7 +5,7 @@ holds where it belongs, without a gather: between them the ranks move each byte 
 any transfer can do. Of several ranks that hold the same shard, the one with the least to write so far does it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +24,17 @@ class PublishedShard:
         hf_name: the logical tensor.
         rows: what to take of the rank's shard along its first axis.
         region: where it lies in the logical tensor.
+        columns: what to take of those rows, to be transposed; None for all of it as it is.
     """
 
     hf_name: str
     rows: slice | np.ndarray
     region: tuple[slice, ...]
+    columns: slice | None = None
+
+    def of(self, shard: np.ndarray) -> np.ndarray:
+        """Return the part of the rank's shard, as it lies in the region."""
+        return shard[self.rows] if self.columns is None else shard[self.rows, self.columns].T
 
 
 def plan_publication(
@@ -76,8 +82,11 @@ def choose_writers(
 def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ...]) -> list[PublishedShard]:
     """The parts of the logical tensors that lie in the shard ``held`` of a fused parameter.
 
-    Fusing permutes whole rows, so row numbers sent through it tell where each row came from.
+    Fusing permutes whole rows, so row numbers sent through it tell where each row came from; but for experts, which it
+    transposes.
     """
+    if "expert" in rule.transform:
+        return list(_expert_shards(rule, dims, *held))
     num_rows = [shape[0] for shape in rule.shape(dims)]
     sources = fuse(rule, dims, [np.full(count, part) for part, count in enumerate(num_rows)])[held[0]]
     origins = fuse(rule, dims, [np.arange(count) for count in num_rows])[held[0]]
@@ -89,6 +98,27 @@ def published_shards(rule: ParameterRule, dims: ModelDims, held: tuple[slice, ..
             assert last - first == len(rows) - 1, f"{rule.mf_name}: its rows come from scattered rows of {hf_name}"
             shards.append(PublishedShard(hf_name, _as_slice(rows), (slice(first, last + 1), *held[1:])))
     return shards
+
+
+def _expert_shards(rule: ParameterRule, dims: ModelDims, rows: slice, columns: slice) -> Iterator[PublishedShard]:
+    """Yield the parts of experts: transposed, those of one beside each other, one expert below the other."""
+    per_expert = len(rule.hf_names) // rule.num_experts
+    shapes = rule.shape(dims)[:per_expert]
+    height = shapes[0][1]
+    for expert in range(rows.start // height, -(-rows.stop // height)):
+        above = expert * height
+        top, bottom = max(rows.start, above), min(rows.stop, above + height)
+        left = 0
+        for part, (width, _) in enumerate(shapes):
+            first, last = max(columns.start, left), min(columns.stop, left + width)
+            if first < last:
+                yield PublishedShard(
+                    rule.hf_names[expert * per_expert + part],
+                    slice(top - rows.start, bottom - rows.start),
+                    (slice(first - left, last - left), slice(top - above, bottom - above)),
+                    slice(first - columns.start, last - columns.start),
+                )
+            left += width
 
 
 def wanted_shards(
@@ -106,7 +136,7 @@ def write_shards(
     written_bytes = 0
     for name, parts in publication.items():
         for part in parts:
-            array = arrays[name][part.rows]
+            array = part.of(arrays[name])
             board.write(part.hf_name, array, part.region)
             written_bytes += array.nbytes
     return written_bytes

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.layout.layout import Layout, parameter_layouts
-from mindrlhf.specs import QWEN2, QWEN3
+from mindrlhf.specs import DEEPSEEK_V3, QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.publishing import choose_writers, plan_publication
@@ -19,6 +19,41 @@ CONFIG = {
     "num_key_value_heads": 4,
     "head_dim": 8,
     "vocab_size": 160,
+}
+QWEN_EXPERTS = {
+    **CONFIG,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+EXPERTS = {
+    "Qwen3-MoE": (QWEN3_MOE, QWEN_EXPERTS),
+    "DeepSeek-V3": (
+        DEEPSEEK_V3,
+        {
+            **CONFIG,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+    ),
 }
 
 
@@ -46,7 +81,7 @@ def written_by_all(spec, dims, layouts, tensors, node=None):
         for name, parts in plan_publication(layouts, rules, dims, rank, node).items():
             held = fused[name][places[name].shard_of(rank)]
             for part in parts:
-                written[part.hf_name][part.region] = held[part.rows]
+                written[part.hf_name][part.region] = part.of(held)
                 counts[part.hf_name][part.region] += 1
     return written, counts
 
@@ -65,6 +100,26 @@ def test_each_element_is_written_once_and_right(spec, tied, data, model, stages,
     dims = spec.dims({**CONFIG, "tie_word_embeddings": tied})
     layout = Layout(data, model, stages, vocab_emb_dp=whole_embedding, optimizer_shard=shard)
     # As if elements were large, so that the optimiser shard cuts the small parameters of this test as well.
+    layouts = parameter_layouts(spec, dims, layout, element_bytes=1 << 16)
+    tensors = logical_tensors(spec, dims)
+    written, counts = written_by_all(spec, dims, layouts, tensors)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+        assert (counts[name] == 1).all(), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(list(EXPERTS)),
+    sizes=st.sampled_from([(1, 2, 2), (2, 1, 2), (4, 1, 2), (4, 1, 4), (2, 2, 4), (2, 2, 1), (1, 4, 4)]),
+    stages=st.sampled_from([1, 2]),
+    shard=st.sampled_from([1, -1]),
+)
+def test_each_element_of_experts_is_written_once_and_right(name, sizes, stages, shard):
+    data, model, expert = sizes
+    spec, config = EXPERTS[name]
+    dims = spec.dims(config)
+    layout = Layout(data, model, stages, expert_parallel=expert, optimizer_shard=shard)
     layouts = parameter_layouts(spec, dims, layout, element_bytes=1 << 16)
     tensors = logical_tensors(spec, dims)
     written, counts = written_by_all(spec, dims, layouts, tensors)
