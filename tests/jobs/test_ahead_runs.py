@@ -1,11 +1,15 @@
 """Runs on older samples, generated ahead or in parts: delays change nothing, nor do kills while they are generated."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
-from fault_jobs import FaultJob, assert_same_run, metrics
+import sanity_inputs
+from fault_jobs import NUM_STEPS, FaultJob, assert_same_run, metrics
 from slow_tests import SLOW
 
 pytestmark = pytest.mark.timeout(1800)
@@ -54,6 +58,40 @@ def test_delays_and_kills_while_samples_are_generated_change_nothing(start_job, 
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
     staleness = [line["staleness/max"] for line in metrics(tmp_path / "run") if "staleness/max" in line]
     assert staleness == [min(step, ahead) for step in range(9)]
+
+
+# Works and rests for times that nobody knows before, until it is ended.
+LOAD = """
+import random, sys, time
+while True:
+    end = time.monotonic() + random.uniform(0, 1)
+    while time.monotonic() < end:
+        pass
+    time.sleep(random.uniform(0, float(sys.argv[1])))
+"""
+
+
+@contextlib.contextmanager
+def load(num_processes: int, longest_rest_s: float):
+    """Give the machine work of its own."""
+    command = [sys.executable, "-c", LOAD, str(longest_rest_s)]
+    processes = [subprocess.Popen(command) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@SLOW
+def test_runs_under_different_loads_are_the_same_at_every_step(start_job, tmp_path):
+    for name, num_processes, longest_rest_s in (("steady", 6, 0.1), ("changing", 3, 3.0)):
+        with load(num_processes, longest_rest_s):
+            job = start_job(tmp_path / name, rollout__ahead=1)
+            assert job.wait(TIMEOUT_S) == 0, job.text()
+    lines = [sanity_inputs.read_lines(tmp_path / name / "trajectory.jsonl") for name in ("steady", "changing")]
+    assert lines[0] == lines[1] and len({line["hash"] for line in lines[0]}) == NUM_STEPS + 1
 
 
 @SLOW
