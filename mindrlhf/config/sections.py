@@ -81,7 +81,9 @@ class RolloutSection:
         is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
-    num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
+    num_replicas: int = key(
+        1, "servers of the run, which share the prompts; every node has as many, and at least one", minimum=1, maximum=64
+    )
     ahead: int = key(
         0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
         "0 samples within the step; see docs/async.md",

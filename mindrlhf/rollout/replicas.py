@@ -8,6 +8,7 @@ from pathlib import Path
 import mindrlhf
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
+from mindrlhf.rollout.placement import devices_of, servers_on_node
 from mindrlhf.rollout.pool import GeneratorPool, Unfinished
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
@@ -126,6 +127,7 @@ def start_replicas(
     load_weights: bool,
     record_routing: bool = False,
     profile_dir: Path | None = None,
+    num_nodes: int = 1,
 ) -> Replicas:
     """Start the servers in the background.
 
@@ -135,10 +137,15 @@ def start_replicas(
         max_model_len: longest prompt and response together, in tokens.
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
+        num_nodes: that the servers of the run are dealt out to; this one's are started.
+
+    Raises:
+        UserError: an option is at fault, or the servers do not go into the nodes or onto the devices.
     """
     generators: list[VllmGenerator] = []
     try:
-        for index in range(rollout.num_replicas):
+        for index in range(servers_on_node(rollout, num_nodes)):
+            devices = devices_of(rollout, index, os.environ) if device == "ascend" else {}
             options = VllmOptions(
                 python=find_rollout_python(rollout.python),
                 model_dir=str(Path(model_dir).resolve()),
@@ -156,7 +163,7 @@ def start_replicas(
                 kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
                 enable_sleep=device == "ascend",
                 profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
-                env=rollout.env,
+                env={**rollout.env, **devices},
                 start_timeout_s=rollout.start_timeout_s,
                 stall_timeout_s=rollout.stall_timeout_s,
                 record_routing=record_routing,

@@ -87,6 +87,14 @@ def read_environment(pid: int) -> dict[str, str]:
     return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
+def command_line(pid: int) -> list[str]:
+    """Return the words that a process was started with; none when they cannot be read."""
+    try:
+        return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
+    except OSError:
+        return []
+
+
 def shared_memory_files(pid: int) -> set[str]:
     """Return the files in ``/dev/shm`` that a process has mapped; none when it cannot be looked at."""
     try:

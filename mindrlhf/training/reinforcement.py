@@ -29,6 +29,7 @@ from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
+from mindrlhf.rollout.placement import servers_on_node
 from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.samples import Sampler
@@ -53,7 +54,7 @@ from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.routing.checks import replayed_experts
-from mindrlhf.training.runtime import Rank, num_ranks_from_environment
+from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
 
@@ -123,7 +124,7 @@ class ReinforcementTraining(life_cycle.Training):
         if len(nodes) > 1:
             self._generator = connect_generators(ranks, nodes, self._generator)
         if self._door is not None:
-            num_servers = config.rollout.num_replicas * len(nodes)
+            num_servers = servers_on_node(config.rollout, len(nodes)) * len(nodes)
             self._generator = ElasticGenerator(self._generator, num_servers, Door(self._door), board)
             stack.callback(self._generator.close)
         self._policy = Policy(self.team, board)
@@ -231,6 +232,7 @@ def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.Ex
         load_weights=False,
         record_routing=config.training.replay_routing,
         profile_dir=profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
+        num_nodes=num_nodes_from_environment(),
     )
     stack.callback(generator.close)
     return generator

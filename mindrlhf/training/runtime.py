@@ -2,13 +2,13 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.sections import ParallelSection, RunSection
-from mindrlhf.system import heartbeat
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
@@ -29,6 +29,21 @@ class Rank:
 def num_ranks_from_environment() -> int:
     """Return the world size that msrun announced, 1 outside of msrun."""
     return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def num_nodes_from_environment() -> int:
+    """Return how many nodes the run has, if each has as many ranks: msrun, which starts a node's ranks, is told."""
+    own = msrun_option(processes.command_line(os.getppid()), "local_worker_num")
+    return max(1, num_ranks_from_environment() // own) if own else 1
+
+
+def msrun_option(words: Sequence[str], name: str) -> int | None:
+    """Return the number that follows an option of msrun on its command line, None when none does."""
+    for word, following in zip(words, [*words[1:], ""]):
+        option, separator, value = word.partition("=")
+        if option in (f"--{name}", f"-{name}") and (number := value if separator else following).isdigit():
+            return int(number)
+    return None
 
 
 def is_rank_0_process() -> bool:

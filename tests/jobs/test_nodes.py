@@ -10,12 +10,13 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_two_machines_train_as_one_with_as_many_ranks(start_machines, fault_inputs_dir, tmp_path):
-    machines = start_machines(2)
+    machines = start_machines(2, rollout__num_replicas=2)
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
     assert_same(machines.directory / "run", one_machine(fault_inputs_dir, tmp_path / "one", 2))
     # Each machine had a rollout server of its own.
     logs = machines.directory / "run" / "logs"
-    assert (logs / "rollout_0.log").exists() and (logs / "rollout_node1" / "rollout_0.log").exists()
+    assert [path.name for path in logs.glob("rollout_*.log")] == ["rollout_0.log"], "one of two servers is here"
+    assert [path.name for path in (logs / "rollout_node1").glob("*.log")] == ["rollout_0.log"], "the other is there"
     assert not list((machines.directory / "run").glob(".nodes_*")), "the secret and the probe are gone"
 
 

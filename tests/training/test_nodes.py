@@ -74,6 +74,19 @@ def test_ranks_that_share_a_machine_are_a_node():
     assert find_nodes(Ranks(["x"])) == [[0]]
 
 
+def test_the_number_of_nodes_is_read_from_msrun(monkeypatch):
+    from mindrlhf.training import runtime
+
+    line = ["python", "/bin/msrun", "--worker_num=16", "--node_rank=1", "python", "-m", "mindrlhf.training.main"]
+    for words in (["--local_worker_num=8"], ["--local_worker_num", "8"], ["-local_worker_num", "8"]):
+        assert runtime.msrun_option([*line[:4], *words, *line[4:]], "local_worker_num") == 8
+    assert runtime.msrun_option(line, "local_worker_num") is None
+    monkeypatch.setenv("MS_WORKER_NUM", "16")
+    for words, expected in ((["--local_worker_num=8"], 2), (["--local_worker_num=16"], 1), ([], 1)):
+        monkeypatch.setattr(runtime.processes, "command_line", lambda pid, words=words: [*line, *words])
+        assert runtime.num_nodes_from_environment() == expected
+
+
 @pytest.fixture
 def published():
     """Two nodes of two ranks with their boards: the team, and the policy."""

@@ -1,0 +1,40 @@
+"""Servers of a run on its nodes and on their devices."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindrlhf.config.sections import RolloutSection
+from mindrlhf.errors import UserError
+from mindrlhf.rollout.placement import devices_of, servers_on_node
+
+
+@pytest.mark.parametrize(
+    "num_replicas, num_nodes, expected", [(1, 1, 1), (4, 1, 4), (1, 2, 1), (2, 2, 1), (8, 2, 4), (6, 3, 2), (2, 3, 1)]
+)
+def test_servers_are_dealt_out_evenly(num_replicas, num_nodes, expected):
+    assert servers_on_node(RolloutSection(num_replicas=num_replicas), num_nodes) == expected
+
+
+def test_servers_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match=r"'rollout.num_replicas' is 5, .* the 2 nodes: set it to 4 or 6"):
+        servers_on_node(RolloutSection(num_replicas=5), 2)
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_servers_of_a_node_share_no_device_and_leave_none(num_servers, size):
+    rollout = RolloutSection(num_replicas=num_servers, tensor_parallel=size)
+    lists = [devices_of(rollout, server, {})["ASCEND_RT_VISIBLE_DEVICES"] for server in range(num_servers)]
+    assert [len(devices.split(",")) for devices in lists] == [size] * num_servers
+    assert ",".join(lists) == ",".join(map(str, range(num_servers * size)))
+
+
+def test_servers_take_the_devices_that_are_named():
+    """Those of the config before those of the process, which are the ranks'."""
+    rollout = RolloutSection(num_replicas=2, tensor_parallel=2, env={"ASCEND_RT_VISIBLE_DEVICES": "4, 5,6,7"})
+    found = [devices_of(rollout, server, {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}) for server in (0, 1)]
+    assert found == [{"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, {"ASCEND_RT_VISIBLE_DEVICES": "6,7"}]
+    inherited = devices_of(RolloutSection(tensor_parallel=2), 0, {"ASCEND_RT_VISIBLE_DEVICES": "3,1,2"})
+    assert inherited == {"ASCEND_RT_VISIBLE_DEVICES": "3,1"}
+    with pytest.raises(UserError, match="is 4, 5,6,7, 4 devices, but server 2 of this node needs .* = 2 after those"):
+        devices_of(rollout, 2, {})
