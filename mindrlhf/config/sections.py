@@ -82,7 +82,7 @@ class RolloutSection:
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(
-        1, "servers of the run, which share the prompts; every node has as many, and at least one", minimum=1, maximum=64
+        1, "servers of the run, which share the prompts; each node has as many, and at least one", minimum=1, maximum=64
     )
     ahead: int = key(
         0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "

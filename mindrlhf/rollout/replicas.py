@@ -8,11 +8,11 @@ from pathlib import Path
 import mindrlhf
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.placement import devices_of, servers_on_node
+from mindrlhf.layout.servers import servers_on_node
 from mindrlhf.rollout.pool import GeneratorPool, Unfinished
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
-from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.rollout.vllm_options import VllmOptions, devices_of
 from mindrlhf.system import heartbeat
 
 PYTHON_VARIABLE = "MINDRLHF_ROLLOUT_PYTHON"

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.weights.hf import read_hf_config
 
 # In the server's private directory: what it may import, and its temporary files.
 PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
+# Of CANN: the devices that a process sees, which it then counts from 0.
+DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 # Variables that would make the server take itself for a training rank, or load the trainer's libraries.
 _DROPPED_VARIABLES = {
     "RANK", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -109,6 +112,29 @@ def write_plugin(packages: Path) -> None:
     (installed / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nmindrlhf_vision = mindrlhf.rollout.server.vision:register\n"
     )
+
+
+def devices_of(rollout: RolloutSection, server: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that gives a server, counted from 0 on its node, Ascend devices that no other has.
+
+    Args:
+        environment: of this process. It, or else `rollout.env`, may say which devices of the node are there for
+            servers; they are all otherwise.
+
+    Raises:
+        UserError: there are too few of them.
+    """
+    first, size = server * rollout.tensor_parallel, rollout.tensor_parallel
+    listed = rollout.env.get(DEVICES_VARIABLE) or environment.get(DEVICES_VARIABLE)
+    if not listed:
+        return {DEVICES_VARIABLE: ",".join(map(str, range(first, first + size)))}
+    devices = [device.strip() for device in listed.split(",")]
+    if first + size > len(devices):
+        raise UserError(
+            f"{DEVICES_VARIABLE} is {listed}, {len(devices)} devices, but server {server} of this node needs "
+            f"'rollout.tensor_parallel' = {size} after those before it: name more, or lower rollout.num_replicas"
+        )
+    return {DEVICES_VARIABLE: ",".join(devices[first : first + size])}
 
 
 def server_environment(options: VllmOptions, private_dir: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.packing import row_cost
+from mindrlhf.layout.servers import servers_on_node
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.samples import SampleWriter
@@ -29,7 +30,6 @@ from mindrlhf.rewards.registry import part_name
 from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
-from mindrlhf.rollout.placement import servers_on_node
 from mindrlhf.rollout.remote import NodesGenerator
 from mindrlhf.rollout.replicas import Replicas, start_replicas
 from mindrlhf.rollout.samples import Sampler

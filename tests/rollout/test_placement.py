@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import UserError
-from mindrlhf.rollout.placement import devices_of, servers_on_node
+from mindrlhf.layout.servers import servers_on_node
+from mindrlhf.rollout.vllm_options import devices_of
 
 
 @pytest.mark.parametrize(
