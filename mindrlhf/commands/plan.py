@@ -15,6 +15,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device-memory", default="64GB", metavar="SIZE", help="of one device (default: 64GB)")
     parser.add_argument("--node-size", type=int, default=8, metavar="N", help="devices of a node (default: 8)")
     parser.add_argument(
+        "--link-speed",
+        default="25GB",
+        metavar="SIZE",
+        help="that a node sends and receives in a second over the network (default: 25GB)",
+    )
+    parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print the plan as JSON, or write it to FILE too"
     )
     parser.add_argument("--picture", metavar="FILE.svg", help="draw ranks x layers (-: to standard output)")
@@ -40,6 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
         world_size=arguments.workers,
         device_memory=arguments.device_memory,
         node_size=arguments.node_size,
+        link_speed=arguments.link_speed,
         json_path=arguments.json,
         picture_path=arguments.picture,
         compiles=arguments.compile,

@@ -18,7 +18,7 @@ def test_servers_are_dealt_out_evenly(num_replicas, num_nodes, expected):
 
 
 def test_servers_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match=r"'rollout.num_replicas' is 5, .* the 2 nodes: set it to 4 or 6"):
+    with pytest.raises(UserError, match=r"'rollout.num_replicas' is 5, .* over 2 nodes: set it to 4"):
         servers_on_node(RolloutSection(num_replicas=5), 2)
 
 

@@ -81,6 +81,7 @@ class Cost:
         expert: exchange of tokens between experts.
         data: gradients, and weights that the optimiser shard gathers.
         slack: share of the device that stays free.
+        weights: an update's share of the step's transfer of weights between nodes.
     """
 
     compute: float
@@ -90,11 +91,12 @@ class Cost:
     expert: float
     data: float
     slack: float
+    weights: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of the update."""
-        return self.compute + self.imbalance + self.bubble + self.tensor + self.expert + self.data
+        return self.compute + self.imbalance + self.bubble + self.tensor + self.expert + self.data + self.weights
 
     @property
     def score(self) -> float:

@@ -5,6 +5,7 @@ generator's share and the runtime are estimates, and marked so. Nothing here imp
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,7 +31,7 @@ from mindrlhf.dryrun.plan.parameters import (
     untrained_names,
 )
 from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
-from mindrlhf.dryrun.plan.transfer import TransferPlan, plan_transfer
+from mindrlhf.dryrun.plan.transfer import LINK_BYTES_PER_S, TransferPlan, plan_transfer
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, is_split
@@ -44,11 +45,15 @@ from mindrlhf.weights.hf import read_hf_config
 
 @dataclass(frozen=True)
 class Machine:
-    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node."""
+    """The cluster a plan is for: ``world_size`` devices of ``device_bytes``, ``node_size`` of them per node.
+
+    A node sends and receives ``link_bytes_per_s`` over the network, at once.
+    """
 
     world_size: int
     device_bytes: int
     node_size: int
+    link_bytes_per_s: float = LINK_BYTES_PER_S
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +215,22 @@ def _states(
     return stage_states(layouts, layout.pipeline_stage, param_dtype, model.untrained, accumulates, factors)
 
 
+def transfer_of(
+    config: GrpoConfig, model: Model, machine: Machine, inputs: MemoryInputs, layouts: Sequence[ParameterLayout]
+) -> TransferPlan:
+    """Count the transfer of weights of a prepared run."""
+    return plan_transfer(
+        config,
+        model.known,
+        model.dims,
+        inputs.layout,
+        layouts,
+        rollout_rank_bytes=inputs.rollout.weights,
+        node_size=machine.node_size,
+        link_bytes_per_s=machine.link_bytes_per_s,
+    )
+
+
 def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
     """Plan a run; raises UserError as :func:`prepare` does."""
     inputs, layouts = prepare(config, model, machine)
@@ -229,8 +250,6 @@ def make_plan(config: GrpoConfig, model: Model, machine: Machine) -> Plan:
         rows=tuple(parameter_rows(layouts, config.model.param_dtype, model.untrained, factors)),
         rollout=inputs.rollout,
         memory=tuple(plan_memory(inputs)),
-        transfer=plan_transfer(
-            config, inputs.layout, layouts, rollout_rank_bytes=inputs.rollout.weights, node_size=machine.node_size
-        ),
+        transfer=transfer_of(config, model, machine, inputs, layouts),
         vision=plan_vision(inputs, count_parameters([one for one in layouts if one.name.startswith(VISION_PREFIX)])),
     )

@@ -29,6 +29,7 @@ class PlanOptions:
     world_size: int
     device_memory: str = "64GB"
     node_size: int = 8
+    link_speed: str = "25GB"
     json_path: str | None = None
     picture_path: str | None = None
     compiles: bool = False
@@ -85,7 +86,8 @@ def _machine(options: PlanOptions) -> Machine:
         if value < 1:
             raise UserError(f"{option} is {value}: give a number of devices, 1 or more")
     device_bytes = parse_size(options.device_memory, "--device-memory")
-    return Machine(options.world_size, device_bytes, options.node_size)
+    link_bytes_per_s = parse_size(options.link_speed, "--link-speed")
+    return Machine(options.world_size, device_bytes, options.node_size, link_bytes_per_s)
 
 
 def _check_target(path: str | None, option: str) -> None:

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, KnownRules
-from mindrlhf.specs import ModelDims, ParameterRule
+from mindrlhf.layout.server_shards import is_sharded
+from mindrlhf.specs import ModelDims
 
 # Graphs, compiled kernels and the activations of a prefill, beside the logits of one decoding step.
 FIXED_WORKSPACE_BYTES = 1_500_000_000
@@ -66,11 +67,6 @@ def rollout_weight_elements(tensor_parallel: int, spec: KnownRules, dims: ModelD
     return sum(
         -(-math.prod(rule.mf_shape(dims)) // (tensor_parallel if is_sharded(rule) else 1)) for rule in spec.rules(dims)
     )
-
-
-def is_sharded(rule: ParameterRule) -> bool:
-    """Whether tensor parallelism shards a parameter in the server: vLLM shards every expert, the shared ones too."""
-    return rule.shard_axis is not None or rule.expert_axis is not None or ".shared_experts." in rule.mf_name
 
 
 def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:

@@ -2,20 +2,22 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.dryrun.plan.cost import Cost, divisors, estimate_cost
 from mindrlhf.dryrun.plan.memory import plan_memory
 from mindrlhf.dryrun.plan.parameters import active_parameters
-from mindrlhf.dryrun.plan.plan import Machine, Model, prepare
+from mindrlhf.dryrun.plan.plan import Machine, Model, prepare, transfer_of
 from mindrlhf.dryrun.plan.verdict import with_keys
 from mindrlhf.errors import UserError
 
 NUM_RESULTS = 5
 # From this row length on, sequences are worth splitting over ranks.
 LONG_ROW = 16_384
+# Candidates whose transfer of weights is counted.
+_NUM_COUNTED = 40
 # Pipeline micro-batches per stage that a pipeline is tried with: more idle less, but take a larger batch_size.
 _MICRO_BATCHES_PER_STAGE = (1, 2, 4)
 
@@ -62,8 +64,23 @@ def search(config: GrpoConfig, model: Model, machine: Machine) -> SearchResult:
             continue
         cost = estimate_cost(inputs, num_active, 1 - peak / machine.device_bytes, machine.node_size)
         candidates.append(Candidate(keys, peak, cost))
-    candidates.sort(key=lambda candidate: (candidate.cost.score, candidate.peak_bytes))
-    return SearchResult(tuple(_distinct(candidates)), len(candidates), num_feasible, num_tried)
+    candidates.sort(key=_rank)
+    # The transfer of a large model takes its time to count: those that are far behind stay so.
+    best = sorted((_with_transfer(one, config, model, machine) for one in candidates[:_NUM_COUNTED]), key=_rank)
+    return SearchResult(tuple(_distinct(best)), len(candidates), num_feasible, num_tried)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    return candidate.cost.score, candidate.peak_bytes
+
+
+def _with_transfer(candidate: Candidate, config: GrpoConfig, model: Model, machine: Machine) -> Candidate:
+    """Add an update's share of the step's transfer of weights between nodes."""
+    changed = with_keys(config, candidate.keys)
+    inputs, layouts = prepare(changed, model, machine)
+    transfer = transfer_of(changed, model, machine, inputs, layouts)
+    seconds = transfer.seconds / (config.training.num_minibatches * config.training.num_iterations)
+    return replace(candidate, cost=replace(candidate.cost, weights=seconds))
 
 
 def _distinct(candidates: list[Candidate]) -> list[Candidate]:

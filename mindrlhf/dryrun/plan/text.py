@@ -75,15 +75,16 @@ def search_lines(result: SearchResult, plan: Plan) -> list[str]:
     rows = [header, *(_candidate_row(index, one) for index, one in enumerate(result.best, 1))]
     lines += columns(rows, ">" * len(header))
     lines += ["", "Seconds of an update by cause (a model for ranking, not a prediction):"]
-    causes = ("compute", "imbalance", "bubble", "tensor", "expert", "data")
+    causes = ("compute", "imbalance", "bubble", "tensor", "expert", "data", "weights")
     rows = [("", *causes)]
     for index, one in enumerate(result.best, 1):
         rows.append((str(index), *(f"{getattr(one.cost, cause):.1f}" for cause in causes)))
-    lines += columns(rows, ">" * 7)
+    lines += columns(rows, ">" * 8)
     lines += wrap(
         f"Rates: {NODE_BYTES_PER_S / 1e9:.0f} GB/s per device inside a node of {plan.machine.node_size}, "
-        f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between nodes; layouts with less than 10 % free memory rank lower. "
-        "docs/plan.md has the formulas."
+        f"{NETWORK_BYTES_PER_S / 1e9:.0f} GB/s between nodes; weights of a step over "
+        f"{format_size(plan.machine.link_bytes_per_s)}/s for each node; layouts with less than 10 % free memory "
+        "rank lower. docs/plan.md has the formulas."
     )
     lines += ["", "The best, as overrides:"]
     words = [f"{key}={str(value).lower()}" for key, value in result.best[0].keys.items()]
@@ -269,11 +270,19 @@ def _transfer_lines(plan: Plan) -> list[str]:
     for step in transfer.steps:
         ratio = f"{step.moved / step.bound:.2f}" if step.bound else "-"
         rows.append((step.name, format_size(step.moved), format_size(step.bound), ratio))
-    return [
+    buckets = f", in {transfer.num_buckets} buckets" if transfer.num_buckets > 1 else ""
+    lines = [
         *columns(rows, "<>>>"),
         f"host memory of the weight board: {format_size(transfer.board_bytes)} on each of {transfer.num_nodes} "
-        f"node{'s' if transfer.num_nodes > 1 else ''}",
+        f"node{'s' if transfer.num_nodes > 1 else ''}{buckets}",
     ]
+    if transfer.most_received:
+        speed = format_size(plan.machine.link_bytes_per_s)
+        lines.append(
+            f"a node receives up to {format_size(transfer.most_received)}: {transfer.seconds:,.1f} s at {speed}/s "
+            "(--link-speed)"
+        )
+    return lines
 
 
 def columns(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:

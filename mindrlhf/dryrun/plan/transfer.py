@@ -1,13 +1,28 @@
-"""Bytes that one weight transfer moves, against the fewest that any transfer could."""
+"""Bytes that one transfer of weights moves, against the fewest that any transfer could, and what it takes of a node.
+
+Trainer ranks write what they hold to the board of their node. What the servers of a node need and none of its ranks
+holds comes from other nodes; each device of a server then takes its own.
+"""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, count_parameters
+from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, KnownRules
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.layout.server_shards import Box, server_box
+from mindrlhf.layout.servers import place_servers
+from mindrlhf.specs import ModelDims, ParameterRule
+from mindrlhf.weights.convert import board_dtype, board_infos, file_dtype
+from mindrlhf.weights.publishing import published_shards
+from mindrlhf.weights.tensors import STORAGE_DTYPES, cut_into_buckets, size_of
+
+# 200 Gbit/s, as servers with NPUs have it for storage and between hosts.
+LINK_BYTES_PER_S = 25e9
 
 
 @dataclass(frozen=True)
@@ -32,59 +47,140 @@ class TransferPlan:
 
     Attributes:
         board_bytes: host memory of the board on each node.
+        num_buckets: that pass through it one after the other.
         num_nodes: nodes, each with a board.
         steps: the legs.
+        most_received: bytes that come to one node over the network, at most.
+        seconds: that this takes on a link, both ways at once; 0 where nothing crosses.
     """
 
     board_bytes: int
+    num_buckets: int
     num_nodes: int
     steps: tuple[TransferStep, ...]
+    most_received: int
+    seconds: float
 
 
 def plan_transfer(
     config: GrpoConfig,
+    rules: KnownRules,
+    dims: ModelDims,
     layout: Layout,
     layouts: Sequence[ParameterLayout],
     *,
     rollout_rank_bytes: int,
     node_size: int,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
 ) -> TransferPlan:
     """Count the bytes of a weight transfer.
 
-    The trainer's ranks write their shards to the board of their node in the parameters' dtype; what no rank of a node
-    holds comes from other nodes; each generator process casts its shards and copies them to its device.
-
     Args:
         rollout_rank_bytes: weights of one generator device, in the rollout's dtype.
+        link_bytes_per_s: that a node sends and receives at once, over the network.
+
+    Raises:
+        UserError: the servers do not go into the nodes.
     """
-    num_nodes = -(-layout.world_size // node_size)
-    num_elements = count_parameters(layouts)
-    param_bytes, rollout_bytes = ELEMENT_BYTES[config.model.param_dtype], ELEMENT_BYTES[config.rollout.dtype]
-    local = [_elements_on_node(layouts, layout, node, node_size) for node in range(num_nodes)]
-    missing = sum(num_elements - held for held in local)
-    # A generator that spans nodes needs only the shards of its local devices on each of them.
-    needed_on_node = min(num_elements * rollout_bytes, rollout_rank_bytes * min(node_size, layout.world_size))
-    missing_bound = sum(max(0, needed_on_node - held * rollout_bytes) for held in local)
+    nodes = _Nodes(config, dims, layout, node_size)
+    exact = ELEMENT_BYTES[config.rollout.dtype]
+    num_elements = written = written_bytes = bound = 0
+    received = [0] * nodes.count
+    by_name = {one.name: one for one in layouts}
+    for rule in rules.rules(dims):
+        one = by_name[rule.mf_name]
+        own = file_dtype(rule, config.model.param_dtype)
+        element_bytes = STORAGE_DTYPES[board_dtype(rule, own, config.rollout.dtype)].itemsize
+        num_elements += math.prod(one.shape)
+        for node in range(nodes.count):
+            held, needed, overlap = nodes.shares(rule, one, node)
+            written += held
+            written_bytes += held * element_bytes
+            received[node] += (needed - overlap) * element_bytes
+            bound += (needed - overlap) * exact
     to_devices = rollout_rank_bytes * layout.world_size
-    steps = [
-        TransferStep("trainer devices to boards", sum(local) * param_bytes, num_elements * rollout_bytes),
-        TransferStep("between nodes", missing * param_bytes, missing_bound),
+    steps = (
+        TransferStep("trainer devices to boards", written_bytes, num_elements * exact),
+        TransferStep("between nodes", sum(received), bound),
         TransferStep("boards to generator devices", to_devices, to_devices),
-    ]
-    return TransferPlan(num_elements * param_bytes, num_nodes, tuple(steps))
+    )
+    infos = board_infos(rules, dims, config.model.param_dtype, config.rollout.dtype)
+    buckets = cut_into_buckets(infos, int(config.rollout.board_gib * 2**30))
+    # What comes to one node has left others: none sends more than its share, or than it receives itself.
+    busiest = max(max(received), -(-sum(received) // nodes.count))
+    return TransferPlan(
+        board_bytes=max(size_of(bucket, infos) for bucket in buckets),
+        num_buckets=len(buckets),
+        num_nodes=nodes.count,
+        steps=steps,
+        most_received=max(received),
+        seconds=busiest / link_bytes_per_s,
+    )
 
 
-def _elements_on_node(layouts: Sequence[ParameterLayout], layout: Layout, node: int, node_size: int) -> int:
-    """Elements of the whole model of which some rank of the node holds a shard."""
-    ranks = range(node * node_size, min((node + 1) * node_size, layout.world_size))
-    # Layers are alike: what a node holds of a parameter depends on these only, not on its name.
-    seen: dict[tuple, int] = {}
-    total = 0
-    for one in layouts:
-        key = (one.shape, one.stages, one.device_matrix, one.tensor_map, one.optimizer_shard_size)
-        if key not in seen:
-            holders = [rank for rank in ranks if rank // one.stage_size in one.stages]
-            boxes = {tuple((part.start, part.stop) for part in one.shard_of(rank)) for rank in holders}
-            seen[key] = len(boxes) * math.prod(one.shard_shape)
-        total += seen[key]
-    return total
+class _Nodes:
+    """What the nodes of a run hold and need of parameters; layers that are alike are counted once."""
+
+    def __init__(self, config: GrpoConfig, dims: ModelDims, layout: Layout, node_size: int):
+        self.count = -(-layout.world_size // node_size)
+        self._dims = dims
+        self._node_size = min(node_size, layout.world_size)
+        self._world_size = layout.world_size
+        self._num_devices = config.rollout.tensor_parallel
+        self._places = place_servers(config.rollout, self.count, self._node_size)
+        self._counted: dict[tuple, tuple[int, int, int]] = {}
+
+    def shares(self, rule: ParameterRule, one: ParameterLayout, node: int) -> tuple[int, int, int]:
+        """Return how many elements of a parameter a node's ranks hold, its servers need, and both do."""
+        ranks = range(node * self._node_size, min((node + 1) * self._node_size, self._world_size))
+        local = tuple(sorted({rank % one.stage_size for rank in ranks if rank // one.stage_size in one.stages}))
+        kind = re.sub(r"\.layers\.\d+\.", ".layers.*.", one.name)
+        lies = (one.shape, one.device_matrix, one.tensor_map, one.optimizer_shard_size)
+        key = (kind, *lies, local, self._devices[node])
+        if key not in self._counted:
+            boxes = self._held(rule, one, local)
+            needed = dict(self._needed(rule, self._devices[node]))
+            overlap = sum(_overlap(box, needed[name]) for name, box in boxes if name in needed)
+            held = sum(_size(box) for _, box in boxes)
+            self._counted[key] = held, sum(map(_size, needed.values())), overlap
+        return self._counted[key]
+
+    @cached_property
+    def _devices(self) -> list[tuple[int, int] | None]:
+        """Of each node the devices of a server that lie on it, from the first on and before the last; None of none.
+
+        Where whole servers lie on a node, one of them stands for all.
+        """
+        found: list[tuple[int, int] | None] = [None] * self.count
+        for nodes in self._places:
+            size = self._num_devices // len(nodes)
+            for place, node in enumerate(nodes):
+                found[node] = (place * size, (place + 1) * size)
+        return found
+
+    def _needed(self, rule: ParameterRule, devices: tuple[int, int] | None) -> list[tuple[str, Box]]:
+        if devices is None:
+            return []
+        per_expert = len(rule.hf_names) // rule.num_experts
+        boxes = [server_box(rule, self._dims, part, self._num_devices, *devices) for part in range(per_expert)]
+        return [(name, boxes[place % per_expert]) for place, name in enumerate(rule.hf_names)]
+
+    def _held(self, rule: ParameterRule, one: ParameterLayout, local: Sequence[int]) -> set[tuple[str, Box]]:
+        start = one.stages[0] * one.stage_size
+        shards = {
+            tuple((part.start, part.stop) for part in held): held
+            for held in (one.shard_of(start + rank) for rank in local)
+        }
+        return {
+            (shard.hf_name, tuple((part.start, part.stop) for part in shard.region))
+            for held in shards.values()
+            for shard in published_shards(rule, self._dims, held)
+        }
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _overlap(box: Box, other: Box) -> int:
+    return math.prod(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(box, other))
