@@ -6,7 +6,8 @@
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --recipes GRPO DAPO --seeds 0 1
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
-The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md).
+The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
+a model with experts that are routed anew or as the generator did (examples/experts).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -59,8 +60,14 @@ _ADAPTERS = {
     "rank 8": (_QUICKSTART, (*_SHORT, "lora.rank=8", "optimizer.start_lr=2e-3")),
     "rank 32": (_QUICKSTART, (*_SHORT, "lora.rank=32", "optimizer.start_lr=2e-3")),
 }
-TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS}
-RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS
+# A model that examples/experts makes first.
+_QWEN3_MOE = "model.path=runs/experts/qwen3_moe"
+_EXPERTS = {
+    "own routing": (_QUICKSTART, (_QWEN3_MOE,)),
+    "replayed routing": (_QUICKSTART, (_QWEN3_MOE, "training.replay_routing=true")),
+}
+TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS, "experts": _EXPERTS}
+RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _EXPERTS
 
 
 @dataclass(frozen=True)
