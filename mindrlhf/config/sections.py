@@ -81,7 +81,11 @@ class RolloutSection:
         is_path=True,
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
-    num_replicas: int = key(1, "number of servers that share the prompts", minimum=1, maximum=64)
+    num_replicas: int = key(
+        1, "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
+        minimum=1,
+        maximum=64,
+    )
     ahead: int = key(
         0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
         "0 samples within the step; see docs/async.md",
@@ -123,7 +127,10 @@ class RolloutSection:
         maximum=32,
     )
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
-    tensor_parallel: int = key(1, "devices that share one replica's weights", minimum=1)
+    tensor_parallel: int = key(
+        1, "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
+        minimum=1,
+    )
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mindrlhf
 from mindrlhf.config.sections import RolloutSection
@@ -115,8 +116,9 @@ class Replicas:
             generator.restart()
 
 
-def start_replicas(
+def server_options(
     rollout: RolloutSection,
+    index: int,
     *,
     model_dir: str,
     max_model_len: int,
@@ -126,8 +128,8 @@ def start_replicas(
     load_weights: bool,
     record_routing: bool = False,
     profile_dir: Path | None = None,
-) -> Replicas:
-    """Start the servers in the background.
+) -> VllmOptions:
+    """Return how to start server number ``index`` of a node.
 
     Args:
         model_dir: Hugging Face directory; without ``load_weights`` only its config.json is read, and weights must be
@@ -136,32 +138,36 @@ def start_replicas(
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
     """
+    return VllmOptions(
+        python=find_rollout_python(rollout.python),
+        model_dir=str(Path(model_dir).resolve()),
+        log_path=str(log_dir / f"rollout_{index}.log"),
+        device=device,
+        dtype=rollout.dtype,
+        load_format="auto" if load_weights else "dummy",
+        max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        draft_tokens=rollout.draft_tokens,
+        seed=seed,
+        num_threads=rollout.num_threads,
+        tensor_parallel_size=rollout.tensor_parallel,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
+        enable_sleep=device == "ascend",
+        profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
+        env=rollout.env,
+        start_timeout_s=rollout.start_timeout_s,
+        stall_timeout_s=rollout.stall_timeout_s,
+        record_routing=record_routing,
+    )
+
+
+def start_replicas(rollout: RolloutSection, **settings: Any) -> Replicas:
+    """Start the servers in the background; ``settings`` are those of :func:`server_options`."""
     generators: list[VllmGenerator] = []
     try:
         for index in range(rollout.num_replicas):
-            options = VllmOptions(
-                python=find_rollout_python(rollout.python),
-                model_dir=str(Path(model_dir).resolve()),
-                log_path=str(log_dir / f"rollout_{index}.log"),
-                device=device,
-                dtype=rollout.dtype,
-                load_format="auto" if load_weights else "dummy",
-                max_model_len=max_model_len,
-                max_num_seqs=rollout.max_num_seqs,
-                draft_tokens=rollout.draft_tokens,
-                seed=seed,
-                num_threads=rollout.num_threads,
-                tensor_parallel_size=rollout.tensor_parallel,
-                gpu_memory_utilization=rollout.gpu_memory_utilization,
-                kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
-                enable_sleep=device == "ascend",
-                profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
-                env=rollout.env,
-                start_timeout_s=rollout.start_timeout_s,
-                stall_timeout_s=rollout.stall_timeout_s,
-                record_routing=record_routing,
-            )
-            generators.append(VllmGenerator.start(options))
+            generators.append(VllmGenerator.start(server_options(rollout, index, **settings)))
     except BaseException:
         for generator in generators:
             generator.close()

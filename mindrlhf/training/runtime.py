@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.sections import ParallelSection, RunSection
-from mindrlhf.system import heartbeat
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
@@ -29,6 +29,11 @@ class Rank:
 def num_ranks_from_environment() -> int:
     """Return the world size that msrun announced, 1 outside of msrun."""
     return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def num_nodes_from_environment() -> int:
+    """Return on how many machines the launchers have started ranks, 1 where none says so."""
+    return int(os.environ.get(processes.NUM_NODES_VARIABLE, "1"))
 
 
 def is_rank_0_process() -> bool:
