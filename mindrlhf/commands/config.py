@@ -18,6 +18,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     add_overrides(check)
     check.add_argument("--kind", choices=TASKS, help="command the config is for (default: told from its sections)")
     add_workers(check, "ranks it is to run on (default: 1)")
+    check.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that they are on (default: 1)")
     check.add_argument("--elastic", action="store_true", help="nodes for rollout only may join the run")
     allow_json(check)
     check.set_defaults(run=_check)
@@ -47,11 +48,15 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from mindrlhf.config.load import tasks_of
     from mindrlhf.config.parse import read_yaml
+    from mindrlhf.errors import UserError
     from mindrlhf.training.checking import check_run
 
-    path, num_ranks = arguments.config, arguments.workers
+    path, num_ranks, num_nodes = arguments.config, arguments.workers, arguments.nodes
+    if num_nodes < 1 or num_ranks % num_nodes:
+        raise UserError(f"--nodes is {num_nodes}: give a number that divides the {num_ranks} of --workers")
     task = arguments.kind or next(iter(tasks_of(read_yaml(path))), "train")
-    checked = check_run(task, path, arguments.overrides, num_ranks=num_ranks, is_elastic=arguments.elastic)
+    sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
+    checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)
     mistakes, obstacles = checked.mistakes.messages, checked.obstacles.messages
     if arguments.json:
         found = {"command": task, "workers": num_ranks, "mistakes": mistakes, "obstacles": obstacles}

@@ -90,6 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with says():
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
+        from mindrlhf.system.processes import NUM_NODES_VARIABLE
         from mindrlhf.training.checking import check_run
         from mindrlhf.training.checkpoints.run import newest_checkpoint
 
@@ -123,7 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
             computes_on_cpu=config.run.device == "cpu",
             rank_0_signals=(signal.SIGTERM, signal.SIGUSR1),
             advice=lambda: _advice(newest_checkpoint(config), _again(arguments, overrides, place)),
-            env=_terminal_width(),
+            env={**_terminal_width(), NUM_NODES_VARIABLE: str(num_nodes)},
             says_stages=True,
             **peers,
         )
@@ -286,8 +287,8 @@ class _Run:
         def start(door) -> None:
             print(f"mindrlhf: starting vLLM; log: {log_dir / 'rollout_0.log'}", flush=True)
             with contextlib.ExitStack() as stack:
-                servers = start_servers(self.config, num_ranks, stack, log_dir)
-                serve(servers, self.config.rollout.num_replicas, door, node.ending)
+                servers, num_servers = start_servers(self.config, num_ranks, place.num_nodes, stack, log_dir)
+                serve(servers, num_servers, door, node.ending)
 
         return node.serve_rollout(start)
 

@@ -82,7 +82,9 @@ class RolloutSection:
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(
-        1, "servers of the run, which share the prompts; each node has as many, and at least one", minimum=1, maximum=64
+        1, "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
+        minimum=1,
+        maximum=64,
     )
     ahead: int = key(
         0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
@@ -125,7 +127,10 @@ class RolloutSection:
         maximum=32,
     )
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
-    tensor_parallel: int = key(1, "devices that share one replica's weights", minimum=1)
+    tensor_parallel: int = key(
+        1, "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
+        minimum=1,
+    )
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )

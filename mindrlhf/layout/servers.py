@@ -45,8 +45,3 @@ def place_servers(rollout: RolloutSection, num_nodes: int, node_size: int) -> Pl
 def spans_nodes(rollout: RolloutSection, num_nodes: int, node_size: int) -> bool:
     """Whether a server has more devices than a node; on one machine a server's processes all lie on it."""
     return num_nodes > 1 and rollout.tensor_parallel > node_size
-
-
-def servers_on_node(rollout: RolloutSection, num_nodes: int) -> int:
-    """Return how many servers each node has, where none spans nodes; errors as :func:`place_servers`."""
-    return len(place_servers(rollout, num_nodes, rollout.tensor_parallel)) // num_nodes

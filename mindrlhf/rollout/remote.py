@@ -10,12 +10,11 @@ One connection per node (:mod:`mindrlhf.system.handshake`), on which rank 0 asks
 """
 
 import contextlib
-import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -140,33 +139,47 @@ class NodesGenerator(GeneratorPool):
         self._on_all(lambda generator: generator.wait_ready())
 
 
-def accept_nodes(listener: socket.socket, token: bytes, num_nodes: int) -> list[RemoteGenerator]:
-    """Take the connections of the other nodes, on rank 0.
+def accept_nodes(listener: socket.socket, token: bytes, nodes: Collection[int]) -> dict[int, SignedConnection]:
+    """Take the connections of the first ranks of other nodes.
 
     Args:
-        token: that :func:`answer` was given.
-        num_nodes: of the run, rank 0's included.
-
-    Returns:
-        One generator for each node from 1 on.
+        token: that :func:`introduce_node` was given there.
+        nodes: their numbers.
 
     Raises:
         RunFailure: one did not connect in time.
     """
     end_s = time.monotonic() + _CONNECT_TIMEOUT_S  # for all of them: strangers may come without end
     found: dict[int, SignedConnection] = {}
-    while len(found) < num_nodes - 1:
+    while missing := sorted(set(nodes) - found.keys()):
         listener.settimeout(max(0.001, end_s - time.monotonic()))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            missing = sorted(set(range(1, num_nodes)) - found.keys())
             raise RunFailure(f"the first rank of node {missing[0]} did not connect; see its log") from None
         connection.settimeout(None)
         with contextlib.suppress(Stranger):
             signed = admit(connection, token)
             found[int(signed.receive()[0]["node"])] = signed
-    return [RemoteGenerator(found[node], node) for node in range(1, num_nodes)]
+    return found
+
+
+def remotes(connections: Mapping[int, SignedConnection]) -> list[RemoteGenerator]:
+    """Return the servers of other nodes, in their order, by the connections of :func:`accept_nodes`."""
+    return [RemoteGenerator(connection, node) for node, connection in sorted(connections.items())]
+
+
+def introduce_node(host: str, port: int, token: bytes, node: int) -> SignedConnection:
+    """Connect to the rank that calls :func:`accept_nodes` for this node.
+
+    Raises:
+        OSError, ProtocolError: it cannot be reached, or is somebody else.
+    """
+    connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+    connection.settimeout(None)
+    signed = introduce(connection, token, _CONNECT_TIMEOUT_S)
+    signed.send({"node": node})
+    return signed
 
 
 def answer(generator: ReplicatedGenerator, host: str, port: int, token: bytes, node: int) -> None:
@@ -177,21 +190,18 @@ def answer(generator: ReplicatedGenerator, host: str, port: int, token: bytes, n
 
     def run() -> None:
         try:
-            connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
-            connection.settimeout(None)
-            signed = introduce(connection, token, _CONNECT_TIMEOUT_S)
-            signed.send({"node": node})
+            signed = introduce_node(host, port, token, node)
         except (OSError, ProtocolError) as error:
             print(f"warning: rank 0 cannot be reached at {host}:{port} ({error})", file=sys.stderr, flush=True)
             return
         # When rank 0 has gone, the rank itself notices and ends.
         with contextlib.suppress(ConnectionClosed, ProtocolError):
-            _answer(generator, signed, connection)
+            _answer(generator, signed)
 
     threading.Thread(target=run, daemon=True).start()
 
 
-def _answer(generator: ReplicatedGenerator, signed: SignedConnection, connection: socket.socket) -> None:
+def _answer(generator: ReplicatedGenerator, signed: SignedConnection) -> None:
     while True:
         header, arrays = signed.receive()
         if header["kind"] == "abort":  # it crossed the end of what it was to abort, which it takes for its answer
@@ -199,7 +209,7 @@ def _answer(generator: ReplicatedGenerator, signed: SignedConnection, connection
         try:
             if header["kind"] == "generate":
                 sampling = unpack_sampling(header["sampling"])
-                _generate(generator, signed, connection, unpack_requests(arrays), sampling)
+                _generate(generator, signed, unpack_requests(arrays), sampling)
                 signed.send({"kind": "generated"})
                 continue
             if header["kind"] == "update_weights":
@@ -218,7 +228,6 @@ def _answer(generator: ReplicatedGenerator, signed: SignedConnection, connection
 def _generate(
     generator: ReplicatedGenerator,
     signed: SignedConnection,
-    connection: socket.socket,
     requests: list[GenerationRequest],
     sampling: SamplingParams,
 ) -> None:
@@ -227,6 +236,6 @@ def _generate(
         for completion in completions:
             header = {"kind": "completions", "weights_version": completion.weights_version}
             signed.send(header, pack_completions([completion]))
-            if select.select([connection], [], [], 0)[0]:  # only "abort" may come now, or the end
+            if signed.has_news():  # only "abort" may come now, or the end
                 signed.receive()
                 return

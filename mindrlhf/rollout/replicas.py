@@ -4,11 +4,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mindrlhf
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import RunFailure
-from mindrlhf.layout.servers import servers_on_node
 from mindrlhf.rollout.pool import GeneratorPool, Unfinished
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
@@ -116,8 +116,9 @@ class Replicas:
             generator.restart()
 
 
-def start_replicas(
+def server_options(
     rollout: RolloutSection,
+    index: int,
     *,
     model_dir: str,
     max_model_len: int,
@@ -128,8 +129,8 @@ def start_replicas(
     record_routing: bool = False,
     profile_dir: Path | None = None,
     num_nodes: int = 1,
-) -> Replicas:
-    """Start the servers in the background.
+) -> VllmOptions:
+    """Return how to start server number ``index`` of a node.
 
     Args:
         model_dir: Hugging Face directory; without ``load_weights`` only its config.json is read, and weights must be
@@ -137,38 +138,42 @@ def start_replicas(
         max_model_len: longest prompt and response together, in tokens.
         record_routing: samples bring the experts of their tokens.
         profile_dir: where the servers' profilers write, each into a directory of its own; None leaves them out.
-        num_nodes: that the servers of the run are dealt out to; this one's are started.
+        num_nodes: that a server lies over.
 
     Raises:
-        UserError: an option is at fault, or the servers do not go into the nodes or onto the devices.
+        UserError: there are too few devices.
     """
+    devices = devices_of(rollout, index, os.environ, num_nodes) if device == "ascend" else {}
+    return VllmOptions(
+        python=find_rollout_python(rollout.python),
+        model_dir=str(Path(model_dir).resolve()),
+        log_path=str(log_dir / f"rollout_{index}.log"),
+        device=device,
+        dtype=rollout.dtype,
+        load_format="auto" if load_weights else "dummy",
+        max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        draft_tokens=rollout.draft_tokens,
+        seed=seed,
+        num_threads=rollout.num_threads,
+        tensor_parallel_size=rollout.tensor_parallel,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
+        enable_sleep=device == "ascend",
+        profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
+        env={**rollout.env, **devices},
+        start_timeout_s=rollout.start_timeout_s,
+        stall_timeout_s=rollout.stall_timeout_s,
+        record_routing=record_routing,
+    )
+
+
+def start_replicas(rollout: RolloutSection, **settings: Any) -> Replicas:
+    """Start the servers in the background; ``settings`` are those of :func:`server_options`."""
     generators: list[VllmGenerator] = []
     try:
-        for index in range(servers_on_node(rollout, num_nodes)):
-            devices = devices_of(rollout, index, os.environ) if device == "ascend" else {}
-            options = VllmOptions(
-                python=find_rollout_python(rollout.python),
-                model_dir=str(Path(model_dir).resolve()),
-                log_path=str(log_dir / f"rollout_{index}.log"),
-                device=device,
-                dtype=rollout.dtype,
-                load_format="auto" if load_weights else "dummy",
-                max_model_len=max_model_len,
-                max_num_seqs=rollout.max_num_seqs,
-                draft_tokens=rollout.draft_tokens,
-                seed=seed,
-                num_threads=rollout.num_threads,
-                tensor_parallel_size=rollout.tensor_parallel,
-                gpu_memory_utilization=rollout.gpu_memory_utilization,
-                kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
-                enable_sleep=device == "ascend",
-                profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
-                env={**rollout.env, **devices},
-                start_timeout_s=rollout.start_timeout_s,
-                stall_timeout_s=rollout.stall_timeout_s,
-                record_routing=record_routing,
-            )
-            generators.append(VllmGenerator.start(options))
+        for index in range(rollout.num_replicas):
+            generators.append(VllmGenerator.start(server_options(rollout, index, **settings)))
     except BaseException:
         for generator in generators:
             generator.close()

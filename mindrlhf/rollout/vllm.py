@@ -1,45 +1,45 @@
 """The trainer's side of a vLLM rollout server: start it, talk to it, notice its death, stop it."""
 
 import contextlib
-import dataclasses
-import json
-import os
 import select
-import shutil
-import signal
 import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-import mindrlhf
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.liveness import StallWatch
 from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_completions
+from mindrlhf.rollout.process import ServerProcess, Span
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
-from mindrlhf.rollout.vllm_options import (
-    PACKAGES_NAME,
-    TEMPORARY_NAME,
-    VllmOptions,
-    check_options,
-    sees_images,
-    server_environment,
-    write_plugin,
-)
-from mindrlhf.system import processes, timeline
-from mindrlhf.system.files import take_directory
-from mindrlhf.system.log_tail import last_lines
+from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_images
+from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
-_NUM_LOG_LINES_SHOWN = 3
+# A part that dies takes the server with it, whose own words say less: this long the part's are waited for.
+_PART_WAIT_S = 2.0
+
+
+class Parts(Protocol):
+    """The processes of a server on further nodes (:class:`mindrlhf.rollout.spanning.parts.ServerParts`)."""
+
+    def start(self) -> Span:
+        """Start them, and return the place of the process here."""
+
+    def note_shared_memory(self) -> None:
+        """Remember what they talk through, now that all are up."""
+
+    def failure(self, wait_s: float = 0.0) -> str:
+        """Return which of them has ended and how, waiting for it for so long; empty while all run."""
+
+    def stop(self) -> None:
+        """End those that run."""
 
 
 class VllmGenerator:
@@ -48,18 +48,19 @@ class VllmGenerator:
     ``start`` returns at once, so that the server loads while the trainer compiles; the first other call waits for it.
     Every call raises ``RunFailure``, naming cause and log, within about a second of the server's death and
     ``stall_timeout_s`` after it got stuck; ``restart`` then brings a new one to the same weights.
+
+    Args:
+        parts: of a server over several nodes, those on the others; None for a server within one.
     """
 
-    def __init__(self, options: VllmOptions):
+    def __init__(self, options: VllmOptions, parts: Parts | None = None):
         check_options(options)
         self.options = options
+        self._parts = parts
         log = Path(options.log_path)
         self._name = "vLLM " + (log.stem if log.parent.name == "logs" else f"{log.parent.name}/{log.stem}")
-        self._process: subprocess.Popen | None = None
+        self._process: ServerProcess | None = None
         self._connection: socket.socket | None = None
-        self._private_dir: str | None = None
-        self._private_dir_lock: int | None = None
-        self._shared_memory: set[str] = set()
         self._is_ready = False
         self._is_generating = False
         self._is_cancelled = False
@@ -68,13 +69,13 @@ class VllmGenerator:
         self._weights_version: int | None = None
 
     @classmethod
-    def start(cls, options: VllmOptions) -> "VllmGenerator":
+    def start(cls, options: VllmOptions, parts: Parts | None = None) -> "VllmGenerator":
         """Start a server in the background.
 
         Raises:
             UserError: the interpreter or the model's config.json is missing, or a number is out of range.
         """
-        generator = cls(options)
+        generator = cls(options, parts)
         generator._launch()
         return generator
 
@@ -89,7 +90,9 @@ class VllmGenerator:
         header, _ = self._receive(self.options.start_timeout_s)
         assert header["kind"] == "ready", f"the rollout server greets with '{header['kind']}'"
         self._is_ready = True
-        self._note_shared_memory()
+        self._process.note_shared_memory()
+        if self._parts is not None:
+            self._parts.note_shared_memory()
 
     def use_board(self, board_path: str) -> None:
         """Say where ``update_weights`` finds the weight board (``WeightBoard.path``)."""
@@ -185,16 +188,10 @@ class VllmGenerator:
                 receive_message(self._connection, timeout_s=1)
         self._connection.close()
         if self._is_ready and not self._is_generating:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_TIMEOUT_S)
-        self._note_shared_memory()
-        self._kill_group()
-        self._process.wait()
-        self._remove_private_dir()
-        for path in self._shared_memory:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        self._shared_memory.clear()
+            self._process.wait(_STOP_TIMEOUT_S)
+        self._process.end()
+        if self._parts is not None:
+            self._parts.stop()
         self._process = self._connection = None
         self._is_ready = self._is_generating = False
 
@@ -205,63 +202,17 @@ class VllmGenerator:
         self.close()
 
     def _launch(self) -> None:
-        options = self.options
-        try:
-            self._make_private_dir()
-        except OSError as error:
-            if self._private_dir is not None:
-                self._remove_private_dir()
-            where = f"{tempfile.gettempdir()} for its temporary files"
-            raise RunFailure(
-                f"the rollout server could not be started, with {where}: {error.strerror or error}; make room, or set "
-                "TMPDIR to another disk"
-            ) from error
-        config = {
-            entry.name: getattr(options, entry.name)
-            for entry in dataclasses.fields(options)
-            if entry.name not in ("python", "env", "log_path", "start_timeout_s", "stall_timeout_s", "num_threads")
-        } | {"private_dir": self._private_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._connection, theirs = socket.socketpair()
-        python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
-        command = [python, "-m", "mindrlhf.rollout.server", "--socket-fd", str(theirs.fileno())]
         try:
-            Path(options.log_path).parent.mkdir(parents=True, exist_ok=True)
-            with theirs, open(options.log_path, "ab") as log:
-                self._process = subprocess.Popen(
-                    [*command, "--config", json.dumps(config)],
-                    env=server_environment(options, self._private_dir),
-                    cwd=self._private_dir,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[theirs.fileno(), self._private_dir_lock],
-                    start_new_session=True,
-                )
-        except OSError as error:
+            with theirs:
+                span = None if self._parts is None else self._parts.start()
+                descriptor = theirs.fileno()
+                self._process = ServerProcess(self.options, ["--socket-fd", str(descriptor)], [descriptor], span)
+        except RunFailure:
             self._connection.close()
-            self._remove_private_dir()
-            raise RunFailure(f"the rollout server could not be started: {error}") from error
-
-    def _make_private_dir(self) -> None:
-        """Make the directory in which the server finds this package and nothing else of the trainer's site-packages.
-
-        Its temporary files lie there too: vLLM leaves some behind when it is killed. The lock goes on to the server:
-        the directory is in use while either lives, and the next start of anybody removes it when both were killed.
-        Earlier releases took other names, without a lock: theirs are left alone.
-        """
-        path, self._private_dir_lock = take_directory(Path(tempfile.gettempdir()), processes.SERVER_PREFIX)
-        self._private_dir = str(path)
-        for name in (PACKAGES_NAME, TEMPORARY_NAME):
-            os.mkdir(path / name)
-        package = Path(mindrlhf.__file__).resolve().parent
-        os.symlink(package, path / PACKAGES_NAME / package.name)
-        if sees_images(self.options.model_dir):
-            write_plugin(path / PACKAGES_NAME)
-
-    def _remove_private_dir(self) -> None:
-        os.close(self._private_dir_lock)
-        shutil.rmtree(self._private_dir, ignore_errors=True)
-        self._private_dir = self._private_dir_lock = None
+            if self._parts is not None:
+                self._parts.stop()
+            raise
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> None:
         if len({request.request_id for request in requests}) != len(requests):
@@ -318,6 +269,8 @@ class VllmGenerator:
 
     def _send(self, header: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         self._asked = header["kind"]
+        if how := self._lost_part():
+            raise self._given_up(how)
         try:
             send_message(self._connection, header, arrays)
         except ConnectionClosed:
@@ -337,6 +290,8 @@ class VllmGenerator:
                 raise Cancelled
             if self._process.poll() is not None:
                 raise self._failure()
+            if how := self._lost_part():
+                raise self._given_up(how)
             if end is not None and time.monotonic() > end:
                 raise self._given_up(f"was not ready within {timeout_s:g} s")
             if stall is not None and stall.is_stalled():
@@ -347,40 +302,24 @@ class VllmGenerator:
             raise self._failure(error) from None
         if header["kind"] == "failed":
             self._is_generating = False
-            raise RunFailure(f"the rollout server could not carry out a request: {header['message']}{self._log_tail()}")
+            if how := self._lost_part(_PART_WAIT_S):
+                raise self._given_up(how)
+            tail = self._process.log_tail()
+            raise RunFailure(f"the rollout server could not carry out a request: {header['message']}{tail}")
         return header, arrays
 
     def _failure(self, error: Exception | None = None) -> RunFailure:
         """Take down what is left of the server and say how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.poll()
-        if code is None:
-            how = f"stopped talking ({error})"
-        elif code < 0:
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        else:
-            how = f"ended with exit code {code}"
-        message = f"the rollout server (process {self._process.pid}) {how}{self._log_tail()}"
-        self.close()
-        return RunFailure(message)
+        self._process.wait(1.0)
+        how = self._process.ending() or f"stopped talking ({error})"
+        was_killed = (self._process.poll() or 0) < 0  # what ends by itself may have lost a part
+        return self._given_up(how if was_killed else self._lost_part(_PART_WAIT_S) or how)
 
     def _given_up(self, how: str) -> RunFailure:
-        message = f"the rollout server (process {self._process.pid}) {how}{self._log_tail()}"
+        message = f"the rollout server (process {self._process.pid}) {how}{self._process.log_tail()}"
         self._is_ready = False  # it would not answer a shutdown either
         self.close()
         return RunFailure(message)
 
-    def _log_tail(self) -> str:
-        lines = [line.strip() for line in last_lines(Path(self.options.log_path), _NUM_LOG_LINES_SHOWN)]
-        return f"; log {self.options.log_path} ends: {' | '.join(lines) or '(empty)'}"
-
-    def _note_shared_memory(self) -> None:
-        """Remember what ranks of one server talk through: when they are killed, nobody else removes it."""
-        pids = [self._process.pid, *(status.pid for status in processes.descendants(self._process.pid))]
-        for pid in pids:
-            self._shared_memory |= processes.shared_memory_files(pid)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+    def _lost_part(self, wait_s: float = 0.0) -> str:
+        return "" if self._parts is None else self._parts.failure(wait_s)

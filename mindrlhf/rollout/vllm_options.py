@@ -114,17 +114,21 @@ def write_plugin(packages: Path) -> None:
     )
 
 
-def devices_of(rollout: RolloutSection, server: int, environment: Mapping[str, str]) -> dict[str, str]:
+def devices_of(
+    rollout: RolloutSection, server: int, environment: Mapping[str, str], num_nodes: int = 1
+) -> dict[str, str]:
     """Return the variable that gives a server, counted from 0 on its node, Ascend devices that no other has.
 
     Args:
+        num_nodes: that the server lies over; of each it has as many devices.
         environment: of this process. It, or else `rollout.env`, may say which devices of the node are there for
             servers; they are all otherwise.
 
     Raises:
         UserError: there are too few of them.
     """
-    first, size = server * rollout.tensor_parallel, rollout.tensor_parallel
+    size = rollout.tensor_parallel // num_nodes
+    first = server * size
     listed = rollout.env.get(DEVICES_VARIABLE) or environment.get(DEVICES_VARIABLE)
     if not listed:
         return {DEVICES_VARIABLE: ",".join(map(str, range(first, first + size)))}
@@ -132,7 +136,7 @@ def devices_of(rollout: RolloutSection, server: int, environment: Mapping[str, s
     if first + size > len(devices):
         raise UserError(
             f"{DEVICES_VARIABLE} is {listed}, {len(devices)} devices, but server {server} of this node needs "
-            f"'rollout.tensor_parallel' = {size} after those before it: name more, or lower rollout.num_replicas"
+            f"{size} after those before it: name more, or lower rollout.tensor_parallel or rollout.num_replicas"
         )
     return {DEVICES_VARIABLE: ",".join(devices[first : first + size])}
 

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -106,6 +107,13 @@ class SignedConnection:
         if not isinstance(header, dict) or not hmac.compare_digest(given, expected.encode()):
             raise ProtocolError("a message is not signed by the peer")
         return header, arrays
+
+    def has_news(self, timeout_s: float = 0.0) -> bool:
+        """Whether a message, or the end of the connection, comes within ``timeout_s``."""
+        try:
+            return bool(select.select([self._connection], [], [], timeout_s)[0])
+        except (OSError, ValueError):  # closed by another thread: ``receive`` says so
+            return True
 
     def send_buffers(self, buffers: Sequence[memoryview]) -> None:
         """Send bytes that are not signed; whoever receives them must be able to tell whether they are right."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
+NUM_NODES_VARIABLE = "MINDRLHF_NUM_NODES"  # on how many machines the launchers of a run start ranks
 # How the private directory of a rollout server begins, among temporary files.
 SERVER_PREFIX = "mindrlhf-server-"
 

@@ -80,7 +80,7 @@ def check_run(
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
         if task == "train":
-            check_grpo_inputs(config, num_ranks, mistakes)
+            check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
         elif task == "sft":
             check_sft_inputs(config, num_ranks, mistakes)
         else:
@@ -93,7 +93,7 @@ def check_run(
         obstacles.check(check_python, find_rollout_python(config.rollout.python))
         obstacles.check(check_sandbox, config)
         if is_elastic:
-            obstacles.check(check_elastic, config)
+            obstacles.check(check_elastic, config, num_ranks, num_nodes)
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
@@ -12,13 +11,14 @@ from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows, is_split
 from mindrlhf.layout.layout import Layout
+from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.weights.convert import board_infos
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
-from mindrlhf.weights.tensors import TensorInfo, align
+from mindrlhf.weights.tensors import align
 
 
 def check_data_parallel(parallel: ParallelSection, command: str) -> None:
@@ -103,18 +103,33 @@ def check_offline_layout(
             check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
 
 
-def check_servers(config: GrpoConfig, world_size: int) -> None:
-    """Check that the model can be sharded over the devices of a rollout server."""
+def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
+    """Check that each rollout server has a place, and that the model can be sharded over its devices.
+
+    Args:
+        world_size: ranks of the run.
+        num_nodes: machines that they are on, in equal parts.
+    """
+    rollout, node_size = config.rollout, world_size // num_nodes
+    place_servers(rollout, num_nodes, node_size)
+    if config.profiler.vllm and spans_nodes(rollout, num_nodes, node_size):
+        raise UserError(
+            f"'profiler.vllm' is true, but servers of rollout.tensor_parallel {rollout.tensor_parallel} lie over "
+            f"several nodes of {node_size} devices, which vLLM's profiler was not tried with: set it to false"
+        )
+    _check_board(config)
+    if config.run.device == "cpu":
+        return
     hf_config = read_hf_config(config.model.path)
     # Servers that leave devices idle run as well; the plan says what that costs.
-    num_devices = min(world_size, config.rollout.num_replicas * config.rollout.tensor_parallel)
+    num_devices = min(world_size, rollout.num_replicas * rollout.tensor_parallel)
+    check_rollout(rollout, find_spec(hf_config).dims(hf_config), num_devices)
+
+
+def _check_board(config: GrpoConfig) -> None:
+    hf_config = read_hf_config(config.model.path)
     spec = find_spec(hf_config)
-    dims = spec.dims(hf_config)
-    check_rollout(config.rollout, dims, num_devices)
-    _check_board(config, board_infos(spec, dims, config.model.param_dtype, config.rollout.dtype))
-
-
-def _check_board(config: GrpoConfig, infos: Sequence[TensorInfo]) -> None:
+    infos = board_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
     largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.board_gib
     needed = align(largest.size_bytes) / 2**30
     if limit and needed > limit:

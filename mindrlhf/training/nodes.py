@@ -2,8 +2,9 @@
 
 import secrets
 import socket
+from collections.abc import Sequence
 
-from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes
+from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, remotes
 from mindrlhf.system.wire import family_of
 from mindrlhf.training.records import Machine
 from mindrlhf.training.team import Team, rank_0_host
@@ -42,9 +43,14 @@ def attach_boards(
     team.call("attach_board", per_rank=arguments)
 
 
-def connect_generators(team: Team, nodes: Nodes, own: ReplicatedGenerator) -> NodesGenerator:
-    """Return the rollout servers of all nodes; ``own`` are those of rank 0's."""
+def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerator) -> NodesGenerator:
+    """Return the rollout servers of all nodes.
+
+    Args:
+        others: nodes beside rank 0's that own servers.
+        own: the servers of rank 0's.
+    """
     token, host = secrets.token_hex(16), rank_0_host()
-    with socket.create_server((host, 0), family=family_of(host), backlog=len(nodes)) as listener:
+    with socket.create_server((host, 0), family=family_of(host), backlog=len(others)) as listener:
         team.call("answer_for_node", host=host, port=listener.getsockname()[1], token=token)
-        return NodesGenerator(own, accept_nodes(listener, token.encode(), len(nodes)))
+        return NodesGenerator(own, remotes(accept_nodes(listener, token.encode(), others)))

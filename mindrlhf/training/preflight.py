@@ -72,11 +72,14 @@ def check_sandbox(config: GrpoConfig) -> str:
     return layers and f"sandbox of programs that the model writes: {layers}"
 
 
-def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
+def check_grpo_inputs(
+    config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None, *, num_nodes: int = 1
+) -> RunInputs:
     """Open the inputs of a `mindrlhf train` run on ``world_size`` ranks.
 
     Args:
         mistakes: found before; None for none.
+        num_nodes: machines that the ranks are on, in equal parts.
 
     Raises:
         UserError: everything that would stop the run later: files, tokenizer, verifiers, weights, lengths, layout;
@@ -111,8 +114,7 @@ def check_grpo_inputs(config: GrpoConfig, world_size: int = 1, mistakes: Mistake
     row_lengths = None
     if files.present:
         row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
-    if config.run.device != "cpu":
-        check(check_servers, config, world_size, needs=["model.path"])
+    check(check_servers, config, world_size, num_nodes, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":
             check(check_layout, config, row_lengths, world_size, needs=["model.path"])

@@ -5,6 +5,7 @@ import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.packing import row_cost
-from mindrlhf.layout.servers import servers_on_node
+from mindrlhf.layout.servers import Places, place_servers
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
 from mindrlhf.observe.report import write_report
 from mindrlhf.observe.samples import SampleWriter
@@ -31,8 +32,9 @@ from mindrlhf.rollout.conversations import with_tools
 from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.remote import NodesGenerator
-from mindrlhf.rollout.replicas import Replicas, start_replicas
+from mindrlhf.rollout.replicas import Replicas, server_options, start_replicas
 from mindrlhf.rollout.samples import Sampler
+from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.specs import find_spec
 from mindrlhf.system import heartbeat
@@ -55,6 +57,7 @@ from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
 from mindrlhf.training.routing.checks import replayed_experts
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
+from mindrlhf.training.spanning import start_spanning
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
 
@@ -65,7 +68,7 @@ def run_rank(config: GrpoConfig, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_grpo_inputs(config, num_ranks_from_environment())
+    inputs = check_grpo_inputs(config, num_ranks_from_environment(), num_nodes=num_nodes_from_environment())
     life_cycle.run_rank(config, ReinforcementTraining(config, inputs), resume=resume)
 
 
@@ -78,6 +81,9 @@ class ReinforcementTraining(life_cycle.Training):
         self._inputs = inputs
         self._output_dir = Path(config.run.output_dir)
         self._door = take_address()
+        num_nodes = num_nodes_from_environment()
+        self._places = place_servers(config.rollout, num_nodes, num_ranks_from_environment() // num_nodes)
+        self._share: NodeShare | None = None  # of a server over several nodes
         # Of this node; on rank 0, once connected, of all.
         self._generator: Replicas | NodesGenerator | ElasticGenerator | None = None
 
@@ -87,12 +93,25 @@ class ReinforcementTraining(life_cycle.Training):
             print(f"mindrlhf: {sandbox}", flush=True)
         log_dir = self._output_dir / "logs"
         print(f"mindrlhf: starting vLLM, while the trainer starts; log: {log_dir / 'rollout_0.log'}", flush=True)
-        self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
+        self._start_or_prepare(stack, log_dir)
 
     def start_early_elsewhere(self, stack: contextlib.ExitStack) -> None:
         """Start the generator of this node."""
-        log_dir = self._output_dir / "logs" / f"rollout_{socket.gethostname()}"
-        self._generator = _start_generator(self._config, self._inputs, stack, log_dir)
+        self._start_or_prepare(stack, self._output_dir / "logs" / f"rollout_{socket.gethostname()}")
+
+    def _start_or_prepare(self, stack: contextlib.ExitStack, log_dir: Path) -> None:
+        """Start this node's servers; one over several nodes has to wait until their ranks know each other."""
+        if not self._spans_nodes:
+            self._generator = _start_generator(self._config, self._inputs, self._places, stack, log_dir)
+            return
+        rollout, settings = self._config.rollout, _server_settings(self._config, self._inputs, log_dir)
+        options = server_options(rollout, 0, **settings, num_nodes=len(self._places[0]))
+        self._share = NodeShare(options, rollout.restarts)
+        stack.callback(self._share.close)
+
+    @property
+    def _spans_nodes(self) -> bool:
+        return len(self._places[0]) > 1
 
     def servers(self) -> Replicas | None:
         """Return the rollout servers of this node on its first rank."""
@@ -103,6 +122,8 @@ class ReinforcementTraining(life_cycle.Training):
         actor = _build_actor(self._config, self._inputs, rank)
         if self._generator is not None and not rank.is_rank_0:
             actor.use_generator(self._generator)
+        if self._share is not None:
+            actor.use_share(self._share)
         return actor
 
     def connect(self, worker, connections: list, requests: SaveRequests, stack: contextlib.ExitStack) -> None:
@@ -120,12 +141,15 @@ class ReinforcementTraining(life_cycle.Training):
         board = stack.enter_context(worker.create_board(**form))
         nodes = find_nodes(ranks)
         attach_boards(ranks, nodes, board.path, **form)
-        self._generator.use_board(board.path)
-        if len(nodes) > 1:
-            self._generator = connect_generators(ranks, nodes, self._generator)
+        if self._spans_nodes:
+            self._generator = start_spanning(ranks, nodes, self._places)
+            stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes
+        else:
+            self._generator.use_board(board.path)
+            if len(nodes) > 1:
+                self._generator = connect_generators(ranks, range(1, len(nodes)), self._generator)
         if self._door is not None:
-            num_servers = servers_on_node(config.rollout, len(nodes)) * len(nodes)
-            self._generator = ElasticGenerator(self._generator, num_servers, Door(self._door), board)
+            self._generator = ElasticGenerator(self._generator, len(self._places), Door(self._door), board)
             stack.callback(self._generator.close)
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
@@ -221,26 +245,45 @@ class ReinforcementTraining(life_cycle.Training):
         return Observers(guards, samples, fingerprint, key_data)
 
 
-def _start_generator(config: GrpoConfig, inputs: RunInputs, stack: contextlib.ExitStack, log_dir: Path) -> Replicas:
-    generator = start_replicas(
-        config.rollout,
-        model_dir=config.model.path,
-        max_model_len=inputs.row_lengths[-1],
-        seed=config.run.seed,
-        device=config.run.device,
-        log_dir=log_dir,
-        load_weights=False,
-        record_routing=config.training.replay_routing,
-        profile_dir=profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
-        num_nodes=num_nodes_from_environment(),
-    )
+def _server_settings(config: GrpoConfig, inputs: RunInputs, log_dir: Path) -> dict[str, Any]:
+    """Return the arguments of :func:`mindrlhf.rollout.replicas.server_options`."""
+    return {
+        "model_dir": config.model.path,
+        "max_model_len": inputs.row_lengths[-1],
+        "seed": config.run.seed,
+        "device": config.run.device,
+        "log_dir": log_dir,
+        "load_weights": False,
+        "record_routing": config.training.replay_routing,
+        "profile_dir": profile_dir(config.run.output_dir) / "vllm" if config.profiler.vllm else None,
+    }
+
+
+def _start_generator(
+    config: GrpoConfig, inputs: RunInputs, places: Places, stack: contextlib.ExitStack, log_dir: Path
+) -> Replicas:
+    """Start the servers of a node; all have as many as the first."""
+    rollout = dataclasses.replace(config.rollout, num_replicas=places.count((0,)))
+    generator = start_replicas(rollout, **_server_settings(config, inputs, log_dir))
     stack.callback(generator.close)
     return generator
 
 
-def start_servers(config: GrpoConfig, num_ranks: int, stack: contextlib.ExitStack, log_dir: Path) -> Replicas:
-    """Start the rollout servers of a node that runs none of the ranks; ``stack`` ends them."""
-    return _start_generator(config, check_grpo_inputs(config, num_ranks), stack, log_dir)
+def start_servers(
+    config: GrpoConfig, num_ranks: int, num_nodes: int, stack: contextlib.ExitStack, log_dir: Path
+) -> tuple[Replicas, int]:
+    """Start the rollout servers of a node that runs none of the ranks; ``stack`` ends them.
+
+    Args:
+        num_ranks: of the nodes that train.
+        num_nodes: machines that they are on.
+
+    Returns:
+        The servers, as many as each of those nodes has, and their number.
+    """
+    inputs = check_grpo_inputs(config, num_ranks, num_nodes=num_nodes)
+    places = place_servers(config.rollout, num_nodes, num_ranks // num_nodes)
+    return _start_generator(config, inputs, places, stack, log_dir), places.count((0,))
 
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:

@@ -32,7 +32,9 @@ def num_ranks_from_environment() -> int:
 
 
 def num_nodes_from_environment() -> int:
-    """Return how many nodes the run has, if each has as many ranks: msrun, which starts a node's ranks, is told."""
+    """Return how many nodes the run has, as its launchers said; or if msrun was called by hand, as that was told."""
+    if said := os.environ.get(processes.NUM_NODES_VARIABLE):
+        return int(said)
     own = msrun_option(processes.command_line(os.getppid()), "local_worker_num")
     return max(1, num_ranks_from_environment() // own) if own else 1
 

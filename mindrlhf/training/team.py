@@ -18,7 +18,7 @@ import numpy as np
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive
-from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
+from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of, receive_message, send_message
 from mindrlhf.training.messages import decode, encode
 from mindrlhf.training.runtime import Rank
 
@@ -184,6 +184,14 @@ def _accept(listener: socket.socket, num_missing: int) -> socket.socket:
 def rank_0_host() -> str:
     """Return the address at which rank 0 is for the other ranks: that of MindSpore's scheduler."""
     return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
+
+
+def own_host() -> str:
+    """Return the address of this machine by which it reaches rank 0."""
+    host = rank_0_host()
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
 
 
 def _broadcast(words: np.ndarray) -> np.ndarray:

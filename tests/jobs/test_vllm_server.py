@@ -367,7 +367,7 @@ from mindrlhf.rollout.vllm_options import VllmOptions
 generator = VllmGenerator.start(VllmOptions(*sys.argv[1:4], load_format="auto", kv_cache_gib=0.1, max_model_len=160))
 if sys.argv[4] == "ready":
     generator.wait_ready()
-print(generator._process.pid, generator._private_dir, flush=True)
+print(generator._process.pid, generator._process.private_dir, flush=True)
 time.sleep(300)
 """
 

@@ -17,7 +17,7 @@ from mindrlhf.rollout.messages import (
     unpack_requests,
     unpack_sampling,
 )
-from mindrlhf.rollout.remote import NodesGenerator, accept_nodes, answer
+from mindrlhf.rollout.remote import NodesGenerator, accept_nodes, answer, remotes
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
@@ -100,7 +100,7 @@ def nodes():
         host, port = listener.getsockname()
         for node in (2, 1):
             answer(servers[node], host, port, TOKEN, node)
-        generator = NodesGenerator(servers[0], accept_nodes(listener, TOKEN, 3))
+        generator = NodesGenerator(servers[0], remotes(accept_nodes(listener, TOKEN, [1, 2])))
     yield generator, servers, journal
     generator.close()
 
@@ -204,7 +204,7 @@ def test_strangers_are_not_taken_for_nodes():
         stranger.sendall(b"let me in, I am node 1" * 10)
         answer(Servers("stranger", journal), host, port, b"another token", 1)
         threading.Timer(0.2, answer, (Servers("node 1", journal), host, port, TOKEN, 1)).start()
-        (remote,) = accept_nodes(listener, TOKEN, 2)
+        (remote,) = remotes(accept_nodes(listener, TOKEN, [1]))
     remote.wait_ready()
     assert journal == [("node 1", "wait_ready")]
     remote.close()

@@ -128,7 +128,7 @@ def test_the_server_gets_a_clean_environment(options, monkeypatch):
     monkeypatch.setenv("KEPT", "yes")
     with VllmGenerator.start(change(options, num_threads=3, env={"EXTRA": "more"})) as generator:
         seen = generator.stats()
-        private_dir = generator._private_dir
+        private_dir = generator._process.private_dir
         assert os.listdir(os.path.join(private_dir, "packages")) == ["mindrlhf"]
     environment = seen["environment"]
     assert not {name for name in environment if name.startswith(("RANK", "DEVICE", "MS_", "OMPI_", "VIRTUAL"))}

@@ -82,9 +82,12 @@ def test_the_number_of_nodes_is_read_from_msrun(monkeypatch):
         assert runtime.msrun_option([*line[:4], *words, *line[4:]], "local_worker_num") == 8
     assert runtime.msrun_option(line, "local_worker_num") is None
     monkeypatch.setenv("MS_WORKER_NUM", "16")
+    monkeypatch.delenv(runtime.processes.NUM_NODES_VARIABLE, raising=False)
     for words, expected in ((["--local_worker_num=8"], 2), (["--local_worker_num=16"], 1), ([], 1)):
         monkeypatch.setattr(runtime.processes, "command_line", lambda pid, words=words: [*line, *words])
         assert runtime.num_nodes_from_environment() == expected
+    monkeypatch.setenv(runtime.processes.NUM_NODES_VARIABLE, "4")
+    assert runtime.num_nodes_from_environment() == 4, "our launchers know best"
 
 
 @pytest.fixture

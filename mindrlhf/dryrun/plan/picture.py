@@ -158,7 +158,7 @@ def _stage_label(plan: Plan, stage: int, row: float) -> list[str]:
 
 def _node_axis(plan: Plan, bottom: float) -> list[str]:
     machine = plan.machine
-    num_nodes = -(-machine.world_size // machine.node_size)
+    num_nodes = machine.num_nodes
     stride = max(1, -(-num_nodes // 16))
     marks = "".join(
         f"M{_x(plan, min(node * machine.node_size, machine.world_size)):.1f} {bottom + 2:.1f}v8"

@@ -13,7 +13,7 @@ from pathlib import Path
 from mindrlhf.config.distillation.references import is_base, reference_paths
 from mindrlhf.config.memory.checks import check_num_layers
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.sections import ParallelSection, RolloutSection
 from mindrlhf.dryrun.compile.request import check_num_ranks
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
 from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
@@ -37,6 +37,7 @@ from mindrlhf.layout.batch import BatchPlan
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, is_split
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
+from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ModelSpec, find_spec
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.specs.rules import VISION_PREFIX
@@ -54,6 +55,11 @@ class Machine:
     device_bytes: int
     node_size: int
     link_bytes_per_s: float = LINK_BYTES_PER_S
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the devices take; the last may have devices to spare."""
+        return -(-self.world_size // self.node_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +145,18 @@ def read_model(path: str) -> Model:
     return Model(path.rstrip("/").rpartition("/")[2], spec, spec.dims(hf_config), hf_config)
 
 
+def _check_places(rollout: RolloutSection, machine: Machine) -> None:
+    """Check that the servers can be laid over the nodes.
+
+    Raises:
+        UserError: they cannot.
+    """
+    node_size = min(machine.node_size, machine.world_size)
+    # Ranks that do not fill nodes of this size have to be on others, all of one size.
+    if machine.world_size % node_size == 0 or rollout.tensor_parallel > node_size:
+        place_servers(rollout, machine.num_nodes, node_size)
+
+
 def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryInputs, list[ParameterLayout]]:
     """Lay a run out: what its memory follows from. Checks the model against the layout on the way.
 
@@ -156,6 +174,7 @@ def prepare(config: GrpoConfig, model: Model, machine: Machine) -> tuple[MemoryI
     if is_split(config.parallel_config):
         check_num_ranks(machine.world_size)
     check_rollout(config.rollout, model.dims, machine.world_size)
+    _check_places(config.rollout, machine)
     layouts, _ = _layouts(model, layout, config.model.param_dtype, config.lora.options)
     states = _states(model, layout, config.model.param_dtype, config.lora.options, accumulates(config.parallel_config))
     inputs = MemoryInputs(

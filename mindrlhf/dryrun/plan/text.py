@@ -131,8 +131,7 @@ def _candidate_row(index: int, one: Candidate) -> tuple[str, ...]:
 
 def _heading(plan: Plan) -> str:
     machine, layout = plan.machine, plan.layout
-    num_nodes = -(-machine.world_size // machine.node_size)
-    nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+    nodes = f"{machine.num_nodes} node{'s' if machine.num_nodes > 1 else ''}"
     return "\n".join(
         [
             f"{plan.model.name}: {plan.num_parameters:,} parameters ({plan.num_parameters / 1e9:.2f}B) on "
@@ -249,8 +248,10 @@ def _short_name(name: str) -> str:
 
 def _rollout_lines(plan: Plan) -> list[str]:
     rollout, config = plan.rollout, plan.config.rollout
+    span = config.tensor_parallel // plan.machine.node_size
+    over = f" over {span} nodes" if span > 1 else ""
     return [
-        f"{config.num_replicas} servers of {config.tensor_parallel} devices; each device: share "
+        f"{config.num_replicas} servers of {config.tensor_parallel} devices{over}; each device: share "
         f"{format_size(rollout.share)} = {config.gpu_memory_utilization} of {format_size(plan.machine.device_bytes)}",
         *wrap(
             f"~ weights {format_size(rollout.weights)}, workspace {format_size(rollout.workspace)}, KV cache "

@@ -127,7 +127,10 @@ class _Nodes:
         self._node_size = min(node_size, layout.world_size)
         self._world_size = layout.world_size
         self._num_devices = config.rollout.tensor_parallel
-        self._places = place_servers(config.rollout, self.count, self._node_size)
+        if layout.world_size % self._node_size and config.rollout.tensor_parallel <= self._node_size:
+            self._places = [(node,) for node in range(self.count)]  # nodes of another size, each with whole servers
+        else:
+            self._places = place_servers(config.rollout, self.count, self._node_size)
         self._counted: dict[tuple, tuple[int, int, int]] = {}
 
     def shares(self, rule: ParameterRule, one: ParameterLayout, node: int) -> tuple[int, int, int]:

@@ -5,11 +5,16 @@ import json
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import is_split
+from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.rollout.vllm_options import sees_images
 
 
-def check_elastic(config: GrpoConfig) -> None:
+def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
     """Refuse what has not been shown to give the same samples on nodes that come and go.
+
+    Args:
+        num_ranks: of the nodes that train.
+        num_nodes: machines that they are on, in equal parts.
 
     Raises:
         UserError: naming the key.
@@ -31,6 +36,12 @@ def check_elastic(config: GrpoConfig) -> None:
                 f"'{key}' is {value}, but with --elastic it has to be {json.dumps(needed)}: set it so, or leave out "
                 "--elastic"
             )
+    if spans_nodes(rollout, num_nodes, num_ranks // num_nodes):
+        raise UserError(
+            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, so that servers lie over several nodes of "
+            f"{num_ranks // num_nodes} ranks, but with --elastic each lies within one: set it to "
+            f"{num_ranks // num_nodes}, or leave out --elastic"
+        )
     if is_split(config.parallel_config):
         raise UserError("the model is cut over ranks, but --elastic is for whole models: leave out --elastic")
     if sees_images(config.model.path):

@@ -15,6 +15,9 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
     shutdown        -> done, and the process ends
 
 A request that fails is answered by "failed" with a message; the server goes on.
+
+With ``--headless`` in place of the socket it is the part of a server whose engine is on another node: it does what that
+engine asks, and ends when one of its workers does (see ``mindrlhf.rollout.spanning``).
 """
 
 import argparse
@@ -28,12 +31,13 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
+from mindrlhf.rollout.server.span import prepare
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 
@@ -43,13 +47,19 @@ FINISH_REASONS = ("stop", "length")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mindrlhf.rollout.server")
-    parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix socket, inherited")
+    role = parser.add_mutually_exclusive_group(required=True)
+    role.add_argument("--socket-fd", type=int, help="connected Unix socket, inherited")
+    role.add_argument("--headless", action="store_true", help="the workers of another node's engine")
     parser.add_argument("--config", required=True, help="JSON of VllmOptions")
     arguments = parser.parse_args()
     config = json.loads(arguments.config)
-    os.set_inheritable(arguments.socket_fd, False)
     signal.signal(signal.SIGTERM, lambda number, _: _leave(config["private_dir"], 128 + number))
     _end_with_parent(config["private_dir"])
+    if config["span"] is not None:
+        prepare(config["span"], config["tensor_parallel_size"], config["board_file"])
+    if arguments.headless:
+        _run_headless(config)
+    os.set_inheritable(arguments.socket_fd, False)
     connection = socket.socket(fileno=arguments.socket_fd)
 
     with lasting_objects():
@@ -66,6 +76,19 @@ def main() -> None:
         print("rollout server: the trainer closed the connection", file=sys.stderr)
     engine.close()
     _leave(config["private_dir"], 0)
+
+
+def _run_headless(config: dict[str, Any]) -> NoReturn:
+    """Be the workers of another node's engine; such a process is ended from outside, or with one of them."""
+    try:
+        with lasting_objects():
+            from mindrlhf.rollout.server.engine import run_workers
+
+        run_workers(config)
+        print("rollout server: a worker process has ended", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    _leave(config["private_dir"], 1)
 
 
 class Server:
@@ -180,7 +203,7 @@ def _end_with_parent(private_dir: str) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _leave(private_dir: str, exit_code: int) -> None:
+def _leave(private_dir: str, exit_code: int) -> NoReturn:
     """End at once: the interpreter's own way out can take ten seconds with vLLM loaded.
 
     The trainer may be dead, so the directory it made for this process is removed here too.

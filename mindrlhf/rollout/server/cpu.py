@@ -1,9 +1,9 @@
 """What this package changes inside vLLM when it runs on a CPU, and nowhere else.
 
 Everything here relies on internals of the versions in ``TESTED_VERSIONS``; with any other version the server uses
-vLLM as it comes. Three changes are for every dtype: ``without_listeners`` for a server of one process,
-``do_without_lscpu``, and ``rotate_every_head``, without which DeepSeek's attention is wrong. The others are for one
-process in float32 (``supports``), each for speed:
+vLLM as it comes. Four changes are for every dtype: ``without_listeners`` for a server of one process,
+``count_workers_as_devices`` for one over several nodes, ``do_without_lscpu``, and ``rotate_every_head``, without which
+DeepSeek's attention is wrong. The others are for one process in float32 (``supports``), each for speed:
 
 1. Linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM repacks
    them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
@@ -95,6 +95,15 @@ def rotate_every_head() -> None:
         return (self.forward_native if has_heads else kernel.__get__(self))(positions, query, key)
 
     RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def count_workers_as_devices(num_workers: int) -> None:
+    """Say that this node has a device for each worker of a server that lies over several nodes.
+
+    By their number vLLM tells which workers share memory with the engine, and for it a CPU is one device.
+    """
+    if is_known():
+        current_platform.device_count = lambda: num_workers
 
 
 class PlainLinear:

@@ -14,6 +14,7 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.executor import multiproc_executor
 
 from mindrlhf.rollout.drafts import GroupDrafts
 from mindrlhf.rollout.sampling import stream_key
@@ -39,13 +40,50 @@ class FinishedSample:
     experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, layers with experts, active]
 
 
+def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict[str, Any]:
+    """Return what vLLM is told of ``config``, the same in all processes of a server.
+
+    Args:
+        vision: what the model sees with; None for a model of text.
+    """
+    arguments = {
+        "model": config["model_dir"],
+        "dtype": config["dtype"],
+        "load_format": config["load_format"],
+        "max_model_len": config["max_model_len"],
+        "max_num_seqs": config["max_num_seqs"],
+        "seed": config["seed"],
+        "tensor_parallel_size": config["tensor_parallel_size"],
+        "gpu_memory_utilization": config["gpu_memory_utilization"],
+        "enable_sleep_mode": config["enable_sleep"],
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": "mindrlhf.rollout.server.worker.WorkerExtension",
+    }
+    if config["profile_dir"]:
+        from vllm.config import ProfilerConfig
+
+        options = {"profiler": "torch", "torch_profiler_dir": config["profile_dir"]}
+        arguments["profiler_config"] = ProfilerConfig(**options, torch_profiler_with_stack=False)
+    if config["kv_cache_gib"] is not None:
+        arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
+    if config["device"] == "cpu":
+        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
+    if span := config["span"]:
+        arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
+        arguments |= {"master_addr": span["host"], "master_port": span["port"]}
+    return arguments if vision is None else arguments | vision.engine_arguments(config["max_model_len"])
+
+
 class VllmEngine:
     """vLLM through its public interface. One batch at a time: ``submit``, then ``step`` until ``num_pending`` is 0."""
 
     sampler = "vllm"
 
     def __init__(self, config: dict[str, Any]):
-        self._is_cpu = config["device"] == "cpu"
         self._uses_sleep = config["enable_sleep"]
         self._kv_cache_is_asleep = False
         self._vision = VisionModel.of(config["model_dir"])
@@ -65,33 +103,7 @@ class VllmEngine:
         self._num_submitted = 0
 
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
-        arguments = {
-            "model": config["model_dir"],
-            "dtype": config["dtype"],
-            "load_format": config["load_format"],
-            "max_model_len": config["max_model_len"],
-            "max_num_seqs": config["max_num_seqs"],
-            "seed": config["seed"],
-            "tensor_parallel_size": config["tensor_parallel_size"],
-            "gpu_memory_utilization": config["gpu_memory_utilization"],
-            "enable_sleep_mode": config["enable_sleep"],
-            "enable_prefix_caching": True,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "worker_extension_cls": "mindrlhf.rollout.server.worker.WorkerExtension",
-        }
-        if config["profile_dir"]:
-            from vllm.config import ProfilerConfig
-
-            options = {"profiler": "torch", "torch_profiler_dir": config["profile_dir"]}
-            arguments["profiler_config"] = ProfilerConfig(**options, torch_profiler_with_stack=False)
-        if config["kv_cache_gib"] is not None:
-            arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
-        if self._is_cpu:
-            arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
-        return arguments if self._vision is None else arguments | self._vision.engine_arguments(config["max_model_len"])
+        return engine_arguments(config, self._vision)
 
     def _model_runner(self):
         """vLLM's, where it runs in this process."""
@@ -349,3 +361,13 @@ def build_engine(config: dict[str, Any]) -> VllmEngine:
             f"vLLM {' or '.join(cpu.TESTED_VERSIONS)} only: set rollout.draft_tokens to 0"
         )
     return CpuEngine(config) if fast else VllmEngine(config)
+
+
+def run_workers(config: dict[str, Any]) -> None:
+    """Run the workers of this node for an engine that is on another, until one of them ends."""
+    cpu.do_without_lscpu()
+    arguments = EngineArgs(**engine_arguments(config, VisionModel.of(config["model_dir"])))
+    vllm_config = arguments.create_engine_config(headless=True)
+    # Looked up now: vLLM-Ascend has put its own there with the platform.
+    executor = multiproc_executor.MultiprocExecutor(vllm_config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)

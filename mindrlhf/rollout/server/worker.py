@@ -11,6 +11,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
+from mindrlhf.rollout.server.span import board_of_node, join_span
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 
 # Boards are mapped for reading only; nothing here writes to the tensors made over them.
@@ -18,6 +19,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 # A worker process of its own imports this module before it looks at the cores, and builds the model.
 do_without_lscpu()
 rotate_every_head()
+join_span()
 
 
 @dataclass
@@ -80,6 +82,7 @@ class WorkerExtension:
         return is_last
 
     def _attached_board(self, path: str) -> WeightBoard:
+        path = board_of_node(path)
         board = getattr(self, "_board", None)
         if board is None or board.path != path:
             if board is not None:

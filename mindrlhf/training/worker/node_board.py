@@ -1,13 +1,11 @@
 """The weight board of a node as its ranks see it: what they write to it, and what its first rank gets for it."""
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 from mindrlhf.rollout.remote import ReplicatedGenerator
-from mindrlhf.system.wire import family_of
 from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Published, Received
-from mindrlhf.training.team import rank_0_host
+from mindrlhf.training.team import own_host
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange.carrier import Carrier
@@ -100,7 +98,7 @@ class NodeBoard:
         if not self._has_made_board:
             return LeaderAddress({})
         if self._carrier is None:
-            self._carrier = TcpCarrier(self._board, self._node, _own_host())
+            self._carrier = TcpCarrier(self._board, self._node, own_host())
         return LeaderAddress({str(self._node): list(self._carrier.address)})
 
     def connect_carrier(self, bucket: int, pieces: list, addresses: dict[str, Any], token: str) -> None:
@@ -129,11 +127,3 @@ class NodeBoard:
         if self._carrier is not None:
             self._carrier.close()
             self._carrier = None
-
-
-def _own_host() -> str:
-    """Return the address of this machine by which it reaches rank 0."""
-    host = rank_0_host()
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:  # connecting one sends nothing
-        probe.connect((host, 9))
-        return probe.getsockname()[0]

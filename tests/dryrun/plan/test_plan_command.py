@@ -98,6 +98,10 @@ BAD = {
         ["--world-size", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],
         "'rollout.tensor_parallel' is 8, which does not divide the model's 28 query heads: set it to one of 1, 2, 4",
     ),
+    "rollout over nodes": (
+        ["--world-size", 8, "--node-size", 3, "rollout.num_replicas=2", "rollout.tensor_parallel=4"],
+        "'rollout.tensor_parallel' is 4, more than the 3 devices of a node but no number of whole nodes: set it to 3",
+    ),
     "rows": (["--world-size", 8, "training.row_lengths=[4097]"], "set it to 4100"),
     "model": (["--world-size", 8, "model.path=nowhere"], "nowhere"),
     "json": (["--world-size", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
@@ -112,6 +116,13 @@ def test_mistakes_are_one_line_with_the_fix(words, message, capsys):
     assert captured.out == ""
     assert captured.err.startswith("mindrlhf plan: error: ") and captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_servers_over_nodes_are_planned_as_they_are_laid(capsys):
+    assert _plan(example("deepseek_v3_512npu"), "--world-size", 512) == 0
+    assert "\n4 servers of 128 devices over 16 nodes; each device" in capsys.readouterr().out
+    assert _plan(example("deepseek_v3_512npu"), "--world-size", 512, "--node-size", 128) == 0
+    assert "\n4 servers of 128 devices; each device" in capsys.readouterr().out
 
 
 def test_nothing_heavy_is_imported():

@@ -1,4 +1,4 @@
-"""Servers of a run on its nodes and on their devices."""
+"""Servers on the devices of a node."""
 
 import pytest
 from hypothesis import given
@@ -6,20 +6,7 @@ from hypothesis import strategies as st
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import UserError
-from mindrlhf.layout.servers import servers_on_node
 from mindrlhf.rollout.vllm_options import devices_of
-
-
-@pytest.mark.parametrize(
-    "num_replicas, num_nodes, expected", [(1, 1, 1), (4, 1, 4), (1, 2, 1), (2, 2, 1), (8, 2, 4), (6, 3, 2), (2, 3, 1)]
-)
-def test_servers_are_dealt_out_evenly(num_replicas, num_nodes, expected):
-    assert servers_on_node(RolloutSection(num_replicas=num_replicas), num_nodes) == expected
-
-
-def test_servers_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match=r"'rollout.num_replicas' is 5, .* over 2 nodes: set it to 4"):
-        servers_on_node(RolloutSection(num_replicas=5), 2)
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
@@ -37,5 +24,10 @@ def test_servers_take_the_devices_that_are_named():
     assert found == [{"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, {"ASCEND_RT_VISIBLE_DEVICES": "6,7"}]
     inherited = devices_of(RolloutSection(tensor_parallel=2), 0, {"ASCEND_RT_VISIBLE_DEVICES": "3,1,2"})
     assert inherited == {"ASCEND_RT_VISIBLE_DEVICES": "3,1"}
-    with pytest.raises(UserError, match="is 4, 5,6,7, 4 devices, but server 2 of this node needs .* = 2 after those"):
+    with pytest.raises(UserError, match="is 4, 5,6,7, 4 devices, but server 2 of this node needs 2 after those"):
         devices_of(rollout, 2, {})
+
+
+def test_a_server_over_several_nodes_has_its_part_of_each():
+    rollout = RolloutSection(tensor_parallel=32)
+    assert devices_of(rollout, 0, {}, num_nodes=4) == {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}

@@ -1,0 +1,63 @@
+"""What the first rank of a node does for a server that lies over several: own it, or keep its part of it."""
+
+import dataclasses
+import socket
+from collections.abc import Collection
+
+from mindrlhf.rollout.remote import accept_nodes
+from mindrlhf.rollout.replicas import Replicas
+from mindrlhf.rollout.spanning.keeper import PartKeeper
+from mindrlhf.rollout.spanning.parts import ServerParts
+from mindrlhf.rollout.vllm import VllmGenerator
+from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.system.wire import family_of
+
+
+class NodeShare:
+    """A node's share of the one server that lies on it.
+
+    The first rank of the server's first node calls ``open`` and ``start``, those of the others ``join`` in between.
+
+    Args:
+        options: of the server, the same on all its nodes but for the log.
+        num_restarts: how often it may be started again.
+    """
+
+    def __init__(self, options: VllmOptions, num_restarts: int):
+        self._options = options
+        self._num_restarts = num_restarts
+        self._listener: socket.socket | None = None
+        self._parts: ServerParts | None = None
+        self._generator: Replicas | None = None
+        self._keeper: PartKeeper | None = None
+
+    def open(self, own_host: str) -> tuple[str, int]:
+        """Listen for the keepers of the parts, and return the address."""
+        self._listener = socket.create_server((own_host, 0), family=family_of(own_host))
+        return own_host, self._listener.getsockname()[1]
+
+    def start(self, token: bytes, nodes: Collection[int], board_path: str) -> Replicas:
+        """Take the connections of the parts on ``nodes``, and start the server in the background.
+
+        Raises:
+            RunFailure: a part did not come, or the server could not be started.
+            UserError: see :meth:`mindrlhf.rollout.vllm.VllmGenerator.start`.
+        """
+        with self._listener:
+            self._parts = ServerParts(accept_nodes(self._listener, token, nodes), self._listener.getsockname()[0])
+        self._generator = Replicas([VllmGenerator.start(self._options, self._parts)], self._num_restarts)
+        self._generator.use_board(board_path)
+        return self._generator
+
+    def join(self, address: tuple[str, int], token: bytes, node: int, own_host: str, board_path: str) -> None:
+        """Keep this node's part of the server whose owner listens at ``address``."""
+        log_path = self._options.log_path.removesuffix(".log") + "_part.log"
+        self._keeper = PartKeeper(dataclasses.replace(self._options, log_path=log_path), own_host, board_path)
+        self._keeper.join(*address, token, node)
+
+    def close(self) -> None:
+        """End the server, or the part."""
+        for one in (self._generator, self._parts, self._keeper):
+            if one is not None:
+                one.close()
+        self._generator = self._parts = self._keeper = None

@@ -1,0 +1,164 @@
+"""A real vLLM server whose processes are those of two nodes, both this machine: the tokens of one that is not cut."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slow_tests import SLOW
+from test_listeners import listening_addresses
+from test_vllm_server import (
+    PYTHON,
+    REQUESTS,
+    assert_same,
+    begin_many,
+    collect,
+    make_tensors,
+    reference_logprobs,
+    start,
+    write_model,
+)
+
+from mindrlhf.rollout.replicas import Replicas
+from mindrlhf.rollout.spanning.share import NodeShare
+from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.rollout.vllm_options import VllmOptions
+from mindrlhf.system.processes import descendants, shared_memory_files
+from mindrlhf.weights.board import TensorInfo, WeightBoard
+
+pytestmark = [
+    pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),
+    pytest.mark.timeout(900),
+]
+
+TOKEN = b"0123456789abcdef"
+HOSTS = ("127.0.0.2", "127.0.0.3")  # addresses of this machine, which nobody else listens on
+
+
+class Spanning:
+    """A server over two nodes, with a board on each."""
+
+    def __init__(self, options: VllmOptions, stack: contextlib.ExitStack):
+        infos = [TensorInfo(name, "float32", tensor.shape) for name, tensor in make_tensors(0).items()]
+        self.boards = [stack.enter_context(WeightBoard.create(infos)) for _ in HOSTS]
+        self.shares = [NodeShare(options, num_restarts=1) for _ in HOSTS]
+        for share in reversed(self.shares):
+            stack.callback(share.close)
+        address = self.shares[0].open(HOSTS[0])
+        self.shares[1].join(address, TOKEN, 1, HOSTS[1], self.boards[1].path)
+        self.generator: Replicas = self.shares[0].start(TOKEN, [1], self.boards[0].path)
+
+    def push(self, seeds: tuple[int, int], version: int) -> None:
+        """Put weights on both boards, of a seed each, and load them."""
+        for board, seed in zip(self.boards, seeds):
+            board.begin(version)
+            for name, tensor in make_tensors(seed).items():
+                board.write(name, tensor)
+            board.seal()
+        self.generator.update_weights(version)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process with the engine, and the other node's."""
+        return [self.generator._generators[0]._process.pid, self.shares[1]._keeper._process.pid]
+
+    def all_pids(self) -> list[list[int]]:
+        """The processes of each node."""
+        return [[pid, *(status.pid for status in descendants(pid))] for pid in self.pids]
+
+
+@contextlib.contextmanager
+def spanning(directory: Path, width: int) -> Iterator[Spanning]:
+    model_dir = write_model(directory / "bare", None)
+    log_path = str(directory / "spanning.log")
+    options = VllmOptions(
+        PYTHON, model_dir, log_path, max_model_len=160, max_num_seqs=32, kv_cache_gib=0.1, tensor_parallel_size=width
+    )
+    with contextlib.ExitStack() as stack:
+        yield Spanning(options, stack)
+
+
+def assert_gone(pids: list[int], segments: set[str]) -> None:
+    end_s = time.monotonic() + 30
+    paths = {f"/proc/{pid}" for pid in pids} | segments
+    while left := [path for path in paths if os.path.exists(path)]:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.2)
+
+
+def test_two_nodes_give_the_samples_of_one_also_with_new_weights(tmp_path):
+    new = write_model(tmp_path / "new", make_tensors(1))
+    with spanning(tmp_path, 2) as server:
+        with start(new, tmp_path / "one_node.log", load_format="auto", tensor_parallel_size=2) as one_node:
+            expected = collect(one_node)
+        server.generator.wait_ready()
+        server.push((0, 0), 1)
+        old = collect(server.generator)
+        server.push((1, 1), 2)
+        got = collect(server.generator)
+        assert any(not np.array_equal(got[key].token_ids, old[key].token_ids) for key in got)
+        server.generator.sleep()
+        server.generator.wake()
+        server.push((1, 1), 3)
+        assert_same(collect(server.generator), got)
+        # Each process reads the board of its own node: with other weights on one of them, nothing is the same.
+        server.push((1, 0), 4)
+        mixed = collect(server.generator)
+        pids = server.all_pids()
+        segments = {path for node in pids for pid in node for path in shared_memory_files(pid)}
+        # Nothing listens to others. (Gloo takes the first address of an interface, here of that of both nodes.)
+        for node, host in zip(pids, HOSTS):
+            assert {address for pid in node for address, _ in listening_addresses(pid)} <= {host, "127.0.0.1"}
+    for key, completion in got.items():
+        np.testing.assert_array_equal(completion.token_ids, expected[key].token_ids)
+        np.testing.assert_allclose(completion.logprobs, expected[key].logprobs, atol=1e-5)
+    assert sum(np.array_equal(mixed[key].token_ids, got[key].token_ids) for key in got) <= len(got) // 4
+    prompts = {request.request_id: list(request.prompt_ids) for request in REQUESTS}
+    pairs = [[prompts[key[0]], completion.token_ids.tolist()] for key, completion in got.items()]
+    for completion, logprobs in zip(got.values(), reference_logprobs(new, 1.0, pairs)):
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
+    assert_gone([pid for node in pids for pid in node], segments)
+
+
+@SLOW
+def test_two_processes_on_each_of_two_nodes_give_the_tokens_of_one_process(tmp_path):
+    greedy = SamplingParams(max_tokens=20, temperature=0.0)
+    with spanning(tmp_path, 4) as server:
+        with start(write_model(tmp_path / "new", make_tensors(1)), tmp_path / "one.log", load_format="auto") as one:
+            expected = collect(one, sampling=greedy)
+        server.generator.wait_ready()
+        server.push((1, 1), 1)
+        assert_same(collect(server.generator, sampling=greedy), expected)
+        assert [len(node) for node in server.all_pids()] == [5, 4]  # each with a resource tracker, one with an engine
+
+
+@SLOW
+@pytest.mark.parametrize("victim", ["engine", "part", "worker of the engine", "worker of the part"])
+def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_path, victim, capfd):
+    with spanning(tmp_path, 2) as server:
+        server.generator.wait_ready()
+        server.push((1, 1), 1)
+        expected = collect(server.generator)
+        node = int(victim.endswith("part"))
+        before = server.all_pids()
+        segments = {path for pids in before for pid in pids for path in shared_memory_files(pid)}
+        pid = before[node][-1 if victim.startswith("worker") else 0]
+        stream = begin_many(server.generator)
+        os.kill(pid, signal.SIGKILL)
+        list(stream)  # begun once more by the new server
+        assert_same(collect(server.generator), expected)
+        assert_gone([pid for pids in before for pid in pids], segments)
+    text = capfd.readouterr().err
+    (line,) = [line for line in text.splitlines() if "starting it again" in line]
+    if victim == "engine":
+        assert f"(process {pid}) was killed by signal 9 (SIGKILL)" in line
+    elif victim == "part":
+        assert f"has lost its part on node 1, which (process {pid}) was killed by signal 9 (SIGKILL)" in line
+    elif victim == "worker of the part":
+        assert "has lost its part on node 1, which" in line and "a worker process has ended" in line
+    else:
+        assert line.startswith("mindrlhf: the rollout server")
