@@ -319,6 +319,10 @@ def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
         ("mindrlhf/training/nodes.py", "create_server("),
         # The first rank of a node, while weights that are cut over nodes cross to its board; a node for rollout only.
         ("mindrlhf/weights/exchange/tcp.py", "create_server("),
+        # Of a rollout server over several nodes: the rank that owns it, while those of the others connect, and torch's
+        # store, which would listen on all addresses.
+        ("mindrlhf/rollout/spanning/share.py", "create_server("),
+        ("mindrlhf/rollout/server/span.py", "create_server("),
         # With --elastic: rank 0, for nodes for rollout only.
         ("mindrlhf/rollout/elastic/door.py", "create_server("),
     }

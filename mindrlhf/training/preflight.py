@@ -73,13 +73,12 @@ def check_sandbox(config: GrpoConfig) -> str:
 
 
 def check_grpo_inputs(
-    config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None, *, num_nodes: int = 1
+    config: GrpoConfig, world_size: int = 1, mistakes: Mistakes | None = None, num_nodes: int = 1
 ) -> RunInputs:
-    """Open the inputs of a `mindrlhf train` run on ``world_size`` ranks.
+    """Open the inputs of a `mindrlhf train` run on ``world_size`` ranks, which are on ``num_nodes`` machines.
 
     Args:
         mistakes: found before; None for none.
-        num_nodes: machines that the ranks are on, in equal parts.
 
     Raises:
         UserError: everything that would stop the run later: files, tokenizer, verifiers, weights, lengths, layout;
@@ -111,9 +110,8 @@ def check_grpo_inputs(
         check(check_sources, config, files.training)
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
-    row_lengths = None
-    if files.present:
-        row_lengths = check(_grpo_row_lengths, config, files.present, needs=["training.row_lengths"])
+    needed = ["training.row_lengths"]
+    row_lengths = check(_grpo_row_lengths, config, files.present, needs=needed) if files.present else None
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,11 @@ from test_listeners import listening_addresses
 from test_vllm_server import (
     PYTHON,
     REQUESTS,
+    _is_alive,
     assert_same,
-    begin_many,
     collect,
     make_tensors,
+    prompt,
     reference_logprobs,
     start,
     write_model,
@@ -25,7 +28,7 @@ from test_vllm_server import (
 
 from mindrlhf.rollout.replicas import Replicas
 from mindrlhf.rollout.spanning.share import NodeShare
-from mindrlhf.rollout.types import SamplingParams
+from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
 from mindrlhf.weights.board import TensorInfo, WeightBoard
@@ -84,8 +87,7 @@ def spanning(directory: Path, width: int) -> Iterator[Spanning]:
 
 def assert_gone(pids: list[int], segments: set[str]) -> None:
     end_s = time.monotonic() + 30
-    paths = {f"/proc/{pid}" for pid in pids} | segments
-    while left := [path for path in paths if os.path.exists(path)]:
+    while left := [*filter(_is_alive, pids), *filter(os.path.exists, segments)]:
         assert time.monotonic() < end_s, left
         time.sleep(0.2)
 
@@ -136,8 +138,31 @@ def test_two_processes_on_each_of_two_nodes_give_the_tokens_of_one_process(tmp_p
         assert [len(node) for node in server.all_pids()] == [5, 4]  # each with a resource tracker, one with an engine
 
 
+TRAINER = """
+import sys, time
+from pathlib import Path
+from test_vllm_spanning import spanning
+with spanning(Path(sys.argv[1]), 2) as server:
+    server.generator.wait_ready()
+    print(*(pid for pids in server.all_pids() for pid in pids), flush=True)
+    time.sleep(300)
+"""
+
+
 @SLOW
-@pytest.mark.parametrize("victim", ["engine", "part", "worker of the engine", "worker of the part"])
+def test_trainers_that_are_killed_leave_nothing(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
+        pids = [int(word) for word in trainer.stdout.readline().split()]
+        segments = {path for pid in pids for path in shared_memory_files(pid)}
+        assert len(pids) > 4 and segments
+        trainer.kill()  # both nodes' first ranks are this process
+    assert_gone(pids, segments)
+
+
+@SLOW
+@pytest.mark.parametrize("victim", ["engine", "part", "worker of the engine", "worker of the part", "stopped part"])
 def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_path, victim, capfd):
     with spanning(tmp_path, 2) as server:
         server.generator.wait_ready()
@@ -147,8 +172,9 @@ def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_p
         before = server.all_pids()
         segments = {path for pids in before for pid in pids for path in shared_memory_files(pid)}
         pid = before[node][-1 if victim.startswith("worker") else 0]
-        stream = begin_many(server.generator)
-        os.kill(pid, signal.SIGKILL)
+        stream = server.generator.generate([GenerationRequest(0, prompt(6, 42), 96, seed=5)], SamplingParams(90))
+        next(stream)  # 32 are made at once: most have not begun
+        os.kill(pid, signal.SIGSTOP if victim == "stopped part" else signal.SIGKILL)
         list(stream)  # begun once more by the new server
         assert_same(collect(server.generator), expected)
         assert_gone([pid for pids in before for pid in pids], segments)
@@ -158,6 +184,8 @@ def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_p
         assert f"(process {pid}) was killed by signal 9 (SIGKILL)" in line
     elif victim == "part":
         assert f"has lost its part on node 1, which (process {pid}) was killed by signal 9 (SIGKILL)" in line
+    elif victim == "stopped part":
+        assert "has been stuck for 10 s in 'generate'" in line
     elif victim == "worker of the part":
         assert "has lost its part on node 1, which" in line and "a worker process has ended" in line
     else:

@@ -171,7 +171,7 @@ def test_what_nodes_for_rollout_only_cannot_do_is_told(contents, run, key, value
     ("changes", "message"),
     [
         ({"tensor_parallel": 3}, "'rollout.tensor_parallel' is 3, more than the 2 devices of a node but no number of"),
-        ({"tensor_parallel": 4, "num_replicas": 2}, "takes 4 nodes of 2 devices, and the run has 2: set num_replicas to"),
+        ({"tensor_parallel": 4, "num_replicas": 2}, "takes 4 nodes of 2 devices, and the run has 2: set num_replicas"),
         ({"num_replicas": 3}, "'rollout.num_replicas' is 3, which does not divide over 2 nodes: set it to 2"),
         ({"tensor_parallel": 4}, None),
         ({"tensor_parallel": 2, "num_replicas": 4}, None),

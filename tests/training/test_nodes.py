@@ -9,8 +9,8 @@ import pytest
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.messages import decode, encode
-from mindrlhf.training.nodes import attach_boards, find_nodes
-from mindrlhf.training.records import BoardPath, Machine, Published, add_by_node
+from mindrlhf.training.nodes import attach_boards, find_nodes, start_spanning
+from mindrlhf.training.records import BoardPath, LeaderAddress, Machine, Published, add_by_node
 from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
@@ -64,8 +64,8 @@ class Ranks:
         self.world_size = len(machines)
 
     def call(self, method: str, per_rank=None, **common):
-        arguments = per_rank or [common] * self.world_size
-        return [getattr(rank, method)(**given) for rank, given in zip(self.ranks, arguments)]
+        arguments = per_rank or [{}] * self.world_size
+        return [getattr(rank, method)(**common, **given) for rank, given in zip(self.ranks, arguments)]
 
 
 def test_ranks_that_share_a_machine_are_a_node():
@@ -227,3 +227,66 @@ def test_boards_of_a_model_that_is_cut_over_nodes_are_completed(machines, bucket
             rank._board.close()
     assert all(len(same) == 1 for same in digests.values()), "the digests are those of one machine"
     assert len(set().union(*digests.values())) == 3
+
+
+class ServingRank(Rank):
+    """Notes what it is asked to do for a server over several nodes."""
+
+    def __init__(self, index: int, machine: str):
+        super().__init__(index, machine)
+        self.asked = []
+        self.node_generator = None
+
+    def await_parts(self, is_owner: bool) -> LeaderAddress:
+        self.asked += ["await"] * is_owner
+        return LeaderAddress({str(self.node): [f"10.0.0.{self.node}", 7000 + self.node]} if is_owner else {})
+
+    def join_server(self, address: list | None, token: str) -> None:
+        self.asked += [] if address is None else [("join", address, token)]
+
+    def start_server(self, nodes: list[int] | None, token: str) -> None:
+        if nodes is not None:
+            self.asked.append(("start", nodes, token))
+            self.node_generator = f"servers of rank {self.index}"
+
+
+def spanning_team(machines: list[str]) -> tuple[Ranks, list[list[int]]]:
+    team = Ranks([])
+    team.ranks = [ServingRank(index, machine) for index, machine in enumerate(machines)]
+    team.world_size, team.rank_0 = len(machines), team.ranks[0]
+    nodes = find_nodes(team)
+    for node, ranks in enumerate(nodes):
+        for rank in ranks:
+            team.ranks[rank].node = node
+    return team, nodes
+
+
+def test_the_first_ranks_of_the_nodes_of_a_server_find_each_other(monkeypatch):
+    team, nodes = spanning_team(["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"])
+    connected = []
+    monkeypatch.setattr("mindrlhf.training.nodes.connect_generators", lambda *given: connected.append(given) or "all")
+    assert start_spanning(team, nodes, [(0, 1), (2, 3)]) == "all"
+    assert connected == [(team, [2], "servers of rank 0")]
+    asked = {rank.index: rank.asked for rank in team.ranks if rank.asked}
+    token = asked[0][1][2]
+    assert len(token) == 32
+    assert asked == {
+        0: ["await", ("start", [1], token)],
+        2: [("join", ["10.0.0.0", 7000], token)],
+        4: ["await", ("start", [3], token)],
+        6: [("join", ["10.0.0.2", 7002], token)],
+    }
+
+
+def test_one_server_over_all_nodes_is_rank_0s_own():
+    team, nodes = spanning_team(["a", "b", "c"])
+    assert start_spanning(team, nodes, [(0, 1, 2)]) == "servers of rank 0"
+    assert team.ranks[0].asked[1][:2] == ("start", [1, 2])
+
+
+def test_fewer_machines_than_the_launchers_said_are_named():
+    team, nodes = spanning_team(["a", "a"])
+    with pytest.raises(
+        RunFailure, match="laid over nodes up to 1, but the ranks are on 1 machines: start a"
+    ):
+        start_spanning(team, nodes, [(0, 1)])

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,6 +39,7 @@ import numpy as np
 from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.span import prepare
+from mindrlhf.system import processes
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 
@@ -206,9 +208,14 @@ def _end_with_parent(private_dir: str) -> None:
 def _leave(private_dir: str, exit_code: int) -> NoReturn:
     """End at once: the interpreter's own way out can take ten seconds with vLLM loaded.
 
-    The trainer may be dead, so the directory it made for this process is removed here too.
+    The trainer may be dead, so the directory it made for this process is removed here too, and vLLM's processes, which
+    do not all notice that their parent has gone, are killed.
     """
     sys.stderr.flush()
+    # It removes the shared memory of the others once all have gone.
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    others = processes.descendants(os.getpid(), except_trees=[tracker])
+    processes.signal_all([status.pid for status in others], signal.SIGKILL)
     shutil.rmtree(private_dir, ignore_errors=True)
     os._exit(exit_code)
 

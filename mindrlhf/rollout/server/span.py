@@ -24,7 +24,7 @@ def prepare(span: dict[str, Any], tensor_parallel: int, board_file: str) -> None
     """Set the environment of this process and of those it will start; vLLM must not be loaded yet.
 
     Args:
-        span: the fields of ``mindrlhf.rollout.process.Span``.
+        span: the fields of ``mindrlhf.rollout.processes.server.Span``.
         tensor_parallel: of the server.
         board_file: holds the path of this node's weight board, in a process that no trainer tells it.
     """

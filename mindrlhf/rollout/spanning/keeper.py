@@ -5,7 +5,7 @@ import sys
 import threading
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.process import ServerProcess, Span
+from mindrlhf.rollout.processes.server import ServerProcess, Span
 from mindrlhf.rollout.remote import introduce_node
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.handshake import SignedConnection

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import find_free_port
-from mindrlhf.rollout.process import Span
+from mindrlhf.rollout.processes.server import Span
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError
 
