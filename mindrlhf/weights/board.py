@@ -24,7 +24,6 @@ Needs the standard library and NumPy only: both interpreters (training and rollo
 import contextlib
 import fcntl
 import json
-import math
 import mmap
 import os
 import struct
@@ -34,6 +33,8 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.weights.exchange.boxes import Box, to_box
+from mindrlhf.weights.exchange.parts import find_fault, find_gap, read_parts, write_parts
 from mindrlhf.weights.tensors import TensorInfo
 
 _MAGIC = b"MRLBOARD"
@@ -68,6 +69,7 @@ class WeightBoard:
             view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
             self._views.append(view)
             offset = _align(offset + info.size_bytes)
+        self._parts_offset = offset  # behind the tensors: where a board that lacks regions says which it has
         self._version_in_progress: int | None = None
         self._contribution: dict[str, dict[str, Any]] = {}
         self._earlier: dict[str, dict[str, Any]] = {}
@@ -96,8 +98,8 @@ class WeightBoard:
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, size_bytes)
-            # A board that shrank under a reader would kill it with SIGBUS.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            # A board that shrank under a reader would kill it with SIGBUS; it grows by the list of its parts.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             memory = mmap.mmap(fd, size_bytes)
         except OSError as error:
             os.close(fd)
@@ -198,21 +200,34 @@ class WeightBoard:
         """
         return self._contribution
 
-    def seal(self, contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None) -> None:
+    def seal(
+        self,
+        contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None,
+        needed: Mapping[str, Sequence[Box] | None] | None = None,
+    ) -> None:
         """Make the version visible, after checking that the ranks together wrote each element exactly once.
 
         Args:
             contributions: those of all ranks, the caller's included; None when the caller alone has written.
+            needed: what readers will read, where that is not everything: boxes by tensor, None for all of it, nothing
+                of a tensor that is not there. Then each of these elements must have been written, and none twice.
 
         Raises:
             WeightBoardError: a gap or an overlap, naming the tensor. No version is visible then.
         """
         assert self._version_in_progress is not None, "seal() before begin()"
         contributions = [self._contribution] if contributions is None else contributions
+        written = {}
         for i, info in enumerate(self.infos):
             parts = [contribution[info.name] for contribution in contributions if info.name in contribution]
-            _check_coverage(info, [bounds for part in parts for bounds in part["regions"]])
+            boxes = written[info.name] = [to_box(bounds) for part in parts for bounds in part["regions"]]
+            if fault := find_fault(info, boxes, needed):
+                raise WeightBoardError(fault)
             self._checksums[i] = sum(part["checksum"] for part in parts) % 2**64
+        try:
+            write_parts(self._fd, self._parts_offset, None if needed is None else written)
+        except OSError as error:
+            raise WeightBoardError(f"no shared memory for the list of the weight board's parts: {error}") from error
         self._set_version(self._version_in_progress)
         self._version_in_progress = None
 
@@ -232,19 +247,44 @@ class WeightBoard:
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
         (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
         ranks add up, and they run as fast as memory. They notice torn, late and lost writes, not an exchange of
-        elements.
+        elements. Of a board that was sealed with parts of its tensors, these are compared.
 
         Raises:
             WeightBoardError: the board does not hold ``version``, or a tensor differs.
         """
-        self._require(version)
+        parts = self.parts(version)
         for info, view, expected in zip(self.infos, self._views, self._checksums):
-            checksum = sum(sum_bits(piece) for piece in _pieces(view, flat=True)) % _modulus(info)
+            regions = [view] if parts is None else [self.view(info.name, box) for box in parts[info.name]]
+            pieces = (piece for region in regions for piece in _pieces(region, flat=region.flags.c_contiguous))
+            checksum = sum(map(sum_bits, pieces)) % _modulus(info)
             if checksum != int(expected) % _modulus(info):
                 raise WeightBoardError(
                     f"tensor '{info.name}' of weights version {version} changed after it was written "
                     f"(checksum {checksum:#x}, expected {int(expected) % _modulus(info):#x})"
                 )
+
+    def parts(self, version: int) -> dict[str, list[Box]] | None:
+        """Return by tensor the disjoint boxes that the board has of it; None where it has all of every tensor.
+
+        Raises:
+            WeightBoardError: the board does not hold ``version``.
+        """
+        self._require(version)
+        return read_parts(self._fd, self._parts_offset)
+
+    def require(self, version: int, needed: Mapping[str, Sequence[Box] | None]) -> None:
+        """Check that the board has what a reader reads of each tensor.
+
+        Args:
+            needed: as for :meth:`seal`.
+
+        Raises:
+            WeightBoardError: it lacks some of it.
+        """
+        parts = self.parts(version)
+        for info in self.infos if parts is not None else ():
+            if gap := find_gap(info, parts[info.name], needed):
+                raise WeightBoardError(gap)
 
     def checksums(self, version: int) -> np.ndarray:
         """Return what ``verify`` compares with, uint64 [tensors].
@@ -314,18 +354,6 @@ def _bounds(info: TensorInfo, region: Region | None) -> list[list[int]]:
             raise WeightBoardError(f"tensor '{info.name}': regions have step 1, not {step}")
         bounds.append([start, max(start, stop)])
     return bounds
-
-
-def _check_coverage(info: TensorInfo, regions: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Boxes that are pairwise disjoint and hold as many elements as the tensor cover it exactly."""
-    boxes = [box for box in regions if all(start < stop for start, stop in box)]
-    for i, box in enumerate(boxes):
-        for other in boxes[:i]:
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other)):
-                raise WeightBoardError(f"tensor '{info.name}' was written twice: regions {other} and {box} overlap")
-    num_written = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    if num_written != info.num_elements:
-        raise WeightBoardError(f"tensor '{info.name}' has {info.num_elements} elements but {num_written} were written")
 
 
 def _pieces(array: np.ndarray, flat: bool) -> Iterator[np.ndarray]:
