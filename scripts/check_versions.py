@@ -48,7 +48,7 @@ VALUES = (
     ("vllm_ascend.worker.worker.NPUWorker", "kv_cache"),
     ("vllm_ascend.worker.worker.NPUWorker", "weights"),
 )
-_OWN_ATTRIBUTES = {"_attached_board", "_board", "_loading", "load_board"}  # of WorkerExtension itself
+_OWN_ATTRIBUTES = {"_attached_board", "_board", "_known_needs", "_loading", "_needs", "load_board"}  # WorkerExtension's
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ Needs the standard library and NumPy only: both interpreters (training and rollo
 import contextlib
 import fcntl
 import json
-import math
 import mmap
 import os
 import struct
@@ -37,14 +36,15 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.tensors import TensorInfo, align, convert_dtype, cut_into_buckets, dtype_name, size_of
+from mindrlhf.weights.exchange.boxes import Box, to_box
+from mindrlhf.weights.exchange.parts import find_fault, find_gap, read_parts, write_parts
+from mindrlhf.weights.exchange.sums import copy_and_sum, sum_region
+from mindrlhf.weights.tensors import TensorInfo, align, cut_into_buckets, size_of
 
 _MAGIC = b"MRLBOARD"
 _HEADER = struct.Struct("<8sqqQQQ")  # magic, visible version, its bucket, manifest size, checksums' offset, bucket size
 _VISIBLE = struct.Struct("<qq")  # after the magic
 _NO_VERSION = -1
-# The source is copied and summed piece by piece, so that the sum finds the piece in the cache.
-_PIECE_BYTES = 1 << 20
 _STORED_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 Region = tuple[slice, ...]
@@ -67,12 +67,15 @@ class WeightBoard:
         *_, checksums_offset, bucket_bytes = _HEADER.unpack_from(memory)
         self._checksums = np.frombuffer(memory, np.uint64, len(infos), checksums_offset)
         self._buckets, self._views = cut_into_buckets(infos, bucket_bytes), []
+        # Behind the tensors: where a board that lacks regions says which it has.
+        self._parts_offset = first = align(checksums_offset + 8 * len(infos))
         for bucket in self._buckets:
-            offset = align(checksums_offset + 8 * len(infos))
+            offset = first
             for info in infos[bucket.start : bucket.stop]:
                 view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
                 self._views.append(view)
                 offset = align(offset + info.size_bytes)
+            self._parts_offset = max(self._parts_offset, offset)
         self._version_in_progress: int | None = None
         self._bucket_in_progress = 0
         self._contribution: dict[str, dict[str, Any]] = {}
@@ -105,8 +108,8 @@ class WeightBoard:
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, size_bytes)
-            # A board that shrank under a reader would kill it with SIGBUS.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            # A board that shrank under a reader would kill it with SIGBUS; it grows by the list of its parts.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             memory = mmap.mmap(fd, size_bytes)
         except OSError as error:
             os.close(fd)
@@ -198,7 +201,7 @@ class WeightBoard:
             raise WeightBoardError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
         entry = self._contribution.setdefault(name, {"regions": [], "sums": [], "checksum": 0})
         entry["regions"].append(bounds)
-        entry["sums"].append(_copy_and_sum(target, array, info.dtype))
+        entry["sums"].append(copy_and_sum(target, array, info.dtype))
         entry["checksum"] = (entry["checksum"] + entry["sums"][-1]) % 2**64
 
     def view(self, name: str, box: Sequence[Sequence[int]]) -> np.ndarray:
@@ -225,22 +228,35 @@ class WeightBoard:
         """
         return self._contribution
 
-    def seal(self, contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None) -> None:
+    def seal(
+        self,
+        contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None,
+        needed: Mapping[str, Sequence[Box] | None] | None = None,
+    ) -> None:
         """Make the bucket visible, after checking that the ranks together wrote each element of it exactly once.
 
         Args:
             contributions: those of all ranks, the caller's included; None when the caller alone has written.
+            needed: what readers will read, where that is not everything: boxes by tensor, None for all of it, nothing
+                of a tensor that is not there. Then each of these elements must have been written, and none twice.
 
         Raises:
             WeightBoardError: a gap or an overlap, naming the tensor. No version is visible then.
         """
         assert self._version_in_progress is not None, "seal() before begin()"
         contributions = [self._contribution] if contributions is None else contributions
+        written = {}
         for i in self._buckets[self._bucket_in_progress]:
             info = self.infos[i]
             parts = [contribution[info.name] for contribution in contributions if info.name in contribution]
-            _check_coverage(info, [bounds for part in parts for bounds in part["regions"]])
+            boxes = written[info.name] = [to_box(bounds) for part in parts for bounds in part["regions"]]
+            if fault := find_fault(info, boxes, needed):
+                raise WeightBoardError(fault)
             self._checksums[i] = sum(part["checksum"] for part in parts) % 2**64
+        try:
+            write_parts(self._fd, self._parts_offset, None if needed is None else written)
+        except OSError as error:
+            raise WeightBoardError(f"no shared memory for the list of the weight board's parts: {error}") from error
         self._show(self._version_in_progress, self._bucket_in_progress)
         self._version_in_progress = None
 
@@ -260,21 +276,45 @@ class WeightBoard:
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
         (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
         ranks add up, and they run as fast as memory. They notice torn, late and lost writes, not an exchange of
-        elements.
+        elements. Of a board that was sealed with parts of its tensors, these are compared.
 
         Raises:
             WeightBoardError: the board does not hold ``version``, or a tensor differs.
         """
-        self._require(version)
+        parts = self.parts(version)
         for i in self._buckets[self.bucket]:
-            info, flat = self.infos[i], self._views[i].reshape(-1)
-            checksum = sum(sum_bits(flat[rows]) for rows in _pieces(flat)) % _modulus(info)
+            info, view = self.infos[i], self._views[i]
+            regions = [view] if parts is None else [self.view(info.name, box) for box in parts[info.name]]
+            checksum = sum(map(sum_region, regions)) % _modulus(info)
             expected = int(self._checksums[i]) % _modulus(info)
             if checksum != expected:
                 raise WeightBoardError(
                     f"tensor '{info.name}' of weights version {version} changed after it was written "
                     f"(checksum {checksum:#x}, expected {expected:#x})"
                 )
+
+    def parts(self, version: int) -> dict[str, list[Box]] | None:
+        """Return by tensor the disjoint boxes that the board has of it; None where it has all of every tensor.
+
+        Raises:
+            WeightBoardError: the board does not hold ``version``.
+        """
+        self._require(version)
+        return read_parts(self._fd, self._parts_offset)
+
+    def require(self, version: int, needed: Mapping[str, Sequence[Box] | None]) -> None:
+        """Check that the board has what a reader reads of each tensor.
+
+        Args:
+            needed: as for :meth:`seal`.
+
+        Raises:
+            WeightBoardError: it lacks some of it.
+        """
+        parts = self.parts(version)
+        for i in self._buckets[self.bucket] if parts is not None else ():
+            if gap := find_gap(self.infos[i], parts[self.infos[i].name], needed):
+                raise WeightBoardError(gap)
 
     def checksums(self, version: int) -> np.ndarray:
         """Return what ``verify`` compares with, uint64 [tensors].
@@ -343,40 +383,3 @@ def _bounds(info: TensorInfo, region: Region | None) -> list[list[int]]:
             raise WeightBoardError(f"tensor '{info.name}': regions have step 1, not {step}")
         bounds.append([start, max(start, stop)])
     return bounds
-
-
-def _check_coverage(info: TensorInfo, regions: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Boxes that are pairwise disjoint and hold as many elements as the tensor cover it exactly."""
-    boxes = [box for box in regions if all(start < stop for start, stop in box)]
-    for i, box in enumerate(boxes):
-        for other in boxes[:i]:
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other)):
-                raise WeightBoardError(f"tensor '{info.name}' was written twice: regions {other} and {box} overlap")
-    num_written = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    if num_written != info.num_elements:
-        raise WeightBoardError(f"tensor '{info.name}' has {info.num_elements} elements but {num_written} were written")
-
-
-def _pieces(array: np.ndarray) -> Iterator[slice]:
-    """Cut ``array`` along its first axis into pieces that fit the cache."""
-    if array.size:
-        num_rows = max(1, _PIECE_BYTES // (array.nbytes // len(array)))
-        for start in range(0, len(array), num_rows):
-            yield slice(start, start + num_rows)
-
-
-def _copy_and_sum(target: np.ndarray, source: np.ndarray, dtype: str) -> int:
-    if target.flags.c_contiguous and source.flags.c_contiguous:
-        target, source = target.reshape(-1), source.reshape(-1)
-    is_other, checksum = source.dtype != target.dtype, 0
-    for rows in _pieces(source):
-        piece = convert_dtype(source[rows], dtype_name(source), dtype) if is_other else source[rows]
-        np.copyto(target[rows], piece)
-        checksum += sum_bits(target[rows])
-    return checksum
-
-
-def sum_bits(array: np.ndarray) -> int:
-    """Return the sum of the elements' bits, modulo the width of an element."""
-    words = array.view(f"<u{array.dtype.itemsize}")
-    return int(np.add.reduce(words, axis=None, dtype=words.dtype))

@@ -23,6 +23,9 @@ from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.drafter import GroupDrafter, GuessChecker
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.vision import VisionModel
+from mindrlhf.weights.exchange.boxes import Box
+from mindrlhf.weights.exchange.needs import merge_needs
+from mindrlhf.weights.tensors import TensorInfo
 
 # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32.
 _CPU_BLOCK_SIZE = 32
@@ -177,6 +180,14 @@ class VllmEngine:
         if self._vision is not None:
             # What the old tower saw; no other reset forgets it.
             self._engine.reset_encoder_cache()
+
+    def find_needs(self, infos: Sequence[TensorInfo]) -> dict[str, list[Box] | None]:
+        """Return which parts of the tensors of a board the workers read together.
+
+        Returns:
+            By tensor, disjoint boxes, (start, stop) per axis; None for all of it. It stays so.
+        """
+        return merge_needs(self._engine.collective_rpc("find_needs", args=(list(infos),)))
 
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""

@@ -1,7 +1,7 @@
 """The part of the rollout server that runs inside each vLLM worker: loading weights from the board."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,8 +11,11 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
+from mindrlhf.rollout.server.needs import trace_reads, without_memory
 from mindrlhf.rollout.server.span import board_of_node, join_span
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.exchange.boxes import Box
+from mindrlhf.weights.tensors import TensorInfo
 
 # Boards are mapped for reading only; nothing here writes to the tensors made over them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -42,7 +45,8 @@ class WorkerExtension:
     def load_board(self, path: str, version: int, in_place: bool) -> bool:
         """Load every tensor that the board at ``path`` now has of ``version``: all, or a bucket of them.
 
-        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts.
+        Each worker reads the full tensors and vLLM's own loaders take their fused and sharded parts. Of a board that
+        was sealed with parts of its tensors, these must hold what :meth:`find_needs` returned here.
 
         Args:
             in_place: load into the live parameters; else vLLM rebuilds its kernel weights.
@@ -55,6 +59,7 @@ class WorkerExtension:
                 parameters that the board lacks.
         """
         board = self._attached_board(path)
+        board.require(version, self._known_needs(board))
         board.verify(version)
         bucket, is_last = board.bucket, board.bucket == board.num_buckets - 1
         loading = getattr(self, "_loading", None)
@@ -80,6 +85,29 @@ class WorkerExtension:
         if is_last and not in_place and current_platform.is_cpu():
             _repack_embeddings(model)
         return is_last
+
+    def find_needs(self, infos: Sequence[TensorInfo]) -> dict[str, list[Box] | None]:
+        """Return which parts of each tensor this worker reads, which is so for as long as it lives.
+
+        vLLM's loaders are watched as they load tensors without memory; the weights stay as they are.
+
+        Args:
+            infos: name, dtype and shape of all tensors that will be loaded.
+
+        Returns:
+            By tensor, disjoint boxes, (start, stop) per axis; None for all of it.
+        """
+        infos = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in infos)
+        model = self.model_runner.get_model()
+        with without_memory(model):
+            self._needs = infos, trace_reads(model.load_weights, infos, dict(model.named_parameters()))
+        return self._needs[1]
+
+    def _known_needs(self, board: WeightBoard) -> dict[str, list[Box] | None]:
+        """What this worker reads of a board's tensors: all of each where nobody has asked before."""
+        infos, needs = getattr(self, "_needs", ((), {}))
+        known = {(info.name, info.shape) for info in infos}
+        return {info.name: needs[info.name] if (info.name, info.shape) in known else None for info in board.infos}
 
     def _attached_board(self, path: str) -> WeightBoard:
         path = board_of_node(path)

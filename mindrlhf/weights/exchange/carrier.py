@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mindrlhf.weights.exchange.plan import Box, Piece
+from mindrlhf.weights.exchange.boxes import Box
+from mindrlhf.weights.exchange.plan import Piece
 
 Address = tuple[str, int]
 

@@ -19,10 +19,12 @@ import numpy as np
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
-from mindrlhf.weights.board import WeightBoard, sum_bits
+from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.exchange.carrier import Address
 from mindrlhf.weights.exchange.delta import apply_changes, find_changes, may_repeat
-from mindrlhf.weights.exchange.plan import Box, Piece
+from mindrlhf.weights.exchange.plan import Piece
+from mindrlhf.weights.exchange.sums import sum_bits
 
 # Fast networks limit what one connection carries.
 NUM_STREAMS = 4
