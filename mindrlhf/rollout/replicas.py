@@ -14,6 +14,8 @@ from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, Sam
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions, devices_of
 from mindrlhf.system import heartbeat
+from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.tensors import TensorInfo
 
 PYTHON_VARIABLE = "MINDRLHF_ROLLOUT_PYTHON"
 
@@ -72,6 +74,11 @@ class Replicas:
     def update_weights(self, version: int) -> None:
         """Have every server load ``version`` from the board."""
         self._survive(lambda: self._all.update_weights(version))
+
+    def find_needs(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> Needs:
+        """Return what the one server that there is reads; see :meth:`VllmGenerator.find_needs`."""
+        (generator,) = self._generators
+        return generator.find_needs(infos, node, num_nodes)
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer."""

@@ -19,6 +19,9 @@ from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_image
 from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.exchange.needs import merge_needs
+from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.tensors import TensorInfo
 
 _LIVENESS_POLL_S = 0.5
 _STOP_TIMEOUT_S = 10.0
@@ -120,6 +123,11 @@ class VllmGenerator:
         assert self._board_path is not None, "update_weights() before use_board()"
         self._call({"kind": "update_weights", "version": version, "board_path": self._board_path})
         self._weights_version = version
+
+    def find_needs(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> Needs:
+        """Return what the workers on one of the nodes that the server lies on read of the tensors of a board."""
+        header = {"kind": "find_needs", "infos": list(infos), "node": node, "num_nodes": num_nodes}
+        return merge_needs([self._call(header)["needs"]])
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer (no-op unless ``enable_sleep``)."""

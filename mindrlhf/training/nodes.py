@@ -8,8 +8,10 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, remotes
 from mindrlhf.system.wire import family_of
-from mindrlhf.training.records import LeaderAddress, Machine
+from mindrlhf.training.records import LeaderAddress, Machine, ServerNeeds
 from mindrlhf.training.team import Team, rank_0_host
+from mindrlhf.weights.exchange.needs import merge_needs
+from mindrlhf.weights.exchange.plan import Needs
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
 
@@ -56,6 +58,23 @@ def connect_generators(team: Team, others: Sequence[int], own: ReplicatedGenerat
     with socket.create_server((host, 0), family=family_of(host), backlog=len(others)) as listener:
         team.call("answer_for_node", host=host, port=listener.getsockname()[1], token=token)
         return NodesGenerator(own, remotes(accept_nodes(listener, token.encode(), others)))
+
+
+def find_needs(team: Team, nodes: Nodes, places: Places) -> list[Needs]:
+    """Return by node what of the boards' tensors the servers there read, and have the nodes know it.
+
+    All servers span nodes, and are ready.
+    """
+    needs: list[Needs] = [{} for _ in nodes]
+    owners, size = {str(place[0]): place for place in places}, len(places[0])
+    for part in range(size):
+        found: list[ServerNeeds] = team.call("find_needs", part=part, num_nodes=size)
+        for node, read in ((node, read) for one in found for node, read in one.needs.items()):
+            needs[owners[node][part]] = merge_needs([read])
+    first_ranks = {ranks[0]: node for node, ranks in enumerate(nodes)}
+    own = [needs[first_ranks[rank]] if rank in first_ranks else None for rank in range(team.world_size)]
+    team.call("take_needs", per_rank=[{"needs": one} for one in own])
+    return needs
 
 
 def start_spanning(team: Team, nodes: Nodes, places: Places) -> ReplicatedGenerator | NodesGenerator:

@@ -178,9 +178,22 @@ class LeaderAddress:
 
 @result
 class Received:
-    """What came from other nodes' boards: by node, lists of name, region and sum of the bits in memory there."""
+    """What crossed between nodes' boards: by node, lists of name, region and sum of the bits in memory there.
+
+    Attributes:
+        regions: what came to the node.
+        sent: what it was the first to send, where that is less than what a rank wrote.
+    """
 
     regions: dict[str, Any] = merged_by(union)
+    sent: dict[str, Any] = merged_by(union, default_factory=dict)
+
+
+@result
+class ServerNeeds:
+    """What the workers of a rollout server read on one of its nodes: by node, boxes by tensor, None for all of it."""
+
+    needs: dict[str, Any] = merged_by(union)
 
 
 @result

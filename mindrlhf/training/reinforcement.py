@@ -51,7 +51,7 @@ from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.publication import sharded_tensors
 from mindrlhf.training.loop.reward_model import RewardModel
-from mindrlhf.training.nodes import attach_boards, connect_generators, find_nodes, start_spanning
+from mindrlhf.training.nodes import attach_boards, connect_generators, find_needs, find_nodes, start_spanning
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
@@ -191,6 +191,9 @@ class ReinforcementTraining(life_cycle.Training):
             self._reward_model.warm_up()
         heartbeat.enter("waiting for vLLM")
         self._generator.wait_ready()
+        if self._spans_nodes and is_split(self._config.parallel_config):
+            heartbeat.enter("asking vLLM which parts of the weights it reads")
+            self._policy.use_needs(find_needs(self._ranks, find_nodes(self._ranks), self._places))
         return trainer
 
     def finish(self, worker, progress: Progress) -> None:

@@ -9,9 +9,10 @@ import pytest
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.messages import decode, encode
-from mindrlhf.training.nodes import attach_boards, find_nodes, start_spanning
+from mindrlhf.training.nodes import attach_boards, find_needs, find_nodes, start_spanning
 from mindrlhf.training.records import BoardPath, LeaderAddress, Machine, Published, add_by_node
 from mindrlhf.training.worker.node_board import NodeBoard
+from mindrlhf.training.worker.node_servers import SharesServers
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -131,7 +132,7 @@ def test_the_digest_is_that_of_one_node(published):
 def test_a_node_whose_weights_differ_ends_the_run(published):
     team, policy = published
     team.ranks[3].tensors = {name: array + np.float32(1e-6) for name, array in TENSORS.items()}
-    with pytest.raises(RunFailure, match=r"the weights of node 1 \(\w+\) are not those of node 0"):
+    with pytest.raises(RunFailure, match=r"the weights of node 1 are not those of node 0: tensor '[ab]', "):
         policy.publish(1)
 
 
@@ -165,7 +166,7 @@ class ShardRank(NodeBoard):
 
     def __init__(self, machine: str, held: dict[str, tuple[slice, ...]]):
         super().__init__(Shards(held))
-        self._machine = machine
+        self._machine, self.held = machine, held
 
     def machine(self) -> Machine:
         return Machine(self._machine)
@@ -290,3 +291,74 @@ def test_fewer_machines_than_the_launchers_said_are_named():
         RunFailure, match="laid over nodes up to 1, but the ranks are on 1 machines: start a"
     ):
         start_spanning(team, nodes, [(0, 1)])
+
+
+class Servers:
+    """Servers over several nodes that read the same boxes on each of their nodes, whatever they are asked."""
+
+    def __init__(self, needs):
+        self.needs = needs  # by part of the server
+
+    def find_needs(self, infos, node, num_nodes):
+        assert [tuple(info) for info in infos] == [tuple(info) for info in INFOS] and num_nodes == len(self.needs)
+        return self.needs[node]
+
+
+class SpanningRank(SharesServers, ShardRank):
+    """A rank whose node may own a server over several nodes."""
+
+
+# What the workers of each node read of the tensors of CUT: parts of "a" [4, 2] and "b" [3].
+NEEDS = [
+    {"a": [((0, 2), (0, 2))], "b": None},
+    {"a": [((1, 4), (1, 2))], "b": [((0, 1),), ((2, 3),)]},
+    {"a": [], "b": [((1, 2),)]},
+]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1], ids=["whole", "in buckets"])
+def test_boards_get_what_servers_over_several_nodes_read_and_no_more(bucket_bytes):
+    assert [(info.name, info.shape) for info in INFOS] == [("a", (4, 2)), ("b", (3,))]
+    ranks = [SpanningRank(machine, held) for machine, held in zip("xyz", CUT)]
+    ranks[0].use_share(object())
+    ranks[0]._node_generator = Servers(NEEDS)
+    team = ThreadedRanks(ranks)
+    with ranks[0].create_board(bucket_bytes=bucket_bytes) as board:
+        nodes = find_nodes(team)
+        attach_boards(team, nodes, board.path, bucket_bytes=bucket_bytes)
+        whole = Policy(team, board).publish(1)
+        for rank in ranks:
+            rank.close_carrier()
+            for name, tensor in TENSORS.items():
+                rank._board.view(name, [[0, size] for size in tensor.shape])[...] = -1
+        policy = Policy(team, board)
+        needs = find_needs(team, nodes, [(0, 1, 2)])
+        assert needs == NEEDS
+        policy.use_needs(needs)
+        seen = [{name: set() for name in TENSORS} for _ in ranks]
+
+        def look(version, bucket):
+            for node, rank in enumerate(ranks):
+                rank._board.verify(version)
+                rank._board.require(version, NEEDS[node])
+                for name, boxes in rank._board.parts(version).items():
+                    for box in boxes:
+                        place = tuple(slice(*bounds) for bounds in box)
+                        np.testing.assert_array_equal(rank._board.view(name, box), rank.model.tensors[name][place])
+                        seen[node][name].add(box)
+
+        assert policy.publish(2, look) == whole, "the digest is of what was written, not of what was sent"
+        for rank, needed, found in zip(ranks, NEEDS, seen):
+            for name, tensor in TENSORS.items():
+                has = np.zeros(tensor.shape, bool)
+                for box in found[name]:
+                    has[tuple(slice(*bounds) for bounds in box)] = True
+                wanted = np.zeros(tensor.shape, bool)
+                for box in [tuple((0, size) for size in tensor.shape)] if needed[name] is None else needed[name]:
+                    wanted[tuple(slice(*bounds) for bounds in box)] = True
+                if name in rank.held:
+                    wanted[rank.held[name]] = True
+                np.testing.assert_array_equal(has, wanted, err_msg=name)
+    for rank in ranks:
+        rank.close_carrier()
+        rank._board.close()

@@ -8,6 +8,7 @@ JSON``. It serves that one connection and ends with it. Messages (see ``mindrlhf
                     -> completions (as they finish, any number of times), then generated
     abort           (during generate) ends it early -> generated
     update_weights  {version, board_path} -> done
+    find_needs      {infos, node, num_nodes} -> done {needs}
     sleep, wake     -> done
     profile         {step} starts vLLM's profiler, step 0 ends it -> done
     ping            -> done
@@ -42,6 +43,7 @@ from mindrlhf.rollout.server.span import prepare
 from mindrlhf.system import processes
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
+from mindrlhf.weights.tensors import TensorInfo
 
 _PARENT_POLL_S = 0.5
 FINISH_REASONS = ("stop", "length")
@@ -131,6 +133,9 @@ class Server:
             self._weights_version = header["version"]
             self._stats["update_s"] += time.perf_counter() - start
             self._send("done")
+        elif kind == "find_needs":
+            infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in header["infos"]]
+            self._send("done", needs=self._engine.find_needs(infos, header["node"], header["num_nodes"]))
         elif kind in ("sleep", "wake"):
             getattr(self._engine, kind)()
             self._send("done")

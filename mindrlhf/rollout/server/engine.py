@@ -97,6 +97,7 @@ class VllmEngine:
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
+        self._needs: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
@@ -181,13 +182,22 @@ class VllmEngine:
             # What the old tower saw; no other reset forgets it.
             self._engine.reset_encoder_cache()
 
-    def find_needs(self, infos: Sequence[TensorInfo]) -> dict[str, list[Box] | None]:
+    def find_needs(
+        self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1
+    ) -> dict[str, list[Box] | None]:
         """Return which parts of the tensors of a board the workers read together.
+
+        Args:
+            node: of those that the server lies on; its workers are meant.
 
         Returns:
             By tensor, disjoint boxes, (start, stop) per axis; None for all of it. It stays so.
         """
-        return merge_needs(self._engine.collective_rpc("find_needs", args=(list(infos),)))
+        if self._needs is None or self._needs[0] != list(infos):
+            self._needs = list(infos), self._engine.collective_rpc("find_needs", args=(list(infos),))
+        workers = self._needs[1]
+        size = len(workers) // num_nodes
+        return merge_needs(workers[node * size : (node + 1) * size])
 
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""

@@ -11,6 +11,7 @@ from mindrlhf.training.loop.publication import Publication
 from mindrlhf.training.records import PolicyUpdateResult, Share
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.exchange.plan import Needs
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,10 @@ class Policy:
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""
         self._team.call("sync_reference")
+
+    def use_needs(self, needed: Sequence[Needs | None]) -> None:
+        """Say what the servers read, where that is not everything; see :meth:`Publication.use_needs`."""
+        self._publication.use_needs(needed)
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights on the boards, where the generator finds them; see :meth:`Publication.publish`."""

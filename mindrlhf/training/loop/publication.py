@@ -11,7 +11,17 @@ from mindrlhf.training.nodes import attach_boards, find_nodes
 from mindrlhf.training.records import Contribution, LeaderAddress, Published, Received, add_by_node, add_contributions
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import Piece, check_received, completed, plan_exchange, regions_of, to_box
+from mindrlhf.weights.exchange.boxes import Box, to_box
+from mindrlhf.weights.exchange.plan import (
+    Needs,
+    Piece,
+    check_received,
+    completed,
+    plan_exchange,
+    regions_of,
+    with_received,
+)
+from mindrlhf.weights.tensors import TensorInfo
 
 # Of a board through which a model is exported: its memory comes on top of what the run has.
 _EXPORT_BUCKET_BYTES = 4 << 30
@@ -32,6 +42,7 @@ class Publication:
         self._team = team
         self._board = board
         self._pieces: dict[int, list[Piece]] = {}  # by bucket
+        self._needed: Sequence[Needs | None] | None = None
 
     def publish(self, version: int, load: Callable[[int, int], None] | None = None) -> str:
         """Put the weights on the boards; return their digest.
@@ -61,30 +72,44 @@ class Publication:
             return contributions
         nodes = sorted(elsewhere, key=int)
         written = [add_contributions(contributions), *(elsewhere[node] for node in nodes)]
-        self._exchange(version, bucket, written)
+        _check_alike(written, self._board.infos)
+        received = self._exchange(version, bucket, written)
         # What came has the sums of the ranks that wrote it: whoever reads a board compares its memory with them.
-        whole = [completed(own, written) for own in written]
-        self._board.seal([whole[0]])
-        digest = digest_weights([whole[0]])
-        for node, one in zip(nodes, whole[1:]):
-            if (other := digest_weights([one])) != digest:
-                raise RunFailure(f"the weights of node {node} ({other}) are not those of node 0 ({digest})")
-        self._team.call("seal_board", contributions=dict(zip(nodes, whole[1:])))
-        return [whole[0]]
+        whole = completed({}, written)
+        own = [whole] * len(written)
+        if self._needed is not None:
+            own = [with_received(one, received.get(node, {})) for node, one in enumerate(written)]
+        self._board.seal([own[0]], self._needed and self._needed[0])
+        self._team.call("seal_board", contributions=dict(zip(nodes, own[1:])))
+        return [whole]
 
-    def _exchange(self, version: int, bucket: int, written: Sequence[Contribution]) -> None:
-        """Have every node's board get what its ranks did not write, and check it."""
-        pieces = plan_exchange(written, self._board.infos)
+    def use_needs(self, needed: Sequence[Needs | None]) -> None:
+        """Have the boards get what is needed of the tensors alone, by node; None for everything."""
+        self._needed = needed
+
+    def _exchange(
+        self, version: int, bucket: int, written: Sequence[Contribution]
+    ) -> dict[int, dict[tuple[str, Box], int]]:
+        """Have every node's board get what its ranks did not write, check it, and return its sums by node."""
+        needed, infos = None, self._board.infos
+        if self._needed is not None:
+            everything: Needs = {info.name: None for info in infos}
+            needed = [everything if one is None else one for one in self._needed]
+        pieces = plan_exchange(written, infos, needed)
         if pieces != self._pieces.get(bucket, []):
             self._connect(bucket, pieces)
         if not pieces:
-            return
-        results: list[Received] = self._team.call("exchange", version=version, bucket=bucket)
+            return {}
+        by_node = None if needed is None else {str(node): one for node, one in enumerate(written)}
+        results: list[Received] = self._team.call("exchange", version=version, bucket=bucket, written=by_node)
         expected = {key: checksum for contribution in written for key, checksum in regions_of(contribution).items()}
         for result in results:
-            for node, regions in result.regions.items():
-                found = {(name, to_box(region)): checksum for name, region, checksum in regions}
-                check_received(found, expected, self._board.infos, int(node))
+            for regions in result.sent.values():
+                expected |= _sums(regions)
+        received = {int(node): _sums(regions) for result in results for node, regions in result.regions.items()}
+        for node, found in received.items():
+            check_received(found, expected, infos, node)
+        return received
 
     def _connect(self, bucket: int, pieces: list[Piece]) -> None:
         self._pieces[bucket] = pieces
@@ -110,9 +135,30 @@ def sharded_tensors(team: Team, ranks: Team, worker, of: str = "") -> Iterator[t
     """
     team.call("begin_export", of=of)
     with worker.create_board(bucket_bytes=_EXPORT_BUCKET_BYTES) as board:
-        attach_boards(ranks, find_nodes(ranks), board.path, bucket_bytes=_EXPORT_BUCKET_BYTES)
+        nodes = find_nodes(ranks)
+        attach_boards(ranks, nodes, board.path, bucket_bytes=_EXPORT_BUCKET_BYTES)
         publication = Publication(team, board)
+        publication.use_needs([None, *({} for _ in nodes[1:])])
         for bucket in range(board.num_buckets):
             publication.put(1, bucket)
             yield from ((name, array) for name, _, array in board.tensors(1))
         team.call("end_export")
+
+
+def _check_alike(written: Sequence[Contribution], infos: Sequence[TensorInfo]) -> None:
+    """Check that nodes that wrote the same region wrote the same into it.
+
+    Raises:
+        RunFailure: they did not; two replicas of the model have parted.
+    """
+    modulus = {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
+    first: dict[tuple[str, Box], tuple[int, int]] = {}
+    for node, contribution in enumerate(written):
+        for (name, region), checksum in regions_of(contribution).items():
+            other, expected = first.setdefault((name, region), (node, checksum))
+            if (checksum - expected) % modulus[name]:
+                raise RunFailure(f"the weights of node {node} are not those of node {other}: tensor '{name}', {region}")
+
+
+def _sums(regions: Sequence[Sequence]) -> dict[tuple[str, Box], int]:
+    return {(name, to_box(region)): checksum for name, region, checksum in regions}

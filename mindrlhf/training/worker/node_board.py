@@ -1,6 +1,6 @@
 """The weight board of a node as its ranks see it: what they write to it, and what its first rank gets for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindrlhf.rollout.remote import ReplicatedGenerator
@@ -8,8 +8,10 @@ from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Pu
 from mindrlhf.training.team import own_host
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.exchange.boxes import Box, to_box
 from mindrlhf.weights.exchange.carrier import Carrier
-from mindrlhf.weights.exchange.plan import Piece, to_box
+from mindrlhf.weights.exchange.needs import merge_needs, sum_parts
+from mindrlhf.weights.exchange.plan import Needs, Piece
 from mindrlhf.weights.exchange.tcp import TcpCarrier
 
 
@@ -28,6 +30,8 @@ class NodeBoard:
         self._ranks_of_node: Sequence[int] | None = None
         self._node_generator: ReplicatedGenerator | None = None
         self._carrier: Carrier | None = None
+        self._pieces: dict[int, list[Piece]] = {}  # that cross between nodes, by bucket
+        self._needs: Needs | None = None  # of this node's board; None for everything
         self._aside: tuple[Any, ...] = ()  # while boards are of an export
 
     def create_board(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBoard:
@@ -62,9 +66,10 @@ class NodeBoard:
         Args:
             of: which model, where a rank has several.
         """
-        self._aside = self.model, self._board, self._has_made_board, self._node_generator, self._carrier
+        self._aside = self.model, self._board, self._has_made_board, self._node_generator, self._carrier, self._needs
         self.model = self.exported_model(of)
         self._board, self._has_made_board, self._node_generator, self._carrier = None, False, None, None
+        self._needs = {} if self._node else None  # rank 0's board alone is read
 
     def exported_model(self, of: str) -> RankModel:
         """Return the model that a rank means by a name."""
@@ -75,7 +80,8 @@ class NodeBoard:
         self.close_carrier()
         if self._board is not None and (self._node or not self._has_made_board):
             self._board.close()
-        self.model, self._board, self._has_made_board, self._node_generator, self._carrier = self._aside
+        self.model, self._board, self._has_made_board, *others = self._aside
+        self._node_generator, self._carrier, self._needs = others
 
     def publish(self, version: int, bucket: int = 0) -> Published:
         """Write this rank's share of a bucket of the tensors to the board of its node."""
@@ -91,7 +97,11 @@ class NodeBoard:
             contributions: of the ranks of each such node, by node.
         """
         if self._node and self._has_made_board:
-            self._board.seal([contributions[str(self._node)]])
+            self._board.seal([contributions[str(self._node)]], self._needs)
+
+    def take_needs(self, needs: dict[str, Any] | None) -> None:
+        """Take what the servers of this node read of each tensor, on its first rank; all of it is not needed then."""
+        self._needs = None if needs is None else merge_needs([needs])
 
     def open_carrier(self) -> LeaderAddress:
         """On the first rank of a node, wait for those of the others, to exchange what their boards lack."""
@@ -114,16 +124,28 @@ class NodeBoard:
             planned = [Piece(name, to_box(region), to_box(box), tuple(nodes)) for name, region, box, nodes in pieces]
             places = {int(node): (host, port) for node, (host, port) in addresses.items()}
             self._carrier.connect(planned, places, token.encode(), bucket)
+            self._pieces[bucket] = planned
 
-    def exchange(self, version: int, bucket: int = 0) -> Received:
-        """On the first rank of a node, send what other nodes' boards lack, and receive what this one does."""
+    def exchange(self, version: int, bucket: int = 0, written: dict[str, Contribution] | None = None) -> Received:
+        """On the first rank of a node, send what other nodes' boards lack, and receive what this one does.
+
+        Args:
+            written: by node, what its ranks wrote, where less than all of that is sent.
+        """
         if self._carrier is None:
             return Received({})
-        sums = self._carrier.exchange(version, bucket)
-        return Received({str(self._node): [[name, region, checksum] for (name, region), checksum in sums.items()]})
+        came = self._carrier.exchange(version, bucket)
+        node, sent = str(self._node), {}
+        if written is not None:
+            sent = sum_parts(self._board, self._pieces[bucket], self._node, written[node])
+        return Received({node: _listed(came)}, {node: _listed(sent)})
 
     def close_carrier(self) -> None:
         """End the connections with other nodes."""
         if self._carrier is not None:
             self._carrier.close()
             self._carrier = None
+
+
+def _listed(sums: Mapping[tuple[str, Box], int]) -> list[list[Any]]:
+    return [[name, region, checksum] for (name, region), checksum in sums.items()]

@@ -2,7 +2,7 @@
 
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.spanning.share import NodeShare
-from mindrlhf.training.records import LeaderAddress
+from mindrlhf.training.records import LeaderAddress, ServerNeeds
 from mindrlhf.training.team import own_host
 from mindrlhf.weights.board import WeightBoard
 
@@ -36,6 +36,12 @@ class SharesServers:
         if address is not None:
             host, port = address
             self._share.join((host, port), token.encode(), self._node, own_host(), self._board.path)
+
+    def find_needs(self, part: int, num_nodes: int) -> ServerNeeds:
+        """On the first rank of a server's first node, say what its workers read on one of its nodes, counted from 0."""
+        if self._share is None or self._node_generator is None:
+            return ServerNeeds({})
+        return ServerNeeds({str(self._node): self._node_generator.find_needs(self._board.infos, part, num_nodes)})
 
     def start_server(self, nodes: list[int] | None, token: str) -> None:
         """On the first rank of a server's first node, start it in the background; it has parts on ``nodes``."""
