@@ -9,6 +9,8 @@ from machine_jobs import TIMEOUT_S, assert_same_but_for_rounding, find, num_step
 from slow_tests import SLOW
 from test_listeners import listening_addresses
 
+from mindrlhf.system.processes import descendants
+
 pytestmark = [SLOW, pytest.mark.timeout(1500)]
 
 RECIPE = {"rollout__tensor_parallel": 2, "evaluation__every_steps": 0}
@@ -29,8 +31,9 @@ def test_a_part_that_is_killed_is_named_and_the_server_started_again(start_machi
     machines = start_machines(2, **RECIPE, run__max_steps=4)
     machines.wait_for(lambda: num_steps(machines) >= 2, TIMEOUT_S)
     for each in range(2):  # what vLLM listens at is the address of its machine
-        servers = [pid for pid, line in machines.processes(each).items() if "rollout.server" in line or "VLLM" in line]
-        assert {address for pid in servers for address, _ in listening_addresses(pid)} == {f"10.77.0.{each + 1}"}
+        server = find(machines, each, "rollout server")
+        pids = [server, *(status.pid for status in descendants(server))]
+        assert {address for pid in pids for address, _ in listening_addresses(pid)} == {f"10.77.0.{each + 1}"}
     pid = find(machines, node, "rollout server")
     os.kill(pid, signal.SIGKILL)
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()

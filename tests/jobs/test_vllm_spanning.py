@@ -79,8 +79,9 @@ def spanning(directory: Path, width: int) -> Iterator[Spanning]:
     model_dir = write_model(directory / "bare", None)
     log_path = str(directory / "spanning.log")
     options = VllmOptions(
-        PYTHON, model_dir, log_path, max_model_len=160, max_num_seqs=32, kv_cache_gib=0.1, tensor_parallel_size=width
-    )
+        PYTHON, model_dir, log_path, max_model_len=160, max_num_seqs=32, kv_cache_gib=0.1, tensor_parallel_size=width,
+        env={"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "40"},
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         yield Spanning(options, stack)
 
@@ -162,7 +163,9 @@ def test_trainers_that_are_killed_leave_nothing(tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("victim", ["engine", "part", "worker of the engine", "worker of the part", "stopped part"])
+@pytest.mark.parametrize(
+    "victim", ["engine", "part", "worker of the engine", "worker of the part", "stopped worker of the part"]
+)
 def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_path, victim, capfd):
     with spanning(tmp_path, 2) as server:
         server.generator.wait_ready()
@@ -171,10 +174,10 @@ def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_p
         node = int(victim.endswith("part"))
         before = server.all_pids()
         segments = {path for pids in before for pid in pids for path in shared_memory_files(pid)}
-        pid = before[node][-1 if victim.startswith("worker") else 0]
+        pid = before[node][-1 if "worker" in victim else 0]
         stream = server.generator.generate([GenerationRequest(0, prompt(6, 42), 96, seed=5)], SamplingParams(90))
         next(stream)  # 32 are made at once: most have not begun
-        os.kill(pid, signal.SIGSTOP if victim == "stopped part" else signal.SIGKILL)
+        os.kill(pid, signal.SIGSTOP if victim.startswith("stopped") else signal.SIGKILL)
         list(stream)  # begun once more by the new server
         assert_same(collect(server.generator), expected)
         assert_gone([pid for pids in before for pid in pids], segments)
@@ -184,8 +187,8 @@ def test_who_is_killed_is_named_and_the_server_comes_back_with_its_weights(tmp_p
         assert f"(process {pid}) was killed by signal 9 (SIGKILL)" in line
     elif victim == "part":
         assert f"has lost its part on node 1, which (process {pid}) was killed by signal 9 (SIGKILL)" in line
-    elif victim == "stopped part":
-        assert "has been stuck for 10 s in 'generate'" in line
+    elif victim.startswith("stopped"):
+        assert "could not carry out a request: EngineDeadError" in line  # who it was vLLM does not know
     elif victim == "worker of the part":
         assert "has lost its part on node 1, which" in line and "a worker process has ended" in line
     else:
