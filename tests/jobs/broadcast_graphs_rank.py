@@ -7,6 +7,7 @@ an exchange by the product's carrier, in which nothing is computed, and writes `
 "root" and "ranks", the ranks that MindSpore takes for them, "collectives", and how often it was called.
 """
 
+import functools
 import json
 import os
 import sys
@@ -64,6 +65,7 @@ def exchange(work: dict, directory: Path, rank: int) -> None:
     start_parallel(parallel, Rank(rank, world_size), directory / f"strategy_{rank}")
     graphs: list[dict] = []
 
+    @functools.cache
     def open_compiled(ranks, root, num_words):
         graph = compile_broadcast(ranks, root, num_words, world_size)
         graphs.append(graph)
@@ -92,11 +94,11 @@ def compile_broadcast(ranks, root, num_words, world_size) -> dict:
     from mindrlhf.dryrun.compile.collectives import read_collectives
     from mindrlhf.dryrun.compile.graph import compile_graph, read_graph
     from mindrlhf.models.context import by_itself
-    from mindrlhf.training.sharded.broadcast import BucketBroadcast, group_of
+    from mindrlhf.training.sharded.broadcast import group_of, open_broadcast, placeholder
 
-    broadcast = BucketBroadcast(ranks, root, num_words)
+    broadcast = open_broadcast(ranks, root, num_words)
     with by_itself():
-        model = read_graph(compile_graph(broadcast.cell, [broadcast.placeholder]))
+        model = read_graph(compile_graph(broadcast.cell, [placeholder(num_words)]))
     group = group_of(ranks)
     if len(ranks) == world_size:
         members = list(range(world_size))

@@ -8,6 +8,7 @@ Node N of a case leaves its board as ``CASE_N_VERSION.npz``, and each rank ``CAS
 ``CASE_came_R_VERSION``, the sums of what came through it, and ``CASE_done_R_VERSION``, the bytes that it has sent.
 """
 
+import functools
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from random_bits import random_bits
 
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.records import add_contributions
-from mindrlhf.training.sharded.broadcast import BucketBroadcast, group_of
+from mindrlhf.training.sharded.broadcast import group_of, open_broadcast
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange.collective import CollectiveCarrier
 from mindrlhf.weights.exchange.plan import completed, plan_exchange
@@ -64,10 +65,11 @@ class Files:
         return json.loads(self.path(name).read_text())
 
 
+@functools.cache
 def open_on_cpu(ranks: tuple[int, ...], root: int, num_words: int):
     """The product's graph where all ranks take part; MindSpore has no kernel of it for other groups on the CPU."""
     if len(ranks) == get_group_size():
-        return BucketBroadcast(ranks, root, num_words)
+        return open_broadcast(ranks, root, num_words)
     group = group_of(ranks)
 
     def broadcast(words):

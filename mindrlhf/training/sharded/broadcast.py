@@ -1,7 +1,7 @@
 """Broadcasts between ranks as compiled graphs: over HCCL, and so RoCE, on Ascend."""
 
 import hashlib
-from functools import cache
+from functools import cache, lru_cache
 
 import mindspore as ms
 import numpy as np
@@ -47,18 +47,30 @@ class BucketBroadcast:
     def __init__(self, ranks: tuple[int, ...], root: int, num_words: int):
         group = group_of(ranks)
         self.cell = BroadcastCell(get_group_rank_from_world_rank(root, group), group)
-        self.placeholder = ms.Tensor(np.zeros(num_words, WORD))
+        self._num_words = num_words
         self._is_root = root == get_rank()
 
     def __call__(self, words: np.ndarray | None) -> np.ndarray | None:
         """Send or receive a bucket."""
         assert (words is not None) == self._is_root, "the root sends, the others receive"
         with by_itself():
-            received = self.cell(ms.Tensor(words) if self._is_root else self.placeholder)
+            received = self.cell(ms.Tensor(words) if self._is_root else placeholder(self._num_words))
         if self._is_root:
             ms.runtime.synchronize()  # or buckets that wait to be sent would fill the device
             return None
         return received.asnumpy()
+
+
+@cache
+def open_broadcast(ranks: tuple[int, ...], root: int, num_words: int) -> BucketBroadcast:
+    """See :data:`mindrlhf.weights.exchange.collective.OpenBroadcast`; one that there is already has its graph."""
+    return BucketBroadcast(ranks, root, num_words)
+
+
+@lru_cache(maxsize=1)
+def placeholder(num_words: int) -> ms.Tensor:
+    """Return what ranks that receive give the graph. Buckets of one size follow each other: one is kept."""
+    return ms.Tensor(np.zeros(num_words, WORD))
 
 
 @cache

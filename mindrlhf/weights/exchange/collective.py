@@ -2,7 +2,7 @@
 
 Every rank has a part in it, not only the first of a node: it puts buckets together from the board, which all ranks of a
 node map, or takes them apart into it (:mod:`mindrlhf.weights.exchange.buckets`). What broadcasts is given, so that this
-module needs no MindSpore: :class:`mindrlhf.training.sharded.broadcast.BucketBroadcast`.
+module needs no MindSpore: :func:`mindrlhf.training.sharded.broadcast.open_broadcast`.
 
 A bucket holds bits as words of 32, whatever their dtype: one graph serves all, and nothing on the way rounds.
 """
@@ -21,7 +21,8 @@ WORD = np.dtype(np.int32)
 
 # One broadcast: takes int32 [words] on the root and returns None; takes None on the other ranks and returns the words.
 Broadcast = Callable[[np.ndarray | None], np.ndarray | None]
-# Makes it for ranks (ascending), the root among them, and a number of words. All these ranks do so at the same time.
+# Makes it, or returns the one there is, for ranks (ascending), the root among them, and a number of words. All these
+# ranks do so at the same time.
 OpenBroadcast = Callable[[tuple[int, ...], int, int], Broadcast]
 
 
@@ -61,15 +62,11 @@ class CollectiveCarrier:
 
     def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes) -> None:
         """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`; addresses and token are not needed."""
-        opened: dict[tuple[tuple[int, ...], int, int], Broadcast] = {}
-        self._buckets = []
-        for bucket in plan_buckets(pieces, self._nodes, self._board.infos, self._bucket_bytes):
-            if self._rank not in bucket.ranks:
-                continue
-            kind = bucket.ranks, bucket.root, bucket.size_bytes // WORD.itemsize
-            if kind not in opened:
-                opened[kind] = self._open_broadcast(*kind)
-            self._buckets.append((bucket, opened[kind]))
+        self._buckets = [
+            (bucket, self._open_broadcast(bucket.ranks, bucket.root, bucket.size_bytes // WORD.itemsize))
+            for bucket in plan_buckets(pieces, self._nodes, self._board.infos, self._bucket_bytes)
+            if self._rank in bucket.ranks
+        ]
 
     def exchange(self, version: int) -> dict[tuple[str, Box], int]:
         """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.exchange`; all ranks do it, also in the same order.
