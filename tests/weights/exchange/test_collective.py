@@ -1,6 +1,5 @@
 """Boards of several nodes whose ranks broadcast, in one process: each gets what it lacks, bit for bit."""
 
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -10,41 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exchange import INFOS, holdings, tensors
+from thread_broadcasts import Network
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange import buckets as planning
 from mindrlhf.weights.exchange import plan as pieces_planning
-from mindrlhf.weights.exchange.collective import WORD, CollectiveCarrier
+from mindrlhf.weights.exchange.collective import CollectiveCarrier
 from mindrlhf.weights.exchange.plan import check_received, completed, plan_exchange, regions_of
-
-
-class Network:
-    """Stands in for the devices: broadcasts between threads, each of which is a rank."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._meetings: dict[tuple, tuple[threading.Barrier, dict]] = {}
-        self.num_broadcasts: Counter = Counter()  # by root
-
-    def open(self, ranks, root, num_words):
-        with self._lock:
-            meeting = self._meetings.setdefault(
-                (ranks, root, num_words), (threading.Barrier(len(ranks), timeout=60), {})
-            )
-        barrier, sent = meeting
-
-        def broadcast(words):
-            if words is not None:
-                assert words.dtype == WORD and words.shape == (num_words,)
-                sent["words"] = words
-                self.num_broadcasts[root] += 1
-            barrier.wait()
-            received = None if words is not None else sent["words"].copy()
-            barrier.wait()  # nobody sends again before all have it
-            return received
-
-        return broadcast
 
 
 @settings(max_examples=60, deadline=None)
