@@ -70,6 +70,7 @@ class VllmGenerator:
         self._asked = ""  # what it was last told to do
         self._board_path: str | None = None
         self._weights_version: int | None = None
+        self._asked_needs: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, options: VllmOptions, parts: Parts | None = None) -> "VllmGenerator":
@@ -126,8 +127,8 @@ class VllmGenerator:
 
     def find_needs(self, infos: Sequence[TensorInfo], node: int, num_nodes: int) -> Needs:
         """Return what the workers on one of the nodes that the server lies on read of the tensors of a board."""
-        header = {"kind": "find_needs", "infos": list(infos), "node": node, "num_nodes": num_nodes}
-        return merge_needs([self._call(header)["needs"]])
+        self._asked_needs = {"kind": "find_needs", "infos": list(infos), "node": node, "num_nodes": num_nodes}
+        return merge_needs([self._call(self._asked_needs)["needs"]])
 
     def sleep(self) -> None:
         """Give the device memory back to the trainer (no-op unless ``enable_sleep``)."""
@@ -168,6 +169,8 @@ class VllmGenerator:
         self.close()
         self._launch()
         self.wait_ready()
+        if self._asked_needs is not None:
+            self._call(self._asked_needs)  # new workers take it that they read everything, until they are asked
         version, self._weights_version = self._weights_version, None
         if version is not None and not self._board_has_moved_on(version):
             self.update_weights(version)

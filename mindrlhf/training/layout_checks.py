@@ -49,13 +49,7 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
     layout = Layout.from_config(parallel, world_size)
     if needs_critic(config):
         hf_config = read_hf_config(config.critic.path)
-        dims = find_spec(scorer_config(hf_config)).dims(hf_config)
-        if dims.vision is not None:
-            raise UserError(
-                f"'critic.path' is {config.critic.path}, which sees images, but with parallel_config {layout} a critic "
-                "that does is not sharded over the ranks: use an algorithm without it, or data parallelism alone"
-            )
-        check_model(dims, layout)
+        check_model(find_spec(scorer_config(hf_config)).dims(hf_config), layout)
     # The checks want the row lengths that the plan would, which may have come from the data.
     training = dataclasses.replace(config.training, row_lengths=row_lengths)
     config = dataclasses.replace(config, training=training)

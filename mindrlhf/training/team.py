@@ -197,17 +197,10 @@ def own_host() -> str:
 def _broadcast(words: np.ndarray) -> np.ndarray:
     """Return rank 0's int32 ``words`` on every rank."""
     import mindspore as ms
-    from mindspore import nn, ops
 
-    class Broadcast(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.broadcast = ops.Broadcast(0)
+    from mindrlhf.training.sharded.broadcast import BroadcastCell
 
-        def construct(self, value):
-            return self.broadcast((value,))[0]
-
-    return Broadcast()(ms.Tensor(words)).asnumpy()
+    return BroadcastCell(root=0)(ms.Tensor(words)).asnumpy()
 
 
 def _send(connection: socket.socket, header: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -7,14 +7,16 @@ from tiny_vl import TinyVl, config_of
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import UPDATE, VALUE_UPDATE, CompileRequest
+from mindrlhf.specs import scorer_config
 
 SEQ_LENGTH, HIDDEN, VOCABULARY = 64, 128, 1024
 
 
 def hf_config(architecture: str, num_layers: int, **changes) -> dict:
     """A model whose logits and weights are larger than its hidden states, so that gathering them shows."""
-    if architecture == SEES:
-        return config_of(TinyVl(hidden=HIDDEN, heads=8, kv_heads=8, layers=num_layers, is_tied=False))
+    if architecture in (SEES, SEES_CRITIC):
+        sees = config_of(TinyVl(hidden=HIDDEN, heads=8, kv_heads=8, layers=num_layers, is_tied=False))
+        return sees if architecture == SEES else scorer_config(sees)
     return {
         "architectures": [architecture],
         "hidden_size": HIDDEN,
@@ -30,7 +32,7 @@ def hf_config(architecture: str, num_layers: int, **changes) -> dict:
 
 
 QWEN2, QWEN3, CRITIC = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2ForSequenceClassification"
-SEES = "Qwen2_5_VLForConditionalGeneration"
+SEES, SEES_CRITIC = "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLForSequenceClassification"
 SP = {"use_seq_parallel": True}
 ZERO = {"enable_parallel_optimizer": True}
 WHOLE = {"vocab_emb_dp": True}
@@ -88,6 +90,8 @@ _ALL_LAYOUTS = {
     "qwen2-dp2-mp2-pp2-cp2-sp-zero-tiles": (QWEN2, 2, 2, 2, 2, SP | ZERO, {}),
     "critic-mp2": (CRITIC, 1, 2, 1, 1, {}, {}),
     "critic-dp2-mp2-pp2-sp-whole-zero": (CRITIC, 2, 2, 2, 1, SP | WHOLE | ZERO, {}),
+    "critic-sees-dp2-mp2": (SEES_CRITIC, 2, 2, 1, 1, {}, {}),
+    "critic-sees-dp2-mp2-pp2-sp-zero": (SEES_CRITIC, 2, 2, 2, 1, SP | ZERO, {}),
 }
 # Keys of the section `memory`.
 _MEMORY = {
@@ -125,7 +129,7 @@ def request(name: str) -> CompileRequest:
         # Not the first rank of its stage: what only rank 0 gets right would go unnoticed.
         rank=stage_size * pipeline - 1,
         seq_length=SEQ_LENGTH,
-        cell=VALUE_UPDATE if architecture == CRITIC else UPDATE,
+        cell=VALUE_UPDATE if architecture in (CRITIC, SEES_CRITIC) else UPDATE,
         shared_prompts=name.endswith("-shared"),
         lora=ADAPTERS if name.endswith("-adapted") else None,
         memory=_MEMORY.get(name, {}),

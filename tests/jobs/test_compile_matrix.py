@@ -105,13 +105,16 @@ def test_shared_prompts_cost_no_communication(reports, name):
     assert sorted(map(str, plain)) == sorted(map(str, shared))
 
 
-def test_each_rank_has_the_image_rows_of_its_replica(reports):
+@pytest.mark.parametrize(
+    "name", ["sees-dp2-mp2", pytest.param("critic-sees-dp2-mp2", marks=of_layout("critic-sees-dp2-mp2"))]
+)
+def test_each_rank_has_the_image_rows_of_its_replica(reports, name):
     """Half of those of all rows, without a collective: what is exchanged is as in a model of text."""
-    (rows,) = (one for one in reports["sees-dp2-mp2"].parameters if one.name == "image_rows")
+    (rows,) = (one for one in reports[name].parameters if one.name == "image_rows")
     assert (rows.global_shape, rows.shard_shape) == ((2 * SEQ_LENGTH, HIDDEN), (SEQ_LENGTH, HIDDEN))
-    assert {one.kind for one in reports["sees-dp2-mp2"].collectives} == {"AllReduce"}
+    assert {one.kind for one in reports[name].collectives} == {"AllReduce"}
     # As test_model_parallel_by_hand: attention and MLP, forward and backward; the embedding, which is of float32.
-    sums = total(reports["sees-dp2-mp2"].collectives, "AllReduce", (2, 3))
+    sums = total(reports[name].collectives, "AllReduce", (2, 3))
     assert (sums[ACTIVATION], sums[EMBEDDED]) == (4, 2)
 
 

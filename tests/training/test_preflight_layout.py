@@ -2,12 +2,14 @@
 
 import pytest
 from preflight_cases import changed
+from tiny_vl import TinyVl, write_tiny_vl
 
 from mindrlhf.config import sections
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
 from mindrlhf.specs import scorer_config
+from mindrlhf.training.layout_checks import check_layout
 from mindrlhf.training.preflight import check_grpo_inputs, check_sft_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -122,6 +124,18 @@ def test_actor_reference_critic_and_reward_model_are_cut(npu_config, model_dir, 
     assert message in refused(changed(split, "reward", model_path=str(tmp_path / "scorer_1")), 2)
     assert message in refused(changed(ppo, "critic", path=str(tmp_path / "scorer_1")), 2)
     assert check_grpo_inputs(changed(split, "algorithm", beta=0.1), 2)
+
+
+def test_a_critic_that_sees_is_cut(npu_config, tmp_path):
+    paths = {
+        heads: str(write_tiny_vl(tmp_path / f"sees_{heads}", TinyVl(is_tied=False, heads=heads, kv_heads=heads)))
+        for heads in (4, 1)
+    }
+    config = changed(changed(npu_config, "model", path=paths[4]), "parallel_config", model_parallel=2)
+    ppo = changed(config, "algorithm", name="ppo", advantage="gae")
+    check_layout(changed(ppo, "critic", path=paths[4]), (32,), 2)
+    with pytest.raises(UserError, match="the model has 1 query heads"):
+        check_layout(changed(ppo, "critic", path=paths[1]), (32,), 2)
 
 
 def test_shards_of_another_layout_are_refused_by_the_hash_of_their_strategy(npu_config, model_dir, tmp_path):

@@ -189,8 +189,9 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     memory = MemorySection(**request.memory)
     rows = {"row_length": request.seq_length, "shared_prompts": request.shared_prompts, "memory": memory}
     rows["lora"] = LoraOptions(**request.lora) if request.lora else None
+    num_image_rows = _num_rows(request, parallel) // parallel.data_parallel * request.seq_length
     if find_spec(hf_config).is_scorer:
-        critic = build_value_model(hf_config, model, parallel, **rows)
+        critic = build_value_model(hf_config, model, parallel, num_image_rows=num_image_rows, **rows)
         if request.cell == VALUES:
             return build_logprobs(critic, parallel)
         if request.cell == PAIR_UPDATE:
@@ -198,7 +199,6 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
         return build_value_update(critic, CriticSection().clip_range, options, parallel)
     if request.cell == TOWER:
         return build_policy(hf_config, model, parallel, temperature=1.0, **rows).model.visual
-    num_image_rows = _num_rows(request, parallel) // parallel.data_parallel * request.seq_length
     policy = build_policy(hf_config, model, parallel, temperature=1.0, num_image_rows=num_image_rows, **rows)
     if request.cell == LOGPROBS:
         return build_logprobs(policy, parallel)

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mindrlhf.dryrun.compile.request import COLLECTIVES, Collective
@@ -15,7 +16,9 @@ _REFERENCE = "REF::"
 _ELEMENT_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
 
 
-def read_collectives(model: "ModelProto", world_size: int) -> tuple[Collective, ...]:
+def read_collectives(
+    model: "ModelProto", world_size: int, groups: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> tuple[Collective, ...]:
     """Return the collectives of one execution of a graph, those that are alike counted together.
 
     A function that is called several times, as a layer or a micro-batch may be, counts as often as it is called.
@@ -23,7 +26,9 @@ def read_collectives(model: "ModelProto", world_size: int) -> tuple[Collective, 
     Args:
         model: a graph sharded for one rank.
         world_size: number of ranks, which are the world group.
+        groups: the ranks, by name, of groups that the process has made itself; the compiler's own tell theirs.
     """
+    known = {"hccl_world_group": tuple(range(world_size)), **groups}
     primitives = {primitive.name: primitive for primitive in model.primitives}
     graphs = {graph.name: graph for graph in (*model.functions, model.graph)}
     calls = _count_calls(graphs, model.graph.name)
@@ -34,7 +39,7 @@ def read_collectives(model: "ModelProto", world_size: int) -> tuple[Collective, 
             primitive = primitives.get(node.op_type.removeprefix(_REFERENCE))
             if primitive is None or primitive.op_type not in COLLECTIVES:
                 continue
-            group = _group_ranks(primitive, world_size)
+            group = _group_ranks(primitive, known)
             output_bytes = _output_bytes(node)
             input_bytes = _input_bytes(primitive.op_type, output_bytes, len(group))
             if primitive.op_type in ("Send", "AlltoAll", "AlltoAllV"):
@@ -68,16 +73,17 @@ def _references(nodes: Iterable["NodeProto"], graphs: dict[str, "GraphProto"]) -
                 yield name.removeprefix(_REFERENCE)
 
 
-def _group_ranks(primitive: "PrimitiveProto", world_size: int) -> tuple[int, ...]:
+def _group_ranks(primitive: "PrimitiveProto", known: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     attributes = {attribute.name: attribute for attribute in primitive.attribute}
-    if _text(attributes["group"].s) == "hccl_world_group":
-        return tuple(range(world_size))
+    group = _text(attributes["group"].s)
+    if group in known:
+        return tuple(known[group])
     for name in ("group_rank_ids", "rank_list"):
         if name in attributes:
             ranks = _integers(attributes[name])
             if ranks:
                 return ranks
-    raise AssertionError(f"{primitive.name} tells no ranks of its group {_text(attributes['group'].s)}")
+    raise AssertionError(f"{primitive.name} tells no ranks of its group {group}")
 
 
 def _text(value: str | bytes) -> str:
@@ -93,8 +99,9 @@ def _integers(attribute) -> tuple[int, ...]:
 def _output_bytes(node: "NodeProto") -> int:
     """Bytes of a node's first output, 0 when it is no tensor or its size is known at run time only."""
     for attribute in node.attribute:
-        if attribute.name == "shape" and attribute.tensors:
-            tensor = attribute.tensors[0]
+        tensors = [*attribute.tensors, *(tensor for value in attribute.values for tensor in value.tensors)]
+        if attribute.name == "shape" and tensors:  # a tuple of tensors, such as a broadcast's, has them in its values
+            tensor = tensors[0]
             num_elements = 0 if min(tensor.dims, default=1) < 0 else math.prod(tensor.dims)
             return num_elements * _ELEMENT_BYTES.get(tensor.data_type, 0)
     return 0

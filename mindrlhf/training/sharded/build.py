@@ -105,6 +105,7 @@ def _build_critic(
         row_length=row_lengths[-1],
         memory=config.memory,
         shared_prompts=shares_prompts,
+        num_image_rows=config.training.batch_size * row_lengths[-1],
         lora=config.lora.options,
     )
     update = build_value_update(scorer, config.critic.clip_range, critic_optimizer(config), parallel)
@@ -112,8 +113,10 @@ def _build_critic(
     held = {one.name for one in shard.held}
     offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
     critic = ShardedCritic(shard, UpdateGraph.of(update, VALUE_INPUTS), offloaded)
+    image_tokens = ImageTokens.of(scorer.model.dims)
     for length in row_lengths:
-        critic.compile(padding_rows((config.training.batch_size, length), share_prompts=shares_prompts))
+        rows = padding_rows((config.training.batch_size, length), share_prompts=shares_prompts)
+        critic.compile(with_images(rows, (), (), image_tokens))
     if has_random_weights(config.model, path):
         source: ArraySource = RandomSource(path, config.run.seed, as_scorer=True)
     else:

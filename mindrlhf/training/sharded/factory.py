@@ -80,11 +80,12 @@ def build_value_model(
     row_length: int,
     memory: MemorySection = WHOLE,
     shared_prompts: bool = False,
+    num_image_rows: int = 1,
     lora: LoraOptions | None = None,
 ) -> TokenScores:
     """Return a critic without data, from the config.json of its scoring form; else as :func:`build_policy`."""
     with no_init_parameters():
-        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora)
+        network = _build_network(hf_config, model, parallel, memory, row_length, shared_prompts, lora, num_image_rows)
         critic = TokenScores(network, after_token=False)
     _place_in_last_stage(critic, critic.projection, parallel)
     return critic

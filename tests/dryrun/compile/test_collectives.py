@@ -81,6 +81,21 @@ def test_sizes_that_routing_decides_count_as_zero():
     assert read_collectives(model, world_size=2) == (Collective("AlltoAllV", (0, 1), 1, 0, 0),)
 
 
+def test_groups_that_the_process_has_made_and_tuples():
+    """A broadcast takes and returns a tuple of tensors, whose shapes are values of one attribute."""
+    model = mind_ir.ModelProto()
+    model.graph.name = "main"
+    add_primitive(model, "p", "Broadcast", b"own")
+    add_node(model.graph, "REF::p", "y", (0,), FLOAT32)
+    shape = model.graph.node[0].attribute[0]
+    del shape.tensors[:]
+    tensor = shape.values.add().tensors.add()
+    tensor.dims.extend((3, 5))
+    tensor.data_type = BFLOAT16
+    found = read_collectives(model, world_size=8, groups={"own": (1, 5)})
+    assert found == (Collective("Broadcast", (1, 5), 1, 30, 30),)
+
+
 def test_a_group_without_ranks_is_an_error():
     model = mind_ir.ModelProto()
     model.graph.name = "main"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_bits import random_bits
 from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure
@@ -28,13 +29,7 @@ TOKEN = b"a secret of the nodes"
 
 
 def tensors(seed: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    return {
-        info.name: random.integers(0, 256, (*info.shape, info.numpy_dtype.itemsize), np.uint8)
-        .view(info.numpy_dtype)
-        .reshape(info.shape)
-        for info in INFOS
-    }
+    return random_bits(INFOS, seed)
 
 
 @st.composite

@@ -1,0 +1,118 @@
+"""The graphs by which the ranks of a run would broadcast weights, compiled for a simulated Ascend, one process each.
+
+    python broadcast_graphs_rank.py DIRECTORY
+
+``plan.json`` there has "infos" and "pieces", their fields, "nodes", "bucket_bytes" and "pipeline_stage". Each rank does
+an exchange by the product's carrier, in which nothing is computed, and writes ``rank_R.json``: for each of its graphs
+"root" and "ranks", the ranks that MindSpore takes for them, "collectives", and how often it was called.
+"""
+
+import functools
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from mindrlhf.dryrun.compile import ascend_stubs as simulation
+
+
+def main(directory: Path) -> int:
+    simulation.activate(0, 1, simulation.LEVEL_COMPILE)
+    from mindrlhf.models.context import import_mindformers
+
+    import_mindformers()  # seconds, and once for all ranks
+    work = json.loads((directory / "plan.json").read_text())
+    failed = False
+    for rank in range(sum(map(len, work["nodes"]))):
+        if not os.fork():
+            log = os.open(directory / f"log_{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            try:
+                exchange(work, directory, rank)
+            except BaseException:  # the process ends here: whatever it was must get into the log
+                import traceback
+
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        failed |= os.wait()[1] != 0
+    return int(failed)
+
+
+def exchange(work: dict, directory: Path, rank: int) -> None:
+    import mindspore as ms
+    from mindspore.communication import init
+
+    from mindrlhf.config.sections import ParallelSection
+    from mindrlhf.models.context import prepare_mindformers
+    from mindrlhf.training.runtime import Rank, start_parallel
+    from mindrlhf.weights.board import WeightBoard
+    from mindrlhf.weights.exchange.collective import CollectiveCarrier
+    from mindrlhf.weights.exchange.plan import Piece, to_box
+    from mindrlhf.weights.tensors import TensorInfo
+
+    world_size = sum(map(len, work["nodes"]))
+    simulation.set_rank(rank, world_size)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("Ascend")
+    init()
+    prepare_mindformers("ascend", directory / "mindformers")
+    # As in a run, all of whose graphs are sharded, but for these.
+    parallel = ParallelSection(pipeline_stage=work["pipeline_stage"], data_parallel=1)
+    start_parallel(parallel, Rank(rank, world_size), directory / f"strategy_{rank}")
+    graphs: list[dict] = []
+
+    @functools.cache
+    def open_compiled(ranks, root, num_words):
+        graph = compile_broadcast(ranks, root, num_words, world_size)
+        graphs.append(graph)
+
+        def broadcast(words):
+            graph["calls"] += 1
+            return ms.numpy.zeros(num_words, ms.int32).asnumpy() if words is None else None
+
+        return broadcast
+
+    infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in work["infos"]]
+    with WeightBoard.create(infos) as board:
+        carrier = CollectiveCarrier(board, rank, work["nodes"], open_compiled, work["bucket_bytes"])
+        carrier.connect(
+            [Piece(name, to_box(region), to_box(box), tuple(nodes)) for name, region, box, nodes in work["pieces"]],
+            {},
+            b"",
+        )
+        carrier.exchange(1)
+    (directory / f"rank_{rank}.json").write_text(json.dumps(graphs))
+
+
+def compile_broadcast(ranks, root, num_words, world_size) -> dict:
+    from mindspore.communication import get_group_size, get_world_rank_from_group_rank
+
+    from mindrlhf.dryrun.compile.collectives import read_collectives
+    from mindrlhf.dryrun.compile.graph import compile_graph, read_graph
+    from mindrlhf.models.context import by_itself
+    from mindrlhf.training.sharded.broadcast import group_of, open_broadcast, placeholder
+
+    broadcast = open_broadcast(ranks, root, num_words)
+    with by_itself():
+        model = read_graph(compile_graph(broadcast.cell, [placeholder(num_words)]))
+    group = group_of(ranks)
+    if len(ranks) == world_size:
+        members = list(range(world_size))
+    else:
+        members = [get_world_rank_from_group_rank(group, index) for index in range(get_group_size(group))]
+    (primitive,) = (one for one in model.primitives if one.op_type == "Broadcast")
+    attributes = {attribute.name: attribute for attribute in primitive.attribute}
+    return {
+        "root": members[attributes["root_rank"].i],
+        "ranks": members,
+        "collectives": [asdict(one) for one in read_collectives(model, world_size, {group: members})],
+        "calls": 0,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

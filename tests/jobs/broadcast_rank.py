@@ -1,0 +1,120 @@
+"""A rank on the CPU whose node is pretended: boards of several nodes exchange by broadcasts; started by msrun.
+
+    python broadcast_rank.py DIRECTORY
+
+``exchange.json`` there has "infos", the fields of the tensors, and "cases": a name, "nodes" (the ranks of each),
+"bucket_bytes" and, by node, "held": regions [[tensor, [[start, stop], ...]], ...] that its ranks write between them.
+Node N of a case leaves its board as ``CASE_N_VERSION.npz``, and each rank ``CASE_wrote_R_VERSION``, its contribution,
+``CASE_came_R_VERSION``, the sums of what came through it, and ``CASE_done_R_VERSION``, the bytes that it has sent.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore.communication import get_group_size, get_rank, init
+from mindspore.ops.communication import broadcast as broadcast_eagerly
+from random_bits import random_bits
+
+from mindrlhf.system.processes import die_with_launcher
+from mindrlhf.training.records import add_contributions
+from mindrlhf.training.sharded.broadcast import group_of, open_broadcast
+from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.exchange.collective import CollectiveCarrier
+from mindrlhf.weights.exchange.plan import completed, plan_exchange
+from mindrlhf.weights.tensors import TensorInfo
+
+TIMEOUT_S = 200
+VERSIONS = (1, 2)
+
+
+def main(directory: Path) -> None:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    work = json.loads((directory / "exchange.json").read_text())
+    infos = [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in work["infos"]]
+    for case in work["cases"]:
+        exchange(case, infos, Files(directory, case["name"]), get_rank())
+
+
+class Files:
+    """What the ranks of a case tell each other."""
+
+    def __init__(self, directory: Path, name: str):
+        self._start = directory / name
+
+    def path(self, name: str) -> Path:
+        return self._start.with_name(f"{self._start.name}_{name}")
+
+    def tell(self, name: str, value: object) -> None:
+        temporary = self.path(f"{name}.tmp")
+        temporary.write_text(json.dumps(value))
+        os.replace(temporary, self.path(name))
+
+    def hear(self, name: str):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.path(name).exists():
+            assert time.monotonic() < deadline, f"nobody wrote {self.path(name)}"
+            time.sleep(0.02)
+        return json.loads(self.path(name).read_text())
+
+
+@functools.cache
+def open_on_cpu(ranks: tuple[int, ...], root: int, num_words: int):
+    """The product's graph where all ranks take part; MindSpore has no kernel of it for other groups on the CPU."""
+    if len(ranks) == get_group_size():
+        return open_broadcast(ranks, root, num_words)
+    group = group_of(ranks)
+
+    def broadcast(words):
+        tensor = ms.Tensor(np.zeros(num_words, np.int32) if words is None else words)
+        broadcast_eagerly(tensor, root, group)
+        return tensor.asnumpy() if words is None else None
+
+    return broadcast
+
+
+def exchange(case: dict, infos: list[TensorInfo], files: Files, rank: int) -> None:
+    nodes = [tuple(ranks) for ranks in case["nodes"]]
+    (node,) = (number for number, ranks in enumerate(nodes) if rank in ranks)
+    place = nodes[node].index(rank)
+    if place == 0:
+        board = WeightBoard.create(infos)
+        files.tell(f"board_{node}", board.path)
+    else:
+        board = WeightBoard.attach(files.hear(f"board_{node}"), writable=True)
+    carrier = CollectiveCarrier(board, rank, nodes, open_on_cpu, case["bucket_bytes"])
+    for version in VERSIONS:
+        values = random_bits(infos, version)
+        board.begin(version)
+        for name, bounds in case["held"][node][place :: len(nodes[node])]:
+            region = tuple(slice(start, stop) for start, stop in bounds)
+            board.write(name, values[name][(*region, ...)], region)
+        files.tell(f"wrote_{rank}_{version}", board.contribution())
+        written = [add_contributions([files.hear(f"wrote_{one}_{version}") for one in ranks]) for ranks in nodes]
+        if version == VERSIONS[0]:
+            carrier.connect(plan_exchange(written, infos), {}, b"")
+        sums = carrier.exchange(version)
+        files.tell(f"came_{rank}_{version}", [[*key, checksum] for key, checksum in sums.items()])
+        for one in nodes[node]:
+            files.hear(f"came_{one}_{version}")
+        if place == 0:
+            board.seal([completed(written[node], written)])
+            board.verify(version)
+            np.savez(files.path(f"{node}_{version}.npz"), **{name: array for name, _, array in board.tensors(version)})
+        files.tell(f"done_{rank}_{version}", carrier.sent_bytes)
+        for one in range(get_group_size()):  # nobody writes the next version while a board is read
+            files.hear(f"done_{one}_{version}")
+    carrier.close()
+    board.close()
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    main(Path(sys.argv[1]))

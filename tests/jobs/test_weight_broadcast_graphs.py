@@ -1,0 +1,121 @@
+"""The broadcasts by which the boards of Ascend nodes would become whole, compiled for every rank and counted."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from layout_matrix import QWEN2, hf_config
+from slow_tests import SLOW
+
+from mindrlhf.dryrun.compile.request import Collective
+from mindrlhf.layout.layout import Layout, parameter_layouts
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.exchange.buckets import BUCKET_BYTES, plan_buckets
+from mindrlhf.weights.exchange.plan import plan_exchange
+from mindrlhf.weights.publishing import plan_publication
+from mindrlhf.weights.tensors import TensorInfo
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulation of CANN is x86-64 only"),
+    pytest.mark.timeout(900),
+]
+
+# Layout, ranks of a node, bytes of a bucket, groups that a rank is in, nodes that lack each element of the model (None
+# where small parameters stay whole on all of them).
+CASES = {
+    "a stage on each of two nodes": (Layout(model_parallel=4, pipeline_stage=2), 4, 64 << 10, 1, 1),
+    "a stage on each of four nodes": (Layout(2, 2, pipeline_stage=4), 4, BUCKET_BYTES, 1, 3),
+    "stages on two nodes each": (Layout(4, pipeline_stage=2), 2, 128 << 10, 3, 2),
+    "optimiser shards over four nodes": (Layout(8, optimizer_shard=-1), 2, 64 << 10, 1, None),
+}
+_OF_EVERY_DAY = "stages on two nodes each"
+BFLOAT16 = 2
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == _OF_EVERY_DAY else SLOW) for name in CASES])
+def test_compiled_broadcasts_are_those_planned(name, tmp_path):
+    layout, node_size, bucket_bytes, num_groups, num_lacking = CASES[name]
+    nodes = [tuple(range(first, first + node_size)) for first in range(0, layout.world_size, node_size)]
+    infos, written = published(layout, nodes)
+    pieces = plan_exchange(written, infos)
+    buckets = plan_buckets(pieces, nodes, infos, bucket_bytes)
+    work = {
+        "infos": infos,
+        "pieces": [[piece.name, piece.region, piece.box, piece.nodes] for piece in pieces],
+        "nodes": nodes,
+        "bucket_bytes": bucket_bytes,
+        "pipeline_stage": layout.pipeline_stage,
+    }
+    graphs = compile_all(work, tmp_path)
+    for rank in range(layout.world_size):
+        planned = Counter((one.root, one.ranks, one.size_bytes) for one in buckets if rank in one.ranks)
+        compiled: Counter = Counter()
+        for graph in graphs[rank]:
+            (one,) = graph["collectives"]
+            ranks, size_bytes = tuple(graph["ranks"]), one["input_bytes"]
+            assert one == asdict(Collective("Broadcast", ranks, 1, size_bytes, size_bytes)) | {
+                "group_ranks": list(ranks)
+            }
+            compiled[graph["root"], ranks, size_bytes] += graph["calls"]
+        assert compiled == planned
+        assert len({ranks for _, ranks, _ in compiled}) == num_groups
+    # What all nodes receive is what they lack, but for gaps below 8 bytes after pieces and buckets.
+    model_bytes = sum(info.size_bytes for info in infos)
+    lacking = sum(model_bytes - BFLOAT16 * num_elements(one) for one in written)
+    assert num_lacking is None or lacking == num_lacking * model_bytes
+    received = sum(one.size_bytes * (len(one.ranks) - 1) for one in buckets)
+    assert lacking <= received <= lacking + 8 * (len(pieces) + len(buckets)) * (len(nodes) - 1)
+    sent: Counter = Counter()
+    for one in buckets:
+        sent[one.root] += one.size_bytes
+    for ranks in nodes:
+        shares = [sent[rank] for rank in ranks]
+        assert max(shares) <= 1.01 * sum(shares) / len(shares)
+
+
+def published(layout: Layout, nodes: list[tuple[int, ...]]) -> tuple[list[TensorInfo], list[dict]]:
+    """The tensors of a board in bfloat16, and what the ranks of each node would write to it."""
+    config = hf_config(QWEN2, layout.pipeline_stage)
+    spec = find_spec(config)
+    dims = spec.dims(config)
+    layouts, rules = parameter_layouts(spec, dims, layout), {rule.mf_name: rule for rule in spec.rules(dims)}
+    shapes = {name: shape for rule in rules.values() for name, shape in zip(rule.hf_names, rule.shape(dims))}
+    infos = [TensorInfo(name, "bfloat16", tuple(shape)) for name, shape in shapes.items()]
+    written: list[dict] = []
+    for ranks in nodes:
+        entries: dict[str, dict] = {}
+        for rank in ranks:
+            for parts in plan_publication(layouts, rules, dims, rank, ranks).values():
+                for part in parts:
+                    bounds = [
+                        list(one.indices(size)[:2]) for one, size in zip(part.region, shapes[part.hf_name], strict=True)
+                    ]
+                    entry = entries.setdefault(part.hf_name, {"regions": [], "sums": []})
+                    entry["regions"].append(bounds)
+                    entry["sums"].append(0)
+        written.append(entries)
+    return infos, written
+
+
+def num_elements(contribution: dict) -> int:
+    boxes = (box for entry in contribution.values() for box in entry["regions"])
+    return sum(math.prod(stop - start for start, stop in box) for box in boxes)
+
+
+def compile_all(work: dict, directory: Path) -> list[list[dict]]:
+    (directory / "plan.json").write_text(json.dumps(work))
+    script = Path(__file__).with_name("broadcast_graphs_rank.py")
+    command = [sys.executable, str(script), str(directory)]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    ranks = range(sum(map(len, work["nodes"])))
+    logs = "".join(path.read_text()[-500:] for rank in ranks if (path := directory / f"log_{rank}").exists())
+    assert ended.returncode == 0, ended.stderr[-1000:] + logs
+    return [json.loads((directory / f"rank_{rank}.json").read_text()) for rank in ranks]

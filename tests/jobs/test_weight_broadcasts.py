@@ -1,0 +1,100 @@
+"""Boards of pretended nodes, which CPU ranks make whole by broadcasts: the product's carrier over real collectives.
+
+A node is a group of ranks of this machine. Where each has one rank the product's own graphs broadcast; MindSpore has no
+CPU kernel of them for groups of some ranks, for which an operator that runs eagerly stands in.
+"""
+
+import json
+import os
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_bits import random_bits
+from slow_tests import SLOW
+
+from mindrlhf.launch.launch import launch
+from mindrlhf.training.records import add_contributions
+from mindrlhf.weights.exchange.buckets import plan_buckets
+from mindrlhf.weights.exchange.plan import check_received, plan_exchange, regions_of, to_box
+from mindrlhf.weights.tensors import TensorInfo
+
+pytestmark = pytest.mark.timeout(400)
+
+VERSIONS = (1, 2)
+INFOS = (
+    TensorInfo("matrix", "float32", (60, 50)),
+    TensorInfo("half", "bfloat16", (30, 20, 6)),
+    TensorInfo("vector", "bfloat16", (77,)),
+    TensorInfo("scalar", "float32", ()),
+)
+# Rows of one tensor, columns of another and an odd number of elements of a third; what is left is everybody's.
+ROWS = [("matrix", ((0, 23), (0, 50))), ("matrix", ((23, 60), (0, 50)))]
+COLUMNS = [("half", ((0, 30), (0, 7), (0, 6))), ("half", ((0, 30), (7, 20), (0, 6)))]
+ODD = [("vector", ((0, 31),)), ("vector", ((31, 77),))]
+SCALAR = [("scalar", ())]
+HELD = [[ROWS[0], COLUMNS[0], ODD[0], *SCALAR], [ROWS[1], COLUMNS[1], ODD[1], *SCALAR]]
+ONE_BY_ONE = {"name": "one rank each", "nodes": [[0], [1]], "bucket_bytes": 1024, "held": HELD}
+# Three of four nodes have parts; the last has nothing.
+FOUR_NODES = {
+    "name": "four nodes",
+    "nodes": [[0], [1], [2], [3]],
+    "bucket_bytes": 1 << 20,
+    "held": [[ROWS[0], COLUMNS[0]], [ROWS[1], COLUMNS[1]], [*ODD, *SCALAR], []],
+}
+# Ranks of a node that do not follow each other, two lanes, buckets that cut rows.
+TWO_LANES = {"name": "two lanes", "nodes": [[0, 2], [1, 3]], "bucket_bytes": 328, "held": HELD}
+
+
+def run(cases: list[dict], directory: Path) -> None:
+    (directory / "exchange.json").write_text(json.dumps({"infos": INFOS, "cases": cases}))
+    here = Path(__file__).parent
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((str(here.parent / "helpers"), str(here.parents[1]))),
+    }
+    num_ranks = sum(map(len, cases[0]["nodes"]))
+    out = StringIO()
+    code = launch(
+        [str(here / "broadcast_rank.py"), str(directory)], num_ranks, directory / "logs", env=environment, out=out
+    )
+    assert code == 0, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param([ONE_BY_ONE], id="2 ranks"), pytest.param([FOUR_NODES, TWO_LANES], id="4 ranks", marks=SLOW)]
+)
+def test_boards_become_whole_bit_for_bit(cases, tmp_path):
+    run(cases, tmp_path)
+    for case in cases:
+        for version in VERSIONS:
+            check(case, version, tmp_path)
+
+
+def check(case: dict, version: int, directory: Path) -> None:
+    def told(name):
+        return json.loads((directory / f"{case['name']}_{name}_{version}").read_text())
+
+    expected = random_bits(INFOS, version)
+    nodes = case["nodes"]
+    written = [add_contributions([told(f"wrote_{rank}") for rank in ranks]) for ranks in nodes]
+    all_sums = {key: one for own in written for key, one in regions_of(own).items()}
+    for node, ranks in enumerate(nodes):
+        with np.load(directory / f"{case['name']}_{node}_{version}.npz") as board:
+            assert board.files == list(expected)
+            for name, array in expected.items():
+                assert board[name].tobytes() == array.tobytes(), (case["name"], node, name)
+        came: Counter = Counter()
+        for rank in ranks:
+            came.update({(name, to_box(region)): one for name, region, one in told(f"came_{rank}")})
+        assert came.keys() == all_sums.keys() - regions_of(written[node]).keys()
+        check_received(came, all_sums, INFOS, node)
+    buckets = plan_buckets(plan_exchange(written, INFOS), nodes, INFOS, case["bucket_bytes"])
+    planned = Counter()
+    for bucket in buckets:
+        planned[bucket.root] += bucket.size_bytes
+    assert len(buckets) > len(planned) or case is FOUR_NODES  # several rounds
+    for rank in range(sum(map(len, nodes))):
+        assert told(f"done_{rank}") == version * planned[rank]
