@@ -145,8 +145,15 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
 def remove_unheld(parent: Path, prefix: str) -> None:
     """Remove the directories of :func:`take_directory` that nobody holds any more."""
     for path in parent.glob(f"{prefix}*"):
-        if path.is_dir() and not path.is_symlink() and not is_locked(path):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        # Held while it is removed: its maker, who is about to lock it, then sees that it has to make another.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def take_directory(parent: Path, prefix: str) -> tuple[Path, int]:
@@ -165,9 +172,14 @@ def take_directory(parent: Path, prefix: str) -> tuple[Path, int]:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another process tidied up between the two
             continue
-        with contextlib.suppress(OSError):  # some network file systems have no locks
+        is_free = True
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists():
+        except BlockingIOError:  # another process is tidying up: it took this for a directory that was left
+            is_free = False
+        except OSError:  # some network file systems have no locks
+            pass
+        if is_free and path.exists():
             return path, lock
         os.close(lock)
 

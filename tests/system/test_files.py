@@ -1,13 +1,25 @@
 """Scratch directories: gone after the block, and gone at the next one when the block was killed."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
-from mindrlhf.system.files import is_locked, partial_path, scratch_directory, whole_directory, whole_file, write_file
+from mindrlhf.system.files import (
+    is_locked,
+    partial_path,
+    remove_unheld,
+    scratch_directory,
+    take_directory,
+    whole_directory,
+    whole_file,
+    write_file,
+)
 
 HOLDER = """
 import sys, time
@@ -113,3 +125,29 @@ def test_a_directory_is_there_whole_or_as_before(tmp_path):
     with whole_directory(path, replace=True) as directory:
         (directory / "other").write_text("2")
     assert os.listdir(tmp_path) == ["directory"] and os.listdir(path) == ["other"]
+
+
+def test_a_directory_that_another_process_tidies_up_is_not_taken(tmp_path, monkeypatch):
+    make, swept = tempfile.mkdtemp, []
+
+    def make_and_be_swept(**options):
+        """The first is locked by a process that took it for one that was left, and is about to remove it."""
+        path = make(**options)
+        if not swept:
+            swept.append((path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
+            fcntl.flock(swept[0][1], fcntl.LOCK_EX)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_be_swept)
+    path, lock = take_directory(tmp_path, "private-")
+    assert str(path) != swept[0][0] and is_locked(path)
+    for descriptor in (lock, swept[0][1]):
+        os.close(descriptor)
+
+
+def test_a_directory_is_locked_while_it_is_tidied_up(tmp_path, monkeypatch):
+    (tmp_path / "private-left").mkdir()
+    held = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: held.append((path.name, is_locked(path))))
+    remove_unheld(tmp_path, "private-")
+    assert held == [("private-left", True)] and not is_locked(tmp_path / "private-left")
