@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -284,6 +285,13 @@ def test_no_folder_has_too_many_modules():
     }
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
     assert max(counts.values()) > 3
+
+
+def test_no_two_test_modules_have_one_name():
+    # pytest imports them by that name alone, as their folders are no packages, and then collects one of the two.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name, count in names.items() if count > 1} == set()
+    assert len(names) > 100
 
 
 def test_no_module_is_too_long():

@@ -55,7 +55,11 @@ class WeightBoardError(RunFailure):
 
 
 class WeightBoard:
-    """A mapping of the shared memory, made by ``create`` or ``attach``. Not thread-safe."""
+    """A mapping of the shared memory, made by ``create`` or ``attach``. Not thread-safe.
+
+    Attributes:
+        parts_offset: bytes before the list of the parts that a board has, behind the tensors.
+    """
 
     def __init__(self, memory: mmap.mmap, fd: int, path: str, infos: tuple[TensorInfo, ...], writable: bool):
         self.path = path
@@ -67,15 +71,14 @@ class WeightBoard:
         *_, checksums_offset, bucket_bytes = _HEADER.unpack_from(memory)
         self._checksums = np.frombuffer(memory, np.uint64, len(infos), checksums_offset)
         self._buckets, self._views = cut_into_buckets(infos, bucket_bytes), []
-        # Behind the tensors: where a board that lacks regions says which it has.
-        self._parts_offset = first = align(checksums_offset + 8 * len(infos))
+        self.parts_offset = first = align(checksums_offset + 8 * len(infos))
         for bucket in self._buckets:
             offset = first
             for info in infos[bucket.start : bucket.stop]:
                 view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
                 self._views.append(view)
                 offset = align(offset + info.size_bytes)
-            self._parts_offset = max(self._parts_offset, offset)
+            self.parts_offset = max(self.parts_offset, offset)
         self._version_in_progress: int | None = None
         self._bucket_in_progress = 0
         self._contribution: dict[str, dict[str, Any]] = {}
@@ -254,7 +257,7 @@ class WeightBoard:
                 raise WeightBoardError(fault)
             self._checksums[i] = sum(part["checksum"] for part in parts) % 2**64
         try:
-            write_parts(self._fd, self._parts_offset, None if needed is None else written)
+            write_parts(self._fd, self.parts_offset, None if needed is None else written)
         except OSError as error:
             raise WeightBoardError(f"no shared memory for the list of the weight board's parts: {error}") from error
         self._show(self._version_in_progress, self._bucket_in_progress)
@@ -297,10 +300,16 @@ class WeightBoard:
         """Return by tensor the disjoint boxes that the board has of it; None where it has all of every tensor.
 
         Raises:
-            WeightBoardError: the board does not hold ``version``.
+            WeightBoardError: the board does not hold ``version``, or the list of its parts is damaged.
         """
         self._require(version)
-        return read_parts(self._fd, self._parts_offset)
+        try:
+            parts = read_parts(self._fd, self.parts_offset, self.infos)
+        except (ValueError, RecursionError) as error:
+            raise WeightBoardError(f"cannot read the weight board {self.path}: {error}") from error
+        if parts is None:
+            return None
+        return {self.infos[i].name: parts.get(self.infos[i].name, []) for i in self._buckets[self.bucket]}
 
     def require(self, version: int, needed: Mapping[str, Sequence[Box] | None]) -> None:
         """Check that the board has what a reader reads of each tensor.
@@ -355,6 +364,8 @@ class WeightBoard:
         if self.version != version:
             held = "no complete version" if self.version is None else f"version {self.version}"
             raise WeightBoardError(f"weights version {version} was asked for; the board {self.path} holds {held}")
+        if not 0 <= self.bucket < len(self._buckets):
+            raise WeightBoardError(f"cannot read the weight board {self.path}: it has no bucket {self.bucket}")
 
 
 def _info(entry: Any) -> TensorInfo:

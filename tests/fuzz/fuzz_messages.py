@@ -49,26 +49,36 @@ def weight_board(directory: Path) -> Case:
         TensorInfo("norm", "bfloat16", (3,)),
         TensorInfo("scale", "float16", ()),
     ]
+    needed = {"embed": [((0, 4), (0, 2)), ((1, 2), (2, 6))], "norm": None}
     with WeightBoard.create(infos) as board:
         board.begin(1)
-        for info in infos:
-            board.write(info.name, np.ones(info.shape, info.numpy_dtype))
-        board.seal()
+        for name, box in (("embed", ((0, 4), (0, 2))), ("embed", ((1, 2), (2, 6))), ("norm", ((0, 3),))):
+            shape = [stop - start for start, stop in box]
+            board.write(name, np.ones(shape, np.float32), tuple(slice(*bounds) for bounds in box))
+        board.seal(needed=needed)
         whole = Path(board.path).read_bytes()
-    prefix = struct.Struct("<8sqQQ")
-    magic, version, manifest_bytes, checksums_offset = prefix.unpack_from(whole)
+        parts_offset = board.parts_offset
+    prefix, length = struct.Struct("<8sqqQQQ"), struct.Struct("<Q")
+    magic, version, bucket, manifest_bytes, checksums_offset, bucket_bytes = prefix.unpack_from(whole)
     manifest = json.loads(whole[prefix.size : prefix.size + manifest_bytes])
+    parts = json.loads(whole[parts_offset + length.size :])
     path = directory / "board"
 
+    def any_size(rng: random.Random, size: int) -> int:
+        return rng.choice((size, size, size, 0, 2**63, 2**64 - 1))
+
     def case(rng: random.Random) -> None:
-        if rng.randrange(2):
+        kind = rng.randrange(3)
+        if kind == 0:
             path.write_bytes(corruption.corrupt_bytes(rng, whole))
-        else:
+        elif kind == 1:
             text = corruption.corrupt_json(rng, manifest)
-            sizes = [rng.choice((size, size, size, 0, 2**63, 2**64 - 1)) for size in (len(text), checksums_offset)]
-            path.write_bytes(
-                (prefix.pack(magic, version, *sizes) + text).ljust(checksums_offset) + whole[checksums_offset:]
-            )
+            sizes = [any_size(rng, size) for size in (len(text), checksums_offset, bucket_bytes)]
+            header = prefix.pack(magic, version, rng.choice((bucket, bucket, -1, 2**62)), *sizes)
+            path.write_bytes((header + text).ljust(checksums_offset) + whole[checksums_offset:])
+        else:
+            text = corruption.corrupt_json(rng, parts)
+            path.write_bytes(whole[:parts_offset] + length.pack(any_size(rng, len(text))) + text)
         with WeightBoard.attach(str(path)) as board:
             board.verify(1)
             for name, dtype, array in board.tensors(1):

@@ -6,6 +6,7 @@ Needs the standard library and NumPy only: both interpreters (training and rollo
 import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mindrlhf.weights.exchange.boxes import Box, first_lacking, intersect, num_elements, to_box, whole_box
 from mindrlhf.weights.tensors import TensorInfo
@@ -53,14 +54,37 @@ def write_parts(fd: int, offset: int, parts: Mapping[str, Sequence[Box]] | None)
         OSError: there is no room.
     """
     text = b"" if parts is None else json.dumps(parts).encode()
-    if text or read_parts(fd, offset) is not None:
+    if text or any(os.pread(fd, _SIZE_BYTES, offset)):
         os.pwrite(fd, len(text).to_bytes(_SIZE_BYTES, "little") + text, offset)
 
 
-def read_parts(fd: int, offset: int) -> dict[str, list[Box]] | None:
-    """Return the list that lies at a place in a file, None where there is none."""
+def read_parts(fd: int, offset: int, infos: Sequence[TensorInfo]) -> dict[str, list[Box]] | None:
+    """Return the list that lies at a place in a file, None where there is none.
+
+    Raises:
+        ValueError: what lies there is no list of parts of these tensors.
+    """
     size_bytes = int.from_bytes(os.pread(fd, _SIZE_BYTES, offset), "little")
     if not size_bytes:
         return None
+    if offset + _SIZE_BYTES + size_bytes > os.fstat(fd).st_size:
+        raise ValueError(f"its list of parts is said to have {size_bytes} bytes, which the file has not")
     parts = json.loads(os.pread(fd, size_bytes, offset + _SIZE_BYTES))
+    shapes = {info.name: info.shape for info in infos}
+    for name, boxes in parts.items() if isinstance(parts, dict) else [("", None)]:
+        is_list = name in shapes and isinstance(boxes, list)
+        if not (is_list and all(_is_box(bounds, shapes[name]) for bounds in boxes)):
+            raise ValueError(f"its list of parts is damaged at {name!r}")
     return {name: [to_box(bounds) for bounds in boxes] for name, boxes in parts.items()}
+
+
+def _is_box(bounds: Any, shape: Sequence[int]) -> bool:
+    """Whether a value that was read is a region of a tensor of this shape."""
+    return (
+        isinstance(bounds, list)
+        and len(bounds) == len(shape)
+        and all(
+            isinstance(pair, list) and [type(end) for end in pair] == [int, int] and 0 <= pair[0] <= pair[1] <= size
+            for pair, size in zip(bounds, shape, strict=True)
+        )
+    )

@@ -290,5 +290,6 @@ def test_times_and_idle_shares_are_reported():
     run.trainer.close()
     for _, values in run.memory.metrics:
         assert 0 <= values["ahead/idle_ranks"] <= 1 and 0 <= values["ahead/idle_servers"] <= 1
-        assert values["ahead/queue"] == 0 and values["timing/rollout_wait"] >= 0
+        # Of the one step that is drawn ahead: whether it is ready by then is a matter of time.
+        assert values["ahead/queue"] in (0, 1) and values["timing/rollout_wait"] >= 0
         assert "timing/rollout" not in values and values["vllm_tps"] > 0
