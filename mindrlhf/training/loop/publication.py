@@ -41,6 +41,7 @@ class Publication:
     def __init__(self, team: Team, board: WeightBoard):
         self._team = team
         self._board = board
+        self._written: dict[int, list[list[tuple[str, Box]]]] = {}  # by bucket and node, when it was planned
         self._pieces: dict[int, list[Piece]] = {}  # by bucket
         self._needed: Sequence[Needs | None] | None = None
 
@@ -86,21 +87,16 @@ class Publication:
     def use_needs(self, needed: Sequence[Needs | None]) -> None:
         """Have the boards get what is needed of the tensors alone, by node; None for everything."""
         self._needed = needed
+        self._written = {}
 
     def _exchange(
         self, version: int, bucket: int, written: Sequence[Contribution]
     ) -> dict[int, dict[tuple[str, Box], int]]:
         """Have every node's board get what its ranks did not write, check it, and return its sums by node."""
-        needed, infos = None, self._board.infos
-        if self._needed is not None:
-            everything: Needs = {info.name: None for info in infos}
-            needed = [everything if one is None else one for one in self._needed]
-        pieces = plan_exchange(written, infos, needed)
-        if pieces != self._pieces.get(bucket, []):
-            self._connect(bucket, pieces)
+        infos, pieces = self._board.infos, self._plan(bucket, written)
         if not pieces:
             return {}
-        by_node = None if needed is None else {str(node): one for node, one in enumerate(written)}
+        by_node = None if self._needed is None else {str(node): one for node, one in enumerate(written)}
         results: list[Received] = self._team.call("exchange", version=version, bucket=bucket, written=by_node)
         expected = {key: checksum for contribution in written for key, checksum in regions_of(contribution).items()}
         for result in results:
@@ -111,8 +107,21 @@ class Publication:
             check_received(found, expected, infos, node)
         return received
 
+    def _plan(self, bucket: int, written: Sequence[Contribution]) -> list[Piece]:
+        """Return what has to travel of a bucket; the nodes are connected for it."""
+        regions = [list(regions_of(contribution)) for contribution in written]
+        if self._written.get(bucket) != regions:  # as a rule what it was: a large model's plan takes seconds
+            needed, infos = None, self._board.infos
+            if self._needed is not None:
+                everything: Needs = {info.name: None for info in infos}
+                needed = [everything if one is None else one for one in self._needed]
+            pieces = plan_exchange(written, infos, needed)
+            if pieces != self._pieces.get(bucket, []):
+                self._connect(bucket, pieces)
+            self._written[bucket], self._pieces[bucket] = regions, pieces
+        return self._pieces[bucket]
+
     def _connect(self, bucket: int, pieces: list[Piece]) -> None:
-        self._pieces[bucket] = pieces
         addresses: dict[str, list] = {}
         found: list[LeaderAddress] = self._team.call("open_carrier")
         for result in found:
