@@ -81,7 +81,8 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
         fill_disk_in_checkpoint(job, disk)
         survivor = damage_two_newest(job.finished())
 
-        job = start_job(output_dir, "--resume", "auto", **environment)
+        slow = {**environment, "environment": {**jumping_clock, "MINDRLHF_TEST_SLOW_CHECKPOINTS_S": "0.3"}}
+        job = start_job(output_dir, "--resume", "auto", **slow)
         job.wait_until(lambda: "mindrlhf: resumed after step" in job.text())
         assert f"mindrlhf: resumed after step {survivor}\n" in job.text()
         for name in ("manifest.json", "model/model.safetensors"):
@@ -91,7 +92,7 @@ def test_one_run_through_all_faults_ends_like_the_undisturbed(start_job, undistu
         if RUNS_SLOW_TESTS:
             with job.frozen(lambda: job.is_in("update", survivor + 4)):
                 kill_launcher(job)
-            job = start_job(output_dir, "--resume", **environment)
+            job = start_job(output_dir, "--resume", **slow)
         with job.frozen(lambda: job.is_in("rollout", survivor + 4) and bool(job.unfinished())):
             kill_launcher(job)
             assert job.unfinished(), "there was nothing half-written to be killed in"

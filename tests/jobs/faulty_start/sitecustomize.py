@@ -1,4 +1,4 @@
-"""Imported by every Python process that has this directory on PYTHONPATH: a bad clock, and a way out on request."""
+"""Imported by every Python process that has this directory on PYTHONPATH: a bad clock, slow checkpoints, a way out."""
 
 import os
 import signal
@@ -18,5 +18,16 @@ if directory := os.environ.get("MINDRLHF_TEST_CLOCK_DIR"):
     time.time = _jumping_clock
     time.time_ns = lambda: int(_jumping_clock() * 1e9)
     (Path(directory) / str(os.getpid())).touch()
+
+if seconds := os.environ.get("MINDRLHF_TEST_SLOW_CHECKPOINTS_S"):
+    _rename = os.rename
+
+    def _slow_rename(source, *others, **options) -> None:
+        # A checkpoint that is written stays without its name for this long.
+        if str(source).endswith(".partial"):
+            time.sleep(float(seconds))
+        _rename(source, *others, **options)
+
+    os.rename = _slow_rename
 
 signal.signal(signal.SIGRTMIN, lambda *_: sys.exit(7))
