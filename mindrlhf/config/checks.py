@@ -41,7 +41,6 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_schedule, config.optimizer, given)
     check(_check_rewards, config.reward, given)
     check(check_evaluation, config, given)
-    check(_check_rollout_dtype, config)
     check(_check_drafts, config)
     check(_check_guard, config.guard)
     check(check_checkpoint, config.checkpoint, True)
@@ -278,25 +277,18 @@ def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str])
         )
 
 
-def _check_rollout_dtype(config: GrpoConfig) -> None:
-    if config.run.device == "cpu" and config.rollout.dtype != "float32":
-        raise UserError(
-            f"'rollout.dtype' is {config.rollout.dtype}, but on run.device=cpu training is float32: set float32"
-        )
-
-
 def _check_drafts(config: GrpoConfig) -> None:
-    count = config.rollout.draft_tokens
-    others = {
-        f"run.device={config.run.device}": config.run.device != "cpu",
-        f"rollout.tensor_parallel={config.rollout.tensor_parallel}": config.rollout.tensor_parallel > 1,
+    rollout, count = config.rollout, config.rollout.draft_tokens
+    judged = "vLLM itself would judge the guesses, and its log-probabilities were found wrong then"
+    rounded = "tokens that are checked together would be rounded otherwise than one by one"
+    reasons = {
+        f"run.device={config.run.device}": (config.run.device != "cpu", judged),
+        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, judged),
+        f"rollout.dtype={rollout.dtype}": (rollout.dtype != "float32", rounded),
     }
-    for name, is_set in others.items():
+    for name, (is_set, reason) in reasons.items():
         if count and is_set:
-            raise UserError(
-                f"'rollout.draft_tokens' is {count}, but with {name} vLLM itself would judge the guesses, and its "
-                "log-probabilities were found wrong then: set it to 0"
-            )
+            raise UserError(f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0")
 
 
 def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> None:

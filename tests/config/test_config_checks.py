@@ -30,10 +30,10 @@ RULES = {
         ["model.compute_dtype=float32"],
         1,
     ),
-    "bfloat16 rollout on CPU": (
-        ["rollout.dtype=bfloat16"],
-        ["'rollout.dtype' is bfloat16", "set float32"],
-        ["rollout.dtype=float32"],
+    "guessed tokens in bfloat16": (
+        ["rollout.draft_tokens=4", "rollout.dtype=bfloat16"],
+        ["'rollout.draft_tokens' is 4", "rollout.dtype=bfloat16", "set it to 0"],
+        ["rollout.draft_tokens=4", "rollout.dtype=float32"],
         1,
     ),
     "model parallel on CPU": (

@@ -3,10 +3,10 @@
 Everything here relies on internals of the versions in ``TESTED_VERSIONS``; with any other version the server uses
 vLLM as it comes. Four changes are for every dtype: ``without_listeners`` for a server of one process,
 ``count_workers_as_devices`` for one over several nodes, ``do_without_lscpu``, and ``rotate_every_head``, without which
-DeepSeek's attention is wrong. The others are for one process in float32 (``supports``), each for speed:
+DeepSeek's attention is wrong. The others are for a server of one process (``supports``), each for speed:
 
-1. Linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM repacks
-   them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
+1. In float32 linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM
+   repacks them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
 2. RMSNorm uses vLLM's own C kernel, which it leaves to GPUs, in place of eight small torch calls.
 3. Tokens are sampled by ``mindrlhf.rollout.sampling``.
 4. Attention layers are called as functions, not as registered torch operators.
@@ -38,6 +38,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from mindrlhf.rollout.sampling import sample_rows, uniforms
 
 TESTED_VERSIONS = ("0.32.0",)
+_DTYPES = ("float32", "bfloat16")
 RMS_NORM_PROVIDER = "mindrlhf_cpu"
 _SILENT_BACKEND = torch.distributed.Backend.FAKE
 
@@ -49,7 +50,7 @@ def is_known() -> bool:
 
 def supports(dtype: str, tensor_parallel_size: int) -> bool:
     """Whether the changes for speed may be used."""
-    return is_known() and dtype == "float32" and tensor_parallel_size == 1
+    return is_known() and dtype in _DTYPES and tensor_parallel_size == 1
 
 
 @contextlib.contextmanager

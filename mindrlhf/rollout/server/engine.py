@@ -75,6 +75,10 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
     if config["device"] == "cpu":
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
+        if not cpu.supports(config["dtype"], config["tensor_parallel_size"]):
+            # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
+            whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, config["max_model_len"])}
+            arguments |= whole
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
@@ -376,7 +380,7 @@ class CpuEngine(VllmEngine):
 def build_engine(config: dict[str, Any]) -> VllmEngine:
     """The fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
     fast = cpu.supports(config["dtype"], config["tensor_parallel_size"])
-    if config["draft_tokens"] and not fast:
+    if config["draft_tokens"] and not (fast and config["dtype"] == "float32"):
         raise ValueError(
             f"draft_tokens is {config['draft_tokens']}, but guesses are checked in one CPU process in float32 with "
             f"vLLM {' or '.join(cpu.TESTED_VERSIONS)} only: set rollout.draft_tokens to 0"
