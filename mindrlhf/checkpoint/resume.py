@@ -28,6 +28,7 @@ FREE_KEYS = frozenset(
         "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
+        "rollout.weights_carrier",
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.timeout_s",
@@ -64,6 +65,7 @@ YOUNGER_KEYS = {
     "rollout.board_gib": 0.0,
     "rollout.draft_tokens": 0,
     "rollout.in_flight": 1.5,
+    "rollout.weights_carrier": "tcp",
     "rollout.max_spans": 4,
     "rollout.replay_order": "",
     "rollout.span_tokens": 0,

@@ -42,6 +42,7 @@ def check_grpo(config: GrpoConfig, given: frozenset[str], world_size: int | None
     check(_check_rewards, config.reward, given)
     check(check_evaluation, config, given)
     check(_check_drafts, config)
+    check(_check_carrier, config)
     check(_check_guard, config.guard)
     check(check_checkpoint, config.checkpoint, True)
     check(_check_trackers, config.observe, given)
@@ -289,6 +290,14 @@ def _check_drafts(config: GrpoConfig) -> None:
     for name, (is_set, reason) in reasons.items():
         if count and is_set:
             raise UserError(f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0")
+
+
+def _check_carrier(config: GrpoConfig) -> None:
+    if config.rollout.weights_carrier != sections.TCP and config.run.device == "cpu":
+        raise UserError(
+            f"'rollout.weights_carrier' is {config.rollout.weights_carrier}, but on run.device=cpu every node has the "
+            "whole model, and ranks have no network of their own: set tcp"
+        )
 
 
 def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> None:

@@ -71,6 +71,10 @@ class DataSection:
     shuffle: bool = key(True, "shuffle the prompts anew in each epoch")
 
 
+# How weights come to the boards of other nodes: from host to host, or by the devices' own network.
+TCP, COLLECTIVES = "tcp", "collectives"
+
+
 @dataclass(frozen=True)
 class RolloutSection:
     """The generator: one vLLM server process per replica, in an interpreter of its own."""
@@ -125,6 +129,12 @@ class RolloutSection:
         0, "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
         minimum=0,
         maximum=32,
+    )
+    weights_carrier: str = key(
+        TCP,
+        "how weights that a node lacks come from others: tcp between hosts, or collectives between devices (Ascend, "
+        "not run on NPUs yet); see docs/cluster.md",
+        choices=(TCP, COLLECTIVES),
     )
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
     tensor_parallel: int = key(

@@ -4,6 +4,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
+from mindrlhf.config.sections import COLLECTIVES, TCP
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, remotes
@@ -26,13 +27,14 @@ def find_nodes(team: Team) -> Nodes:
 
 
 def attach_boards(
-    team: Team, nodes: Nodes, path: str, dtype: str | None = None, bucket_bytes: int = 0
+    team: Team, nodes: Nodes, path: str, dtype: str | None = None, bucket_bytes: int = 0, carrier: str = TCP
 ) -> None:
     """Give every rank the board of its node.
 
     Args:
         path: of the board that rank 0 has made; the first ranks of other nodes make theirs now.
         dtype, bucket_bytes: that rank 0 has made it with.
+        carrier: `rollout.weights_carrier`.
     """
     firsts = {ranks[0] for ranks in nodes[1:]}
     wanted = [
@@ -43,7 +45,7 @@ def attach_boards(
     for node, ranks in enumerate(nodes):
         own = {"path": opened[ranks[0]].path if node else path, "node": node, "ranks": ranks}
         for rank in ranks:
-            arguments[rank] = own
+            arguments[rank] = {**own, "rank": rank, "nodes": nodes} if carrier == COLLECTIVES else own
     team.call("attach_board", per_rank=arguments)
 
 

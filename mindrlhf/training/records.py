@@ -67,6 +67,15 @@ def union(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for part in values for name, value in part.items()}
 
 
+def join(values: Sequence[Mapping[str, list]]) -> dict[str, list]:
+    """Put the lists together that the ranks have by the same names."""
+    joined: dict[str, list] = {}
+    for part in values:
+        for name, entries in part.items():
+            joined.setdefault(name, []).extend(entries)
+    return joined
+
+
 def add_contributions(values: Sequence[Contribution]) -> Contribution:
     """Add up what ranks wrote to a weight board."""
     total: Contribution = {}
@@ -181,11 +190,11 @@ class Received:
     """What crossed between nodes' boards: by node, lists of name, region and sum of the bits in memory there.
 
     Attributes:
-        regions: what came to the node.
+        regions: what came to the node; where several of its ranks got parts of a region, their sums add up.
         sent: what it was the first to send, where that is less than what a rank wrote.
     """
 
-    regions: dict[str, Any] = merged_by(union)
+    regions: dict[str, Any] = merged_by(join)
     sent: dict[str, Any] = merged_by(union, default_factory=dict)
 
 

@@ -157,6 +157,12 @@ RULES = {
         ["rollout.tensor_parallel=1"],
         1,
     ),
+    "weights by a network that CPUs do not have": (
+        ["rollout.weights_carrier=collectives"],
+        ["'rollout.weights_carrier' is collectives", "run.device=cpu", "set tcp"],
+        ["rollout.weights_carrier=tcp"],
+        1,
+    ),
     "spans and sampling ahead": (
         ["rollout.span_tokens=128", "rollout.ahead=1"],
         ["'rollout.span_tokens' is 128", "rollout.ahead", "leave one of them out"],

@@ -5,6 +5,7 @@ of the product on the CPU, which share no code with the Ascend cells, and knows 
 publish to the weight board is compared with the tensors themselves.
 """
 
+import dataclasses
 import json
 import platform
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from execution_cases import (
 from execution_jobs import compile_and_execute, execute_over_machines
 from slow_tests import SLOW
 
+from mindrlhf.config.sections import COLLECTIVES, TCP
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
 
@@ -222,13 +224,27 @@ def test_publishing_moves_each_byte_once_and_shares_the_work(executions, name):
 
 @SLOW
 @pytest.mark.parametrize(
-    "name", [name for name in ("pp2", "dp2_optimizer_parallel", "tp2_sequence_parallel", "tp2_pp2") if name in NAMES]
+    "name, carrier",
+    [
+        (name, carrier)
+        for name, carrier in (
+            ("pp2", TCP),
+            ("pp2", COLLECTIVES),
+            ("dp2_optimizer_parallel", TCP),
+            ("dp2_optimizer_parallel", COLLECTIVES),
+            ("tp2_sequence_parallel", TCP),
+            # Not by collectives: with two ranks on each machine they are among some of the ranks.
+            ("tp2_pp2", TCP),
+        )
+        if name in NAMES
+    ],
 )
-def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executions, tmp_path, name):
+def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executions, tmp_path, name, carrier):
     """Each machine has a rank (or two) and holds a part of the model; the boards of both have all of it in the end."""
     one = executions[name]
     graphs = Path(one.job.graphs[0]).parent
-    two = execute_over_machines(one.job, MODEL, batches(), tmp_path, keep=graphs)
+    job = dataclasses.replace(one.job, carrier=carrier)
+    two = execute_over_machines(job, MODEL, batches(), tmp_path, keep=graphs)
     assert len(set(one.machines)) == 1 and len(set(two.machines)) == 2
     np.testing.assert_array_equal(two.losses, one.losses)
     np.testing.assert_array_equal(two.grad_norms, one.grad_norms)

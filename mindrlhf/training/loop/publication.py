@@ -1,6 +1,7 @@
 """How the weights of all ranks get onto the boards of all nodes, as rank 0 sees it."""
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -8,7 +9,15 @@ import numpy as np
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.training.nodes import attach_boards, find_nodes
-from mindrlhf.training.records import Contribution, LeaderAddress, Published, Received, add_by_node, add_contributions
+from mindrlhf.training.records import (
+    Contribution,
+    LeaderAddress,
+    Published,
+    Received,
+    add_by_node,
+    add_contributions,
+    join,
+)
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange.boxes import Box, to_box
@@ -102,7 +111,8 @@ class Publication:
         for result in results:
             for regions in result.sent.values():
                 expected |= _sums(regions)
-        received = {int(node): _sums(regions) for result in results for node, regions in result.regions.items()}
+        came = join([result.regions for result in results])
+        received = {int(node): _sums(regions) for node, regions in came.items()}
         for node, found in received.items():
             check_received(found, expected, infos, node)
         return received
@@ -170,4 +180,7 @@ def _check_alike(written: Sequence[Contribution], infos: Sequence[TensorInfo]) -
 
 
 def _sums(regions: Sequence[Sequence]) -> dict[tuple[str, Box], int]:
-    return {(name, to_box(region)): checksum for name, region, checksum in regions}
+    sums: Counter[tuple[str, Box]] = Counter()
+    for name, region, checksum in regions:
+        sums[name, to_box(region)] += checksum  # of parts that came to several ranks
+    return dict(sums)

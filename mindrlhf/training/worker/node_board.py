@@ -10,6 +10,7 @@ from mindrlhf.training.worker.model import RankModel
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange.boxes import Box, to_box
 from mindrlhf.weights.exchange.carrier import Carrier
+from mindrlhf.weights.exchange.collective import CollectiveCarrier
 from mindrlhf.weights.exchange.needs import merge_needs, sum_parts
 from mindrlhf.weights.exchange.plan import Needs, Piece
 from mindrlhf.weights.exchange.tcp import TcpCarrier
@@ -28,6 +29,8 @@ class NodeBoard:
         self._has_made_board = False  # as the first rank of its node
         self._node = 0
         self._ranks_of_node: Sequence[int] | None = None
+        self._rank = 0
+        self._nodes: Sequence[Sequence[int]] = ()  # the ranks of each, where weights travel by collectives
         self._node_generator: ReplicatedGenerator | None = None
         self._carrier: Carrier | None = None
         self._pieces: dict[int, list[Piece]] = {}  # that cross between nodes, by bucket
@@ -48,15 +51,25 @@ class NodeBoard:
             self._node_generator.use_board(board.path)
         return BoardPath(board.path)
 
-    def attach_board(self, path: str, node: int = 0, ranks: Sequence[int] | None = None) -> None:
+    def attach_board(
+        self,
+        path: str,
+        node: int = 0,
+        ranks: Sequence[int] | None = None,
+        rank: int = 0,
+        nodes: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Map the board of this node.
 
         Args:
             path: where its first rank made it.
             node: number of this node.
             ranks: those of this node; None for all.
+            rank: this one; read with ``nodes`` only.
+            nodes: the ranks of each node, where weights travel between them by collectives.
         """
         self._node, self._ranks_of_node = node, ranks
+        self._rank, self._nodes = rank, nodes
         if self._board is None:
             self._board = WeightBoard.attach(path, writable=True)
 
@@ -66,7 +79,8 @@ class NodeBoard:
         Args:
             of: which model, where a rank has several.
         """
-        self._aside = self.model, self._board, self._has_made_board, self._node_generator, self._carrier, self._needs
+        self._aside = self.model, self._board, self._has_made_board, self._node_generator, self._carrier
+        self._aside += self._needs, self._rank, self._nodes
         self.model = self.exported_model(of)
         self._board, self._has_made_board, self._node_generator, self._carrier = None, False, None, None
         self._needs = {} if self._node else None  # rank 0's board alone is read
@@ -81,7 +95,7 @@ class NodeBoard:
         if self._board is not None and (self._node or not self._has_made_board):
             self._board.close()
         self.model, self._board, self._has_made_board, *others = self._aside
-        self._node_generator, self._carrier, self._needs = others
+        self._node_generator, self._carrier, self._needs, self._rank, self._nodes = others
 
     def publish(self, version: int, bucket: int = 0) -> Published:
         """Write this rank's share of a bucket of the tensors to the board of its node."""
@@ -104,7 +118,16 @@ class NodeBoard:
         self._needs = None if needs is None else merge_needs([needs])
 
     def open_carrier(self) -> LeaderAddress:
-        """On the first rank of a node, wait for those of the others, to exchange what their boards lack."""
+        """On the first rank of a node, wait for those of the others, to exchange what their boards lack.
+
+        Where collectives do it, all ranks take part, and have no address.
+        """
+        if self._nodes:
+            from mindrlhf.training.sharded.broadcast import open_broadcast
+
+            if self._carrier is None:
+                self._carrier = CollectiveCarrier(self._board, self._rank, self._nodes, open_broadcast)
+            return LeaderAddress({})
         if not self._has_made_board:
             return LeaderAddress({})
         if self._carrier is None:
@@ -112,7 +135,7 @@ class NodeBoard:
         return LeaderAddress({str(self._node): list(self._carrier.address)})
 
     def connect_carrier(self, bucket: int, pieces: list, addresses: dict[str, Any], token: str) -> None:
-        """On the first rank of a node, connect with the others.
+        """On a rank with a carrier, connect with the others.
 
         Args:
             bucket: of the board.
@@ -127,7 +150,7 @@ class NodeBoard:
             self._pieces[bucket] = planned
 
     def exchange(self, version: int, bucket: int = 0, written: dict[str, Contribution] | None = None) -> Received:
-        """On the first rank of a node, send what other nodes' boards lack, and receive what this one does.
+        """On a rank with a carrier, send what other nodes' boards lack, and receive what this one does.
 
         Args:
             written: by node, what its ranks wrote, where less than all of that is sent.
@@ -136,7 +159,7 @@ class NodeBoard:
             return Received({})
         came = self._carrier.exchange(version, bucket)
         node, sent = str(self._node), {}
-        if written is not None:
+        if written is not None and self._has_made_board:
             sent = sum_parts(self._board, self._pieces[bucket], self._node, written[node])
         return Received({node: _listed(came)}, {node: _listed(sent)})
 

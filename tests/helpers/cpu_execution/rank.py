@@ -120,7 +120,7 @@ class _Rank0:
 
     def run(self) -> None:
         board = self._actor.create_board()
-        attach_boards(self._ranks, find_nodes(self._ranks), board.path)
+        attach_boards(self._ranks, find_nodes(self._ranks), board.path, carrier=self._job["carrier"])
         policy = Policy(self._team, board)
         micro_batch = self._batches[0].micro_batches[0]
         num_rows, length = micro_batch.mask.shape

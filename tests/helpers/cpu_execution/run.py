@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.sections import TCP, ParallelSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import launch
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -58,6 +58,7 @@ class ExecutionJob:
         after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
+        carrier: `rollout.weights_carrier`.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ExecutionJob:
     computed_input: str = ""
     after_token: bool = False
     lora: dict | None = None
+    carrier: str = TCP
 
     @property
     def layout(self) -> Layout:

@@ -8,9 +8,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+from thread_broadcasts import Network
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.sections import COLLECTIVES, TCP, ParallelSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 
@@ -272,17 +273,21 @@ class LocalRanks:
             return [decode(*encode({"result": one.result()}))["result"] for one in done]
 
 
+@pytest.mark.parametrize("carrier", [TCP, COLLECTIVES])
 @pytest.mark.parametrize(
     "form", [{}, {"dtype": "bfloat16", "bucket_bytes": 1 << 16}], ids=["whole", "in buckets of bfloat16"]
 )
-def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir, form):
+def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir, form, carrier, monkeypatch):
     """Each machine has half of the large parameters; the weights, and their digest, are those of one machine."""
     from mindrlhf.training.loop.publication import Publication
     from mindrlhf.training.nodes import attach_boards, find_nodes
     from mindrlhf.training.replica_team import with_replicas
+    from mindrlhf.training.sharded import broadcast
     from mindrlhf.weights.open import open_tensors
     from mindrlhf.weights.tensors import convert_dtype
 
+    network = Network()
+    monkeypatch.setattr(broadcast, "open_broadcast", network.open)
     digests, source = [], open_tensors(model_dir)
     dtype = form.get("dtype", "float32")
     expected = {name: convert_dtype(source.read(name), "float32", dtype) for name in source.names()}
@@ -291,7 +296,7 @@ def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir
         ranks, found = LocalRanks(actors, machines), []
         look = partial(_look, actors, expected, found)
         with actors[0].create_board(**form) as board:
-            attach_boards(ranks, find_nodes(ranks), board.path, **form)
+            attach_boards(ranks, find_nodes(ranks), board.path, carrier=carrier, **form)
             digests.append(Publication(with_replicas(PARALLEL, ranks), board).publish(1, look))
             assert sorted(found) == sorted([*expected] * len(set(machines))), "every board had every tensor"
             assert bool(form) == (board.num_buckets > 2)
@@ -299,3 +304,4 @@ def test_ranks_on_two_machines_complete_the_boards_of_both(make_ranks, model_dir
             actor.close_carrier()
             actor._board.close()
     assert digests[0] == digests[1]
+    assert set(network.num_broadcasts) == ({0, 1} if carrier == COLLECTIVES else set()), "both have what one lacks"
