@@ -11,9 +11,12 @@ from machine_jobs import TIMEOUT_S, assert_same_but_for_rounding, find, num_step
 from machines import Machines
 from slow_tests import SLOW
 
+from mindrlhf.system.heartbeat import heartbeat_path, read_beat
+
 pytestmark = [pytest.mark.timeout(900), SLOW]
 
 NUM_STEPS = 40
+ISSUED_AGAIN = re.compile(r"\d+ prompts of rollout nodes that are lost are issued again")
 # Verifiers wait while there is a file, so that a test may hold the run for as long as a node needs to come.
 VERIFIER = """
 import time
@@ -94,14 +97,21 @@ def num_made(machines: Machines, node: int) -> int:
 
 
 def kill_while_it_generates(machines: Machines, node: int, kill) -> None:
-    """Stop a node's server, so that the run waits for it, before the node is killed."""
-    os.kill(machines.find(node, "-m mindrlhf.rollout.server "), signal.SIGSTOP)
-    before, since_s = num_steps(machines), time.monotonic()
-    while time.monotonic() - since_s < 8:
-        if (now := num_steps(machines)) != before:
-            before, since_s = now, time.monotonic()
-        time.sleep(0.1)
-    kill()
+    """Stop a node's server while it owes samples, so that the run waits for them, before the node is killed."""
+    server = machines.find(node, "-m mindrlhf.rollout.server ")
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        os.kill(server, signal.SIGSTOP)
+        since_s, activity = time.monotonic(), None
+        # The run stands still: in the rollout, or where it gives the server new weights, and then nothing is owed.
+        while time.monotonic() - since_s < 4:
+            assert time.monotonic() < deadline_s, machines.all_text()
+            if (now := read_beat(heartbeat_path(machines.directory / "run" / "logs", 0)).activity) != activity:
+                since_s, activity = time.monotonic(), now
+            time.sleep(0.1)
+        if activity.endswith(": rollout"):
+            return kill()
+        os.kill(server, signal.SIGCONT)
 
 
 def test_a_node_for_rollout_only_takes_its_share_of_the_prompts(start_elastic, undisturbed):
@@ -121,7 +131,7 @@ def test_the_run_goes_on_when_such_a_node_has_no_power_any_more(start_elastic, u
     text = machines.text(0)
     named = "rollout node node1, 10.77.0.2 has closed the connection"
     assert re.search(rf"{named}.*; the run goes on without it", text), text
-    assert re.search(r"\d+ prompts of rollout nodes that are lost are issued again", text), text
+    assert ISSUED_AGAIN.search(text), text
     assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
 
 
@@ -145,8 +155,8 @@ def test_a_killed_node_comes_again_and_takes_part(start_elastic, undisturbed, ho
     machines.wait_for(lambda: machines.text(0).count(READY) == 2)
     hold.unlink()
     wait_to_take_part(machines, 2)
-    # It may have given all samples of its step when it was killed, so that none need be issued again.
     assert machines.wait(TIMEOUT_S) == [0, 0], machines.all_text()
+    assert ISSUED_AGAIN.search(machines.text(0)), machines.text(0)
     assert_same_but_for_rounding(machines.directory / "run", undisturbed, NUM_STEPS)
 
 
