@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import sanity_inputs
-from cpu_execution.run import ExecutionJob, ExecutionResult, execute
+from cpu_execution.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
 from machines import Machines
 
@@ -99,7 +99,13 @@ def execute_over_machines(job: ExecutionJob, model: dict, batches, directory: Pa
             export PATH={bin_dir}:$PATH  # msrun starts whatever `python` comes first
             {bin_dir}/msrun --worker_num={world_size} --local_worker_num={world_size // 2} \
                 --master_addr=$MASTER_IP --master_port=8118 --node_rank=$NODE_RANK --join=True \
-                --log_dir={log_dir}/$NODE_RANK python {shlex.join(command)}
+                --log_dir={log_dir}/$NODE_RANK python {shlex.join(command)} &
+            # msrun's scheduler may wait for ranks of another machine that have ended.
+            while kill -0 $! 2>/dev/null; do
+                [ $(ls {directory} | grep -c ^{ENDED_PREFIX}) -lt {world_size} ] || {{ sleep 5; exit 0; }}
+                sleep 1
+            done
+            wait $!
         """
         (directory / "machines").mkdir()
         machines = Machines(directory / "machines", script, keep=(directory, keep, sanity_inputs.REPOSITORY))

@@ -25,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 from cpu_execution.model import LoweredRank
 from cpu_execution.run import (
     BATCHES_NAME,
+    ENDED_PREFIX,
     EXPORT_NAME,
     OUTPUTS_NAME,
     PUBLISHED_NAME,
@@ -253,7 +254,9 @@ def _rows(inputs: Sequence[np.ndarray], tokens: dict[str, np.ndarray]) -> Packed
 if __name__ == "__main__":
     die_with_launcher()
     main(Path(sys.argv[1]))
+    rank = get_rank()
     release()
+    (Path(sys.argv[1]) / f"{ENDED_PREFIX}{rank}").touch()
     # All is written. MindSpore's way out of a process has ended in a segmentation fault here, once in many runs.
     sys.stdout.flush()
     os._exit(0)

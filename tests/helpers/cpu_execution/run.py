@@ -32,6 +32,7 @@ from mindrlhf.weights.sharded import rank_file
 MODEL_NAME = "model"
 BATCHES_NAME = "batches.safetensors"
 SPEC_NAME = "execution.json"
+ENDED_PREFIX = "ended_"  # of the files by which ranks say that all is written
 RESULT_NAME = "rank_{rank}.json"
 UPDATES_NAME = "updates.json"
 OUTPUTS_NAME = "outputs.safetensors"
