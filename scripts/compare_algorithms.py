@@ -60,15 +60,14 @@ _ADAPTERS = {
     "rank 8": (_QUICKSTART, (*_SHORT, "lora.rank=8", "optimizer.start_lr=2e-3")),
     "rank 32": (_QUICKSTART, (*_SHORT, "lora.rank=32", "optimizer.start_lr=2e-3")),
 }
-# Models that examples/experts makes first. The generator's rounding is what may send a token to another expert.
-_QWEN3_MOE, _DEEPSEEK_V3 = "model.path=runs/experts/qwen3_moe", "model.path=runs/experts/deepseek_v3"
+# A model that examples/experts makes first. The generator's rounding is what may send a token to another expert.
+_QWEN3_MOE = "model.path=runs/experts/qwen3_moe"
 _REPLAYED, _ROUNDED = "training.replay_routing=true", "rollout.dtype=bfloat16"
 _EXPERTS = {
     "own routing": (_QUICKSTART, (_QWEN3_MOE,)),
     "replayed routing": (_QUICKSTART, (_QWEN3_MOE, _REPLAYED)),
     "own routing, bfloat16": (_QUICKSTART, (_QWEN3_MOE, _ROUNDED)),
     "replayed routing, bfloat16": (_QUICKSTART, (_QWEN3_MOE, _REPLAYED, _ROUNDED)),
-    "DeepSeek-V3": (_QUICKSTART, (_DEEPSEEK_V3, _REPLAYED)),
 }
 TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS, "experts": _EXPERTS}
 RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _EXPERTS
