@@ -1,8 +1,10 @@
-"""Whether teachers and prompts go together."""
+"""Whether teachers and prompts go together, and teachers and what they are asked."""
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.hf import read_hf_config
 
 _MOST_LISTED = 5
 
@@ -27,6 +29,24 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
         raise UserError(
             f"'distillation.teachers' has no teacher for {_listed(alone)} of {file.path}: add one, or set "
             "model.reference_path to a teacher for all other sources"
+        )
+
+
+def check_num_words(config: GrpoConfig, path: str) -> None:
+    """Check that a model, student or teacher, has words beyond those of `algorithm.distill_top_k`.
+
+    Raises:
+        UserError: it has not.
+    """
+    k = config.algorithm.distill_top_k
+    if not k:
+        return
+    hf_config = read_hf_config(path)
+    vocab_size = find_spec(hf_config).dims(hf_config).vocab_size
+    if k >= vocab_size:
+        raise UserError(
+            f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least one "
+            f"must be left that is not among the likeliest: set it to {vocab_size - 1} or less (64 is plenty)"
         )
 
 
