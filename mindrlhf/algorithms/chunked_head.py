@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import GatherDGradV2
 
+from mindrlhf.algorithms.top_k.rest import with_rest
 from mindrlhf.algorithms.vocabulary import HeadTile
 
 
@@ -58,7 +59,8 @@ class ChunkedTokenLogProbs(nn.Cell):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
         ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``words``, int32
-        [rows, length, k], which are of models on one rank, their log-probabilities come third.
+        [rows, length, k], which are of models on one rank, their log-probabilities and that of all others together
+        come third, float32 [rows, length, k + 1].
         """
         weight = self.cast(self.weight, hidden.dtype)
         if words is None:
@@ -66,7 +68,7 @@ class ChunkedTokenLogProbs(nn.Cell):
             return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
         asked = ops.concat((ops.expand_dims(labels, -1), words), -1)
         outputs = self.on_each_rank(hidden, weight, asked, self.first_rows)
-        word_logprobs = outputs[:, :, 3:] * ops.expand_dims(mask, -1)
+        word_logprobs = with_rest(outputs[:, :, 3:]) * ops.expand_dims(mask, -1)
         return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask), word_logprobs
 
     def _output(self, outputs, number):
@@ -152,12 +154,12 @@ class ChunkedTopWords(nn.Cell):
             largest, sums, chosen = _tile_statistics(part, weight, _cut(index, start, stop), self.tile.words, ())
             log_sum = ops.log(_column(sums, 0))
             logits, best = self._best(part, ops.depend(weight, log_sum))
-            done = (chosen - largest - log_sum, best, logits - largest - log_sum)
+            done = (chosen - largest - log_sum, best, with_rest(logits - largest - log_sum))
             logprobs, words, word_logprobs = logprobs + done[:1], words + done[1:2], word_logprobs + done[2:]
         shape, flat = labels.shape, ops.reshape(mask, (-1, 1))
         logprobs = ops.reshape(ops.Concat()(logprobs) * flat, shape)
         words = ops.reshape(ops.Concat()(words) * ops.cast(flat, ms.int32), (*shape, self.k))
-        return logprobs, words, ops.reshape(ops.Concat()(word_logprobs) * flat, (*shape, self.k))
+        return logprobs, words, ops.reshape(ops.Concat()(word_logprobs) * flat, (*shape, self.k + 1))
 
     def _best(self, rows, weight):
         """The largest logits and their words, [n, k] each, in the order of the words."""

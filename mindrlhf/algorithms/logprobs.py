@@ -11,6 +11,7 @@ from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
 from mindrlhf.algorithms import vocabulary
 from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
+from mindrlhf.algorithms.top_k.rest import with_rest
 
 
 class GraphTokenLogProbs(nn.Cell):
@@ -51,7 +52,8 @@ class GraphTokenLogProbs(nn.Cell):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
         ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``words``, int32
-        [rows, length, k], which are of models on one rank, their log-probabilities come third.
+        [rows, length, k], which are of models on one rank, their log-probabilities and that of all others together
+        come third, float32 [rows, length, k + 1].
         """
         logits = self.cast(self.project(hidden, self.cast(self.weight, hidden.dtype)), ms.float32)
         logits = self.subtract(logits, ops.stop_gradient(self.max(logits, -1)))
@@ -64,8 +66,8 @@ class GraphTokenLogProbs(nn.Cell):
         entropy = self.squeeze(self.subtract_tokens(log_total, mean))
         if words is None:
             return self.mask(logprobs, mask), self.mask(entropy, mask)
-        word_logprobs = (ops.gather_elements(logits, 2, words) - log_total) * ops.expand_dims(mask, -1)
-        return self.mask(logprobs, mask), self.mask(entropy, mask), word_logprobs
+        word_logprobs = with_rest(ops.gather_elements(logits, 2, words) - log_total)
+        return self.mask(logprobs, mask), self.mask(entropy, mask), word_logprobs * ops.expand_dims(mask, -1)
 
 
 # What a rank does with its own part of the vocabulary: MindSpore's Morph runs a function on local shards.

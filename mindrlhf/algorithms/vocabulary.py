@@ -13,6 +13,11 @@ import numpy as np
 TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
 
+# The least probability that all words but some have together. It is 1 - sum, a difference that is exact where it is
+# small (Sterbenz), of a sum that has an error of some 1e-7, as the normaliser adds up float32 numbers: below ten times
+# as much it is rounding, or below 0, and its logarithm noise. It counts as this much then, and has no gradient.
+LEAST_REST = 1e-6
+
 
 @dataclass(frozen=True)
 class HeadTile:
@@ -48,15 +53,15 @@ def forward(
 
     Returns:
         float32 [tokens] each: log-probability, entropy (nats), log-normaliser; and where words are given float32
-        [tokens, k], their log-probabilities. 0 at skipped positions.
+        [tokens, k + 1], their log-probabilities and that of all others together. 0 at skipped positions.
     """
     outputs = [np.zeros(len(labels), np.float32) for _ in range(3)]
-    outputs += [] if words is None else [np.zeros(words.shape, np.float32)]
+    outputs += [] if words is None else [np.zeros((len(words), words.shape[1] + 1), np.float32)]
     for rows in _token_tiles(np.flatnonzero(mask)):
         given = None if words is None else _GivenWords(words[rows])
         values = _forward_tile(hidden[rows], weight, labels[rows], given)
         if given is not None:
-            values += (given.logits - values[2][:, None],)
+            values += (_with_rest(given.logits - values[2][:, None]),)
         for output, found in zip(outputs, values, strict=True):
             output[rows] = found
     return tuple(outputs)
@@ -74,22 +79,26 @@ def top_words(
 
     Returns:
         Log-probability of the label, float32 [tokens]; the words in the order of their numbers, int32 [tokens, k]: of
-        words that are equally likely those of the smallest numbers; their log-probabilities, float32 [tokens, k]. 0 at
-        skipped positions.
+        words that are equally likely those of the smallest numbers; their log-probabilities and that of all others
+        together, float32 [tokens, k + 1]. 0 at skipped positions.
     """
     logprobs = np.zeros(len(labels), np.float32)
-    words, word_logprobs = np.zeros((len(labels), k), np.int32), np.zeros((len(labels), k), np.float32)
+    words, word_logprobs = np.zeros((len(labels), k), np.int32), np.zeros((len(labels), k + 1), np.float32)
     for rows in _token_tiles(np.flatnonzero(mask)):
         best = _BestWords(len(rows), k, num_words)
         logprobs[rows], _, log_normaliser = _forward_tile(hidden[rows], weight, labels[rows], best)
-        words[rows], word_logprobs[rows] = best.words, best.logits - log_normaliser[:, None]
+        words[rows], word_logprobs[rows] = best.words, _with_rest(best.logits - log_normaliser[:, None])
     return logprobs, words, word_logprobs
 
 
 def likeliest_first(words: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Order words [..., k] that are in the order of their numbers by log-probability, equal ones as they are."""
-    order = np.argsort(-logprobs, axis=-1, kind="stable")
-    return np.take_along_axis(words, order, -1), np.take_along_axis(logprobs, order, -1)
+    """Order words [..., k] that are in the order of their numbers by log-probability, equal ones as they are.
+
+    The log-probabilities are [..., k + 1]; the last, of all others, stays where it is.
+    """
+    order = np.argsort(-logprobs[..., :-1], axis=-1, kind="stable")
+    ordered = np.take_along_axis(logprobs, order, -1)
+    return np.take_along_axis(words, order, -1), np.concatenate([ordered, logprobs[..., -1:]], axis=-1)
 
 
 class _GivenWords:
@@ -127,6 +136,22 @@ class _BestWords:
             kept = above | (equal & (equal.cumsum(axis=1) <= room))
             logits, words = logits[kept].reshape(-1, self._k), words[kept].reshape(-1, self._k)
         self.words, self.logits = words, logits
+
+
+def _with_rest(logprobs: np.ndarray) -> np.ndarray:
+    """Return log-probabilities float64 [tokens, k] with that of all other words as the last of k + 1."""
+    rest = 1.0 - np.exp(logprobs).sum(axis=1, keepdims=True)
+    return np.concatenate([logprobs, np.log(np.maximum(rest, LEAST_REST))], axis=1)
+
+
+def _word_gradients(logprobs: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """Return the gradients of words' log-probabilities, float32 [tokens, k], from those [tokens, k + 1] with the rest.
+
+    With r = 1 - sum p: d log r / d log p = -p / r, or 0 where r is at its least.
+    """
+    last = logprobs[:, -1:]
+    per_rest = np.where(last > np.float32(np.log(LEAST_REST)), slopes[:, -1:] * np.exp(-last), np.float32(0.0))
+    return slopes[:, :-1] - np.exp(logprobs[:, :-1]) * per_rest
 
 
 def _token_tiles(active: np.ndarray) -> list[np.ndarray]:
@@ -178,8 +203,7 @@ def backward(
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
     grad_weight: np.ndarray | None,
-    words: np.ndarray | None = None,
-    grad_words: np.ndarray | None = None,
+    given: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Return the gradient of :func:`forward` with respect to ``hidden``; add that of ``weight`` to ``grad_weight``.
 
@@ -190,14 +214,15 @@ def backward(
         entropy, log_normaliser: what :func:`forward` returned.
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
         grad_weight: float32 [vocabulary, width], changed in place; None for a weight that is not trained.
-        words, grad_words: those that were given, and the gradients of their log-probabilities, float32 [tokens, k].
+        given: words that were, their results, and the gradients of these, float32 [tokens, k + 1].
 
     Returns:
         float32 [tokens, width].
     """
     grad_hidden = np.zeros_like(hidden)
     has_gradient = (grad_logprobs != 0) | (grad_entropy != 0)
-    if words is not None:
+    if given is not None:
+        grad_words = _word_gradients(*given[1:])
         has_gradient |= (grad_words != 0).any(axis=1)
     for rows in _token_tiles(np.flatnonzero((mask != 0) & has_gradient)):
         grad_hidden[rows] = _backward_tile(
@@ -209,7 +234,7 @@ def backward(
             grad_logprobs[rows],
             grad_entropy[rows],
             grad_weight,
-            None if words is None else (words[rows], grad_words[rows]),
+            None if given is None else (given[0][rows], grad_words[rows]),
         )
     return grad_hidden
 

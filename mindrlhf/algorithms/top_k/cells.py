@@ -21,15 +21,16 @@ class TiledWordLogProbs(nn.Cell):
         def forward(hidden, labels, mask, words):
             return vocabulary.forward(hidden, bound[0], labels, mask, words)
 
-        def backward(hidden, labels, mask, words, entropy, log_normaliser, grad_logprobs, grad_entropy, grad_words):
-            results = (entropy, log_normaliser, grad_logprobs, grad_entropy)
-            return vocabulary.backward(
-                hidden, bound[0], labels, mask, *results, weight_gradient, words=words, grad_words=grad_words
-            )
+        def backward(
+            hidden, labels, mask, words, entropy, log_normaliser, results, grad_logprobs, grad_entropy, slopes
+        ):
+            of_tokens = (entropy, log_normaliser, grad_logprobs, grad_entropy)
+            given = (words, results, slopes)
+            return vocabulary.backward(hidden, bound[0], labels, mask, *of_tokens, weight_gradient, given)
 
         self.forward_kernel = ops.Custom(
             forward,
-            out_shape=lambda hidden, labels, mask, words: (labels, labels, labels, words),
+            out_shape=lambda hidden, labels, mask, words: (labels, labels, labels, [words[0], words[1] + 1]),
             out_dtype=lambda hidden, labels, mask, words: (hidden, hidden, hidden, hidden),
             func_type="pyfunc",
         )
@@ -43,12 +44,13 @@ class TiledWordLogProbs(nn.Cell):
         name_kernel(self, self.backward_kernel, backward)
 
     def construct(self, hidden, labels, mask, words):
-        """Return log-probabilities, entropies, log-normalisers [tokens], and those of the words [tokens, k]."""
+        """Return what :func:`mindrlhf.algorithms.vocabulary.forward` does."""
         return self.forward_kernel(hidden, labels, mask, words)
 
     def bprop(self, hidden, labels, mask, words, out, dout):
         """Return the gradient of the hidden states; MindSpore calls this by name."""
-        grad_hidden = self.backward_kernel(hidden, labels, mask, words, out[1], out[2], dout[0], dout[1], dout[3])
+        results = (out[1], out[2], out[3], dout[0], dout[1], dout[3])
+        grad_hidden = self.backward_kernel(hidden, labels, mask, words, *results)
         return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask), ops.zeros_like(words)
 
 
@@ -62,7 +64,8 @@ class WordLogProbs(PolicyLogProbs):
     def construct(self, input_ids, segment_ids, labels, mask, words=None):
         """Return log-probabilities, entropies [rows, length], and with ``words``, int32 [rows, length, k], theirs.
 
-        The last are float32 [rows, length, k]; all are 0 where ``mask`` is 0. See :meth:`PolicyLogProbs.construct`.
+        The last are float32 [rows, length, k + 1] with that of all other words together; all are 0 where ``mask`` is 0.
+        See :meth:`PolicyLogProbs.construct`.
         """
         if words is None:
             return self.of_labels(input_ids, segment_ids, labels, mask)
@@ -72,7 +75,8 @@ class WordLogProbs(PolicyLogProbs):
         flat = (ops.reshape(labels, (-1,)), ops.reshape(mask, (-1,)), ops.reshape(words, (-1, words.shape[-1])))
         outputs = self.word_logprobs(hidden, *flat)
         shape = labels.shape
-        return ops.reshape(outputs[0], shape), ops.reshape(outputs[1], shape), ops.reshape(outputs[3], words.shape)
+        word_logprobs = ops.reshape(outputs[3], (*shape, words.shape[-1] + 1))
+        return ops.reshape(outputs[0], shape), ops.reshape(outputs[1], shape), word_logprobs
 
 
 class TopWords(nn.Cell):
@@ -100,15 +104,15 @@ class TopWords(nn.Cell):
         """Return the labels' log-probabilities, float32 [rows, length], the words, and their log-probabilities.
 
         The words are int32 [rows, length, k] in the order of their numbers; of words at the edge that are equally
-        likely, those of the smallest numbers are there. The last are float32 of that shape. All are 0 where ``mask`` is
-        0.
+        likely, those of the smallest numbers are there. The last are float32 [rows, length, k + 1] with that of all
+        other words together. All are 0 where ``mask`` is 0.
         """
         hidden = self.policy.scaled_hidden(input_ids, segment_ids)
         if not self.policy.is_tiled:
             return self.top_words(hidden, labels, mask)
         logprobs, words, word_logprobs = self.top_words(hidden, ops.reshape(labels, (-1,)), ops.reshape(mask, (-1,)))
-        shape = (*labels.shape, self.k)
-        return ops.reshape(logprobs, labels.shape), ops.reshape(words, shape), ops.reshape(word_logprobs, shape)
+        words = ops.reshape(words, (*labels.shape, self.k))
+        return ops.reshape(logprobs, labels.shape), words, ops.reshape(word_logprobs, (*labels.shape, self.k + 1))
 
 
 def _tiled_top_words(owner: nn.Cell, plain: TiledTokenLogProbs, k: int, num_words: int) -> ops.Custom:
@@ -119,7 +123,7 @@ def _tiled_top_words(owner: nn.Cell, plain: TiledTokenLogProbs, k: int, num_word
 
     kernel = ops.Custom(
         forward,
-        out_shape=lambda hidden, labels, mask: (labels, [*labels, k], [*labels, k]),
+        out_shape=lambda hidden, labels, mask: (labels, [*labels, k], [*labels, k + 1]),
         out_dtype=lambda hidden, labels, mask: (hidden, labels, hidden),
         func_type="pyfunc",
     )

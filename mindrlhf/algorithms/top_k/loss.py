@@ -20,32 +20,27 @@ from mindspore import ops
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS, PolicyLoss
 
-# What a position's words and their log-probabilities under the teacher are called: int32 and float32 [rows, length, K].
+# What rows call the teacher's words, int32 [rows, length, K], and their log-probabilities, float32
+# [rows, length, K + 1], of which the last is that of all other words together.
 TEACHER_WORDS, TEACHER_LOGPROBS = "teacher_words", "teacher_logprobs"
 # What the loss reports after POLICY_STATISTICS: sums over tokens of the KL, and of the probability of the K words.
 TOP_K_STATISTICS = ("topk_kl", "teacher_mass", "student_mass")
-
-# 1 - sum of float32 probabilities is exact where the sum is above 1/2 (Sterbenz), but the sum itself has an error of
-# some 1e-7, so that below ten times as much the mass of the other words is rounding and its logarithm noise, or that of
-# a number below 0. It counts as this much then, and has no gradient: what is lost of the KL is below 1e-6 times the
-# difference of two logarithms, unless the student spends mass where the teacher has less than this; the penalty of that
-# is then that of this much.
-LEAST_MASS = 1e-6
 
 
 def merged_kl(logprobs, teacher_logprobs):
     """Return KL, mass of the K words under the student, and under the teacher, float32 [rows, length] each.
 
+    The mass of the other words is never below :data:`mindrlhf.algorithms.vocabulary.LEAST_REST`, so that a teacher that
+    has less than that for them penalises a student as if it had that much.
+
     Args:
-        logprobs: of the student, float32 [rows, length, K]; the gradient flows through it.
-        teacher_logprobs: of the same words, float32 [rows, length, K].
+        logprobs: of the student, float32 [rows, length, K + 1], the last of all other words together; the gradient
+            flows through it.
+        teacher_logprobs: of the same.
     """
     probs = ops.exp(logprobs)
-    mass, teacher_mass = probs.sum(-1), ops.exp(teacher_logprobs).sum(-1)
-    least = ops.full_like(mass, LEAST_MASS)
-    rest, teacher_rest = ops.maximum(1.0 - mass, least), ops.maximum(1.0 - teacher_mass, least)
-    kl = (probs * (logprobs - teacher_logprobs)).sum(-1) + rest * (ops.log(rest) - ops.log(teacher_rest))
-    return kl, mass, teacher_mass
+    kl = (probs * (logprobs - teacher_logprobs)).sum(-1)
+    return kl, 1.0 - probs[:, :, -1], 1.0 - ops.exp(teacher_logprobs[:, :, -1])
 
 
 class TopKPolicyLoss(PolicyLoss):
@@ -68,10 +63,10 @@ class TopKPolicyLoss(PolicyLoss):
         self.k = k
 
     def token_arrays(self, tokens, mask) -> list[np.ndarray]:
-        """See :meth:`PolicyLoss.token_arrays`; the last two are [rows, length, K]."""
-        shape = (*mask.shape, self.k)
-        words = tokens.get(TEACHER_WORDS, np.zeros(shape, np.int32))
-        return [*super().token_arrays(tokens, mask), words, tokens.get(TEACHER_LOGPROBS, np.zeros(shape, np.float32))]
+        """See :meth:`PolicyLoss.token_arrays`; last come the teacher's two arrays."""
+        words = tokens.get(TEACHER_WORDS, np.zeros((*mask.shape, self.k), np.int32))
+        logprobs = tokens.get(TEACHER_LOGPROBS, np.zeros((*mask.shape, self.k + 1), np.float32))
+        return [*super().token_arrays(tokens, mask), words, logprobs]
 
     def construct(
         self,

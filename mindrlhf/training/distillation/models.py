@@ -27,8 +27,9 @@ class FrozenModel(Protocol):
         """Return what a whole model finds likeliest in the place of each token, by names of token arrays.
 
         These are "reference_logprobs", float32 [rows, length], of the tokens that are there; "teacher_words", int32
-        [rows, length, K], the likeliest first and of equally likely ones the smallest number; and their
-        log-probabilities, "teacher_logprobs", float32 of that shape. All are 0 outside the mask.
+        [rows, length, K], the likeliest first and of equally likely ones the smallest number; and
+        "teacher_logprobs", float32 [rows, length, K + 1], their log-probabilities and that of all others together. All
+        are 0 outside the mask.
         """
 
 
