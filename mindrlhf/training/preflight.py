@@ -32,13 +32,7 @@ from mindrlhf.training.distillation.checks import check_num_words, check_sources
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.routing.checks import check_replay
-from mindrlhf.training.vision.checks import (
-    check_images,
-    check_offline,
-    check_text_only,
-    check_vision,
-    image_tokens,
-)
+from mindrlhf.training.vision.checks import check_images, check_offline, check_text_only, check_vision, image_tokens
 from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
@@ -234,10 +228,9 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
     check(_check_lora, config, model.path, False, needs=["model.path"])
-    check(check_num_words, config, model.path, needs=["model.path"])
+    check(check_num_words, config, needs=["model.path", *path_keys(config).values()])
     for path, key in path_keys(config).items():
         check(_check_model, model, path, tokenizer, needs=[key])
-        check(check_num_words, config, path, needs=[key])
         if config.distillation.teachers:
             check(_check_reads_alike, config, path, key, "teacher", tokenizer, needs=[key])
     if config.algorithm.beta > 0 and model.reference_path:

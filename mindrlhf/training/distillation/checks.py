@@ -1,5 +1,6 @@
 """Whether teachers and prompts go together, and teachers and what they are asked."""
 
+from mindrlhf.config.distillation.references import reference_paths
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
@@ -32,22 +33,21 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
         )
 
 
-def check_num_words(config: GrpoConfig, path: str) -> None:
-    """Check that a model, student or teacher, has words beyond those of `algorithm.distill_top_k`.
+def check_num_words(config: GrpoConfig) -> None:
+    """Check that student and teachers have words beyond those of `algorithm.distill_top_k`.
 
     Raises:
-        UserError: it has not.
+        UserError: one has not.
     """
     k = config.algorithm.distill_top_k
-    if not k:
-        return
-    hf_config = read_hf_config(path)
-    vocab_size = find_spec(hf_config).dims(hf_config).vocab_size
-    if k >= vocab_size:
-        raise UserError(
-            f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least one "
-            f"must be left that is not among the likeliest: set it to {vocab_size - 1} or less (64 is plenty)"
-        )
+    for path in (config.model.path, *reference_paths(config)) if k else ():
+        hf_config = read_hf_config(path)
+        vocab_size = find_spec(hf_config).dims(hf_config).vocab_size
+        if k >= vocab_size:
+            raise UserError(
+                f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least "
+                f"one must be left that is not among the likeliest: set it to {vocab_size - 1} or less (64 is plenty)"
+            )
 
 
 def _listed(sources: list[str]) -> str:

@@ -137,7 +137,10 @@ def update_metrics(
     if objective.is_corrected:
         metrics["correction/weight"] = names["correction"]
         metrics["correction/changed"] = names["corrected"]
-    metrics |= {f"distill/{name}": names[name] for name in further}
+    if objective.learns_words:
+        metrics["distill/topk_kl"] = names["topk_kl"]
+        metrics["distill/teacher_mass"] = names["teacher_mass"]
+        metrics["distill/student_mass"] = names["student_mass"]
     if not objective.needs_reference or objective.kl_in_reward or objective.learns_words:
         del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
     if config.algorithm.kl_target is not None:
