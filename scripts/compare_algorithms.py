@@ -7,7 +7,8 @@
     OMP_NUM_THREADS=1 .venv/bin/python scripts/compare_algorithms.py --table schedules
 
 The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
-a model with experts that are routed anew or as the generator did (examples/experts).
+a model with experts that are routed anew or as the generator did (examples/experts); a teacher's verdict on the
+sampled word, and its likeliest words (examples/distill).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -69,8 +70,20 @@ _EXPERTS = {
     "own routing, bfloat16": (_QUICKSTART, (_QWEN3_MOE, _ROUNDED)),
     "replayed routing, bfloat16": (_QUICKSTART, (_QWEN3_MOE, _REPLAYED, _ROUNDED)),
 }
-TABLES = {"algorithms": _ALGORITHMS, "schedules": _SCHEDULES, "adapters": _ADAPTERS, "experts": _EXPERTS}
-RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _EXPERTS
+_DISTILL = "examples/distill/config.yaml"
+_DISTILLATION = {
+    "sampled word": (_DISTILL, ()),
+    "8 words": (_DISTILL, ("algorithm.distill_top_k=8",)),
+    "64 words": (_DISTILL, ("algorithm.distill_top_k=64",)),
+}
+TABLES = {
+    "algorithms": _ALGORITHMS,
+    "schedules": _SCHEDULES,
+    "adapters": _ADAPTERS,
+    "experts": _EXPERTS,
+    "distillation": _DISTILLATION,
+}
+RECIPES = _ALGORITHMS | _SCHEDULES | _ADAPTERS | _EXPERTS | _DISTILLATION
 
 
 @dataclass(frozen=True)

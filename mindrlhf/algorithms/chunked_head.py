@@ -9,7 +9,9 @@ graph off level by level and would otherwise have all of them at once.
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.ops.auto_generate import GatherDGradV2
 
+from mindrlhf.algorithms.top_k.rest import with_rest
 from mindrlhf.algorithms.vocabulary import HeadTile
 
 
@@ -53,22 +55,33 @@ class ChunkedTokenLogProbs(nn.Cell):
                 self.total = ops.AllReduce(ops.ReduceOp.SUM, group)
                 self.largest = ops.AllReduce(ops.ReduceOp.MAX, group)
 
-    def construct(self, hidden, labels, mask):
+    def construct(self, hidden, labels, mask, words=None):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``words``, int32
+        [rows, length, k], which are of models on one rank, their log-probabilities and that of all others together
+        come third, float32 [rows, length, k + 1].
         """
-        outputs = self.on_each_rank(hidden, self.cast(self.weight, hidden.dtype), labels, self.first_rows)
-        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
+        weight = self.cast(self.weight, hidden.dtype)
+        if words is None:
+            outputs = self.on_each_rank(hidden, weight, labels, self.first_rows)
+            return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask)
+        asked = ops.concat((ops.expand_dims(labels, -1), words), -1)
+        outputs = self.on_each_rank(hidden, weight, asked, self.first_rows)
+        word_logprobs = with_rest(outputs[:, :, 3:]) * ops.expand_dims(mask, -1)
+        return self.mask(self._output(outputs, 0), mask), self.mask(self._output(outputs, 1), mask), word_logprobs
 
     def _output(self, outputs, number):
         stop = (*outputs.shape[:2], number + 1)
         return self.squeeze(self.slice(outputs, (0, 0, number), stop, (1, 1, 1)))
 
     def _forward(self, hidden, weight, labels, first_row):
-        """Log-probability, entropy and log-normaliser of each token, float32 [rows, length, 3]."""
+        """Log-probability, entropy and log-normaliser of each token, float32 [rows, length, 3].
+
+        With ``labels`` [rows, length, 1 + k] the log-probabilities of the k words after the label come after these.
+        """
         shape, num_words = labels.shape, weight.shape[0]
-        rows, index = _as_rows(hidden), ops.reshape(labels - first_row, (-1, 1))
+        rows, index = _as_rows(hidden), _as_index(labels - first_row)
         largest, sums, chosen, done = (), (), (), ()
         for start, stop in _spans(rows.shape[0], self.tile.positions):
             found = _tile_statistics(_cut(rows, start, stop), weight, _cut(index, start, stop), self.tile.words, done)
@@ -82,12 +95,14 @@ class ChunkedTokenLogProbs(nn.Cell):
             parts = self.total(parts)
         total, weighted, chosen = _column(parts, 0), _column(parts, 1), _column(parts, 2)
         log_total = ops.log(total)
-        outputs = ops.concat((chosen - log_total, log_total - weighted / total, highest + log_total), -1)
-        return ops.reshape(outputs, (shape[0], shape[1], 3))
+        outputs = (chosen - log_total, log_total - weighted / total, highest + log_total)
+        if parts.shape[1] > 3:
+            outputs = outputs + (_columns_from(parts, 3) - log_total,)
+        return ops.reshape(ops.concat(outputs, -1), (shape[0], shape[1], parts.shape[1]))
 
     def _backward(self, hidden, weight, labels, first_row, outputs, slopes):
         """Gradients of the inputs; see :func:`mindrlhf.algorithms.vocabulary.backward`."""
-        rows, index = _as_rows(hidden), ops.reshape(labels - first_row, (-1, 1))
+        rows, index = _as_rows(hidden), _as_index(labels - first_row)
         outputs, slopes = _as_rows(outputs), _as_rows(slopes)
         # What several ranks hold has, on each, a part of its gradient in MindSpore's graphs.
         if self.total is not None:
@@ -111,6 +126,73 @@ class ChunkedTokenLogProbs(nn.Cell):
             grad_rows, grad_weight = grad_rows + (ops.cast(grad_tile, hidden.dtype),), grad_words
         grad_hidden = ops.Reshape()(ops.Concat()(grad_rows), hidden.shape)
         return grad_hidden, ops.Concat()(grad_weight), ops.ZerosLike()(labels), ops.ZerosLike()(first_row)
+
+
+class ChunkedTopWords(nn.Cell):
+    """The likeliest words of each position on one rank, tile by tile, without gradients.
+
+    Args:
+        weight: output projection [vocabulary, width].
+        k: number of words.
+        num_words: which may be chosen: the first so many.
+        tile: how much is computed at a time.
+    """
+
+    def __init__(self, weight: ms.Parameter, k: int, num_words: int, tile: HeadTile):
+        super().__init__(auto_prefix=False)
+        self.weight = weight
+        self.k = k
+        self.num_words = num_words
+        self.tile = tile
+
+    def construct(self, hidden, labels, mask):
+        """Return what :class:`mindrlhf.algorithms.top_k.cells.TopWords` does, of scaled hidden states."""
+        rows, index, weight = _as_rows(hidden), ops.reshape(labels, (-1, 1)), ops.cast(self.weight, hidden.dtype)
+        logprobs, words, word_logprobs, done = (), (), (), ()
+        for start, stop in _spans(rows.shape[0], self.tile.positions):
+            part = ops.depend(_cut(rows, start, stop), done)
+            largest, sums, chosen = _tile_statistics(part, weight, _cut(index, start, stop), self.tile.words, ())
+            log_sum = ops.log(_column(sums, 0))
+            logits, best = self._best(part, ops.depend(weight, log_sum))
+            done = (chosen - largest - log_sum, best, with_rest(logits - largest - log_sum))
+            logprobs, words, word_logprobs = logprobs + done[:1], words + done[1:2], word_logprobs + done[2:]
+        shape, flat = labels.shape, ops.reshape(mask, (-1, 1))
+        logprobs = ops.reshape(ops.Concat()(logprobs) * flat, shape)
+        words = ops.reshape(ops.Concat()(words) * ops.cast(flat, ms.int32), (*shape, self.k))
+        return logprobs, words, ops.reshape(ops.Concat()(word_logprobs) * flat, (*shape, self.k + 1))
+
+    def _best(self, rows, weight):
+        """The largest logits and their words, [n, k] each, in the order of the words."""
+        logits, words = None, None
+        for first, last in _spans(self.num_words, self.tile.words):
+            table = _cut(weight, first, last)
+            if logits is not None:
+                table = ops.depend(table, logits)
+            found = _logits(rows, table)
+            numbers = ops.reshape(ops.cast(ops.range(first, last, 1), ms.int32), (1, -1))
+            numbers = ops.broadcast_to(numbers, found.shape)
+            if logits is not None:
+                found, numbers = ops.concat((logits, found), -1), ops.concat((words, numbers), -1)
+            logits, words = _largest(found, numbers, self.k)
+        return logits, words
+
+
+def _largest(logits, words, k):
+    """The k largest logits and their words, in the order of columns; of equal ones at the edge, the first columns.
+
+    TopK says which values they are, but its CPU kernel (MindSpore 2.9.0) takes any of equal ones: so the columns are
+    chosen by a second one, of numbers that are all different.
+    """
+    if logits.shape[1] <= k:
+        return logits, words
+    smallest = _column(ops.TopK()(logits, k)[0], k - 1)
+    above = ops.cast(logits > smallest, ms.float32)
+    equal = ops.cast(ops.equal(logits, smallest), ms.float32)
+    room = k - ops.ReduceSum(keep_dims=True)(above, -1)
+    kept = above + equal * ops.cast(ops.CumSum()(equal, 1) <= room, ms.float32)
+    columns = ops.reshape(ops.cast(ops.range(0, logits.shape[1], 1), ms.float32), (1, -1))
+    _, order = ops.TopK()(kept * (logits.shape[1] - columns), k)
+    return ops.gather_elements(logits, 1, order), ops.gather_elements(words, 1, order)
 
 
 def _tile_statistics(rows, weight, index, num_words, done):
@@ -146,10 +228,24 @@ def _logit_gradients(rows, table, tokens, first_word):
     outputs, slopes, index = tokens
     grad_logprobs, grad_entropy = _column(slopes, 0), _column(slopes, 1)
     logprobs = _logits(rows, table) - _column(outputs, 2)
+    if index.shape[1] > 1:
+        return _gradients_of_several(logprobs, outputs, slopes, index - first_word, rows.dtype)
     factor = -grad_logprobs - grad_entropy * (logprobs + _column(outputs, 1))
     words = ops.reshape(ops.range(first_word, first_word + table.shape[0], 1), (1, -1))
     is_label = ops.cast(ops.equal(index, ops.cast(words, index.dtype)), ms.float32)
     return ops.cast(ops.exp(logprobs) * factor + is_label * grad_logprobs, rows.dtype)
+
+
+def _gradients_of_several(logprobs, outputs, slopes, index, dtype):
+    """The same where the slopes have columns from the fourth on for words that may be among the tile's too."""
+    grad_chosen = ops.concat((_column(slopes, 0), _columns_from(slopes, 3)), -1)
+    inside = ops.logical_and(index >= 0, index < logprobs.shape[-1])
+    index = ops.select(inside, index, ops.ZerosLike()(index))
+    # Several words of one position add up where they are the same: the label may be one of the others.
+    added = GatherDGradV2()(logprobs, 1, index, grad_chosen * ops.cast(inside, ms.float32))
+    total = ops.ReduceSum(keep_dims=True)(grad_chosen, -1)
+    factor = -total - _column(slopes, 1) * (logprobs + _column(outputs, 1))
+    return ops.cast(ops.exp(logprobs) * factor + added, dtype)
 
 
 def _shift(sums, old, new):
@@ -168,6 +264,11 @@ def _pick(logits, index):
     inside = ops.logical_and(index >= 0, index < logits.shape[-1])
     chosen = ops.gather_elements(logits, 1, ops.select(inside, index, ops.ZerosLike()(index)))
     return chosen * ops.cast(inside, ms.float32)
+
+
+def _as_index(labels):
+    """Labels [rows, length] or [rows, length, m] as [n, 1] or [n, m]."""
+    return ops.reshape(labels, (-1, 1)) if len(labels.shape) == 2 else _as_rows(labels)
 
 
 def _as_rows(values):
@@ -189,8 +290,14 @@ def _column(values, number):
     return ops.StridedSlice()(values, (0, number), (values.shape[0], number + 1), (1, 1))
 
 
+def _columns_from(values, number):
+    return ops.StridedSlice()(values, (0, number), (values.shape[0], values.shape[1]), (1, 1))
+
+
 def _outputs_shape(hidden_shape, weight_shape, labels_shape, first_row_shape):
-    return [*labels_shape, 3]
+    if len(labels_shape) == 2:
+        return [*labels_shape, 3]
+    return [*labels_shape[:2], labels_shape[2] + 2]
 
 
 def _outputs_dtype(hidden_dtype, *others):

@@ -11,6 +11,7 @@ from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
 from mindrlhf.algorithms import vocabulary
 from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
+from mindrlhf.algorithms.top_k.rest import with_rest
 
 
 class GraphTokenLogProbs(nn.Cell):
@@ -47,10 +48,12 @@ class GraphTokenLogProbs(nn.Cell):
         self.squeeze = ops.Squeeze(-1).shard(token)
         self.mask = ops.Mul().shard(tokens + tokens)
 
-    def construct(self, hidden, labels, mask):
+    def construct(self, hidden, labels, mask, words=None):
         """Return log-probabilities and entropies, float32 [rows, length] each, 0 where ``mask`` is 0.
 
-        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length].
+        ``hidden`` is [rows, length, width]; ``labels`` int32 and ``mask`` float32 [rows, length]. With ``words``, int32
+        [rows, length, k], which are of models on one rank, their log-probabilities and that of all others together
+        come third, float32 [rows, length, k + 1].
         """
         logits = self.cast(self.project(hidden, self.cast(self.weight, hidden.dtype)), ms.float32)
         logits = self.subtract(logits, ops.stop_gradient(self.max(logits, -1)))
@@ -61,7 +64,10 @@ class GraphTokenLogProbs(nn.Cell):
         mean = self.divide(self.sum(self.multiply(weights, logits), -1), total)
         logprobs = self.squeeze(self.subtract_tokens(chosen, log_total))
         entropy = self.squeeze(self.subtract_tokens(log_total, mean))
-        return self.mask(logprobs, mask), self.mask(entropy, mask)
+        if words is None:
+            return self.mask(logprobs, mask), self.mask(entropy, mask)
+        word_logprobs = with_rest(ops.gather_elements(logits, 2, words) - log_total)
+        return self.mask(logprobs, mask), self.mask(entropy, mask), word_logprobs * ops.expand_dims(mask, -1)
 
 
 # What a rank does with its own part of the vocabulary: MindSpore's Morph runs a function on local shards.
@@ -115,7 +121,7 @@ _free_numbers: list[int] = []  # a heap: of kernels that are no more
 _next_number = itertools.count(1)
 
 
-def _name_kernel(owner: nn.Cell, kernel: ops.Custom, function) -> None:
+def name_kernel(owner: nn.Cell, kernel: ops.Custom, function) -> None:
     """Give a Python function that a graph calls a number that is the same in every process that builds the same model.
 
     MindSpore's own is the function's address, under which the next process knows another function, or none. The number
@@ -147,8 +153,8 @@ class TiledTokenLogProbs(nn.Cell):
         self.weight = weight
         self.weight_gradient = weight_gradient = np.zeros(weight.shape, np.float32) if weight.requires_grad else None
         # A list, since MindSpore cells do not take plain arrays as attributes that change.
-        self._bound: list[np.ndarray] = []
-        bound = self._bound  # MindSpore keeps the functions: they must not keep the cell
+        self.bound: list[np.ndarray] = []
+        bound = self.bound  # MindSpore keeps the functions: they must not keep the cell
 
         def forward(hidden, labels, mask):
             return vocabulary.forward(hidden, bound[0], labels, mask)
@@ -169,13 +175,13 @@ class TiledTokenLogProbs(nn.Cell):
             out_dtype=lambda hidden, *others: hidden,
             func_type="pyfunc",
         )
-        _name_kernel(self, self.forward_kernel, forward)
-        _name_kernel(self, self.backward_kernel, backward)
+        name_kernel(self, self.forward_kernel, forward)
+        name_kernel(self, self.backward_kernel, backward)
 
     def bind(self) -> None:
         """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""
         # The first run may move a parameter; a copy outlives that.
-        self._bound[:] = [self.weight.asnumpy() if self._bound else self.weight.asnumpy().copy()]
+        self.bound[:] = [self.weight.asnumpy() if self.bound else self.weight.asnumpy().copy()]
 
     def construct(self, hidden, labels, mask):
         """Return what :class:`GraphTokenLogProbs` returns, and the log-normaliser that ``bprop`` needs."""
@@ -220,11 +226,21 @@ class PolicyLogProbs(nn.Cell):
         All inputs are [rows, length] as in :class:`mindrlhf.data.packing.PackedRows`; the first has its
         ``model_inputs``.
         """
+        return self.of_labels(input_ids, segment_ids, labels, mask)
+
+    def scaled_hidden(self, input_ids, segment_ids):
+        """Return hidden states as the head takes them, on a CPU [rows * length, width], else [rows, length, width]."""
         hidden = self.model(input_ids, segment_ids)
         # Scaling the hidden states scales the logits, at the width of the model instead of the vocabulary.
         if not self.is_tiled:
-            return self.token_logprobs(self.scale(hidden, self.inverse_temperature), labels, mask)
-        hidden = ops.reshape(hidden, (-1, hidden.shape[-1])) * self.inverse_temperature
+            return self.scale(hidden, self.inverse_temperature)
+        return ops.reshape(hidden, (-1, hidden.shape[-1])) * self.inverse_temperature
+
+    def of_labels(self, input_ids, segment_ids, labels, mask):
+        """See :meth:`construct`."""
+        hidden = self.scaled_hidden(input_ids, segment_ids)
+        if not self.is_tiled:
+            return self.token_logprobs(hidden, labels, mask)
         outputs = self.token_logprobs(hidden, ops.reshape(labels, (-1,)), ops.reshape(mask, (-1,)))
         return ops.reshape(outputs[0], labels.shape), ops.reshape(outputs[1], labels.shape)
 

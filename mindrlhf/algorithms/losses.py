@@ -4,6 +4,9 @@ Every loss is a sum over tokens divided by a count given from outside (the respo
 optimiser update, over all ranks and micro-batches), so that it does not depend on how a batch is cut.
 """
 
+from collections.abc import Mapping
+
+import numpy as np
 from mindspore import nn, ops
 
 from mindrlhf.algorithms.kl import kl_per_token
@@ -42,6 +45,9 @@ class PolicyLoss(nn.Cell):
             ``rollout_logprobs`` unread.
     """
 
+    # Names of what it reports, in order.
+    statistics = POLICY_STATISTICS
+
     def __init__(
         self,
         policy,
@@ -61,6 +67,16 @@ class PolicyLoss(nn.Cell):
         self.kl_unbiased = kl_unbiased
         self.entropy_coefficient = entropy_coefficient
         self.correction = correction
+
+    def token_arrays(self, tokens: Mapping[str, np.ndarray], mask: np.ndarray) -> list[np.ndarray]:
+        """Return what the cell takes after the four arrays of every cell and before the scalars, in order.
+
+        Args:
+            tokens: those that rows have, by name; the others are unread, and 0.
+            mask: float32 [rows, length].
+        """
+        unread = np.zeros_like(mask)
+        return [tokens.get(name, unread) for name in POLICY_INPUTS]
 
     def construct(
         self,
@@ -82,6 +98,17 @@ class PolicyLoss(nn.Cell):
         scalars. ``weights`` is 0 outside the mask.
         """
         logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
+        given = (advantages, old_logprobs, reference_logprobs, rollout_logprobs)
+        per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given, kl_coefficient)
+        loss, statistics = self.total(per_token, parts, weights, mask, num_tokens)
+        return loss, statistics, ops.stop_gradient(logprobs)
+
+    def per_token(self, logprobs, entropy, mask, segment_ids, given, kl_coefficient):
+        """Return the loss of each token without its weight, and what the statistics sum up, [rows, length] each.
+
+        ``given`` are advantages, old, reference and rollout log-probabilities.
+        """
+        advantages, old_logprobs, reference_logprobs, rollout_logprobs = given
         old_logprobs = ops.stop_gradient(logprobs) if self.on_policy else old_logprobs
         # Bounded: far beyond any clip, and exp of more would overflow and turn the vanished gradient into NaN.
         log_ratio = ops.clip_by_value((logprobs - old_logprobs) * mask, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -96,9 +123,13 @@ class PolicyLoss(nn.Cell):
             per_token = per_token + kl_coefficient * term
         if self.entropy_coefficient:
             per_token = per_token - self.entropy_coefficient * entropy
+        return per_token, (low, high, kl, entropy, correction, corrected)
+
+    def total(self, per_token, parts, weights, mask, num_tokens):
+        """Return the loss of all tokens, and the statistics: the loss, and the sum of each part."""
         loss = (per_token * weights).sum() / num_tokens
-        sums = [(values * mask).sum() for values in (low, high, kl, entropy, correction, corrected)]
-        return loss, ops.stop_gradient(ops.stack((loss, *sums))), ops.stop_gradient(logprobs)
+        sums = [(values * mask).sum() for values in parts]
+        return loss, ops.stop_gradient(ops.stack((loss, *sums)))
 
 
 class SupervisedLoss(nn.Cell):

@@ -13,6 +13,11 @@ import numpy as np
 TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
 
+# The least probability that all words but some have together. It is 1 - sum, a difference that is exact where it is
+# small (Sterbenz), of a sum that has an error of some 1e-7, as the normaliser adds up float32 numbers: below ten times
+# as much it is rounding, or below 0, and its logarithm noise. It counts as this much then, and has no gradient.
+LEAST_REST = 1e-6
+
 
 @dataclass(frozen=True)
 class HeadTile:
@@ -35,8 +40,8 @@ WHOLE_HEAD = HeadTile()
 
 
 def forward(
-    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray, words: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
     """Compute log p(label), the entropy of p and the log-normaliser, p = softmax(hidden @ weight.T).
 
     Args:
@@ -44,22 +49,125 @@ def forward(
         weight: float32 [vocabulary, width].
         labels: int32 [tokens].
         mask: float32 [tokens]; 0 skips a position.
+        words: int32 [tokens, k], of which the log-probabilities are asked too; those of a position all different.
 
     Returns:
-        float32 [tokens] each: log-probability, entropy (nats), log-normaliser; 0 at skipped positions.
+        float32 [tokens] each: log-probability, entropy (nats), log-normaliser; and where words are given float32
+        [tokens, k + 1], their log-probabilities and that of all others together. 0 at skipped positions.
     """
-    outputs = tuple(np.zeros(len(labels), np.float32) for _ in range(3))
-    active = np.flatnonzero(mask)
-    for start in range(0, len(active), TOKEN_TILE):
-        rows = active[start : start + TOKEN_TILE]
-        for output, values in zip(outputs, _forward_tile(hidden[rows], weight, labels[rows])):
-            output[rows] = values
-    return outputs
+    outputs = [np.zeros(len(labels), np.float32) for _ in range(3)]
+    outputs += [] if words is None else [np.zeros((len(words), words.shape[1] + 1), np.float32)]
+    for rows in _token_tiles(np.flatnonzero(mask)):
+        given = None if words is None else _GivenWords(words[rows])
+        values = _forward_tile(hidden[rows], weight, labels[rows], given)
+        if given is not None:
+            values += (_with_rest(given.logits - values[2][:, None]),)
+        for output, found in zip(outputs, values, strict=True):
+            output[rows] = found
+    return tuple(outputs)
+
+
+def top_words(
+    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray, k: int, num_words: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find the ``k`` likeliest of the first ``num_words`` words at each position; the logits exist in tiles only.
+
+    Args:
+        hidden, weight, labels, mask: as of :func:`forward`.
+        k: at most ``num_words``.
+        num_words: which words may be chosen; all of the vocabulary share in the probability.
+
+    Returns:
+        Log-probability of the label, float32 [tokens]; the words in the order of their numbers, int32 [tokens, k]: of
+        words that are equally likely those of the smallest numbers; their log-probabilities and that of all others
+        together, float32 [tokens, k + 1]. 0 at skipped positions.
+    """
+    logprobs = np.zeros(len(labels), np.float32)
+    words, word_logprobs = np.zeros((len(labels), k), np.int32), np.zeros((len(labels), k + 1), np.float32)
+    for rows in _token_tiles(np.flatnonzero(mask)):
+        best = _BestWords(len(rows), k, num_words)
+        logprobs[rows], _, log_normaliser = _forward_tile(hidden[rows], weight, labels[rows], best)
+        words[rows], word_logprobs[rows] = best.words, _with_rest(best.logits - log_normaliser[:, None])
+    return logprobs, words, word_logprobs
+
+
+def likeliest_first(words: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Order words [..., k] that are in the order of their numbers by log-probability, equal ones as they are.
+
+    The log-probabilities are [..., k + 1]; the last, of all others, stays where it is.
+    """
+    order = np.argsort(-logprobs[..., :-1], axis=-1, kind="stable")
+    ordered = np.take_along_axis(logprobs, order, -1)
+    return np.take_along_axis(words, order, -1), np.concatenate([ordered, logprobs[..., -1:]], axis=-1)
+
+
+class _GivenWords:
+    """Takes the logits of given words, int32 [tokens, k], out of the tiles as they come by."""
+
+    def __init__(self, words: np.ndarray):
+        self._words = words
+        self.logits = np.zeros(words.shape, np.float32)
+
+    def see(self, start: int, tile: np.ndarray) -> None:
+        """Look at the logits [tokens, n] of the words from ``start``."""
+        rows, columns, inside = _places(self._words, start, tile.shape[1])
+        self.logits[rows, columns] = tile[rows, inside]
+
+
+class _BestWords:
+    """Keeps the ``k`` largest logits of the tiles as they come by, and their words, in the order of the words."""
+
+    def __init__(self, num_tokens: int, k: int, num_words: int):
+        self._k, self._num_words = k, num_words
+        self.words = np.zeros((num_tokens, 0), np.int32)
+        self.logits = np.zeros((num_tokens, 0), np.float32)
+
+    def see(self, start: int, tile: np.ndarray) -> None:
+        """Look at the logits [tokens, n] of the words from ``start``."""
+        tile = tile[:, : max(self._num_words - start, 0)]
+        numbers = np.broadcast_to(np.arange(start, start + tile.shape[1], dtype=np.int32), tile.shape)
+        logits = np.concatenate([self.logits, tile], axis=1)
+        words = np.concatenate([self.words, numbers], axis=1)
+        if logits.shape[1] > self._k:
+            last = -np.partition(-logits, self._k - 1, axis=1)[:, self._k - 1, None]
+            above, equal = logits > last, logits == last
+            # Columns are in the order of the words: of the equal ones the first have the smallest numbers.
+            room = self._k - above.sum(axis=1, keepdims=True)
+            kept = above | (equal & (equal.cumsum(axis=1) <= room))
+            logits, words = logits[kept].reshape(-1, self._k), words[kept].reshape(-1, self._k)
+        self.words, self.logits = words, logits
+
+
+def _with_rest(logprobs: np.ndarray) -> np.ndarray:
+    """Return log-probabilities float64 [tokens, k] with that of all other words as the last of k + 1."""
+    rest = 1.0 - np.exp(logprobs).sum(axis=1, keepdims=True)
+    return np.concatenate([logprobs, np.log(np.maximum(rest, LEAST_REST))], axis=1)
+
+
+def _word_gradients(logprobs: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """Return the gradients of words' log-probabilities, float32 [tokens, k], from those [tokens, k + 1] with the rest.
+
+    With r = 1 - sum p: d log r / d log p = -p / r, or 0 where r is at its least.
+    """
+    last = logprobs[:, -1:]
+    per_rest = np.where(last > np.float32(np.log(LEAST_REST)), slopes[:, -1:] * np.exp(-last), np.float32(0.0))
+    return slopes[:, :-1] - np.exp(logprobs[:, :-1]) * per_rest
+
+
+def _token_tiles(active: np.ndarray) -> list[np.ndarray]:
+    """Cut the numbers of positions into tiles."""
+    return [active[start : start + TOKEN_TILE] for start in range(0, len(active), TOKEN_TILE)]
+
+
+def _places(words: np.ndarray, start: int, num_words: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return row and column of the ``words`` that a tile has, and their columns in the tile."""
+    rows, columns = np.nonzero((words >= start) & (words < start + num_words))
+    return rows, columns, words[rows, columns] - start
 
 
 def _forward_tile(
-    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, watch: _GivenWords | _BestWords | None = None
+) -> tuple[np.ndarray, ...]:
     num_tokens, vocabulary = len(hidden), len(weight)
     # Running maximum, sum of exp(z - maximum) and sum of z exp(z - maximum) over the tiles seen so far
     # (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3).
@@ -73,6 +181,8 @@ def _forward_tile(
         tile = weight[start : start + VOCABULARY_TILE]
         z, e = logits[:, : len(tile)], powers[:, : len(tile)]
         np.matmul(hidden, tile.T, out=z)
+        if watch is not None:
+            watch.see(start, z)
         new_maximum = np.maximum(maximum, z.max(axis=1))
         rescale = np.exp(maximum - new_maximum)
         np.exp(np.subtract(z, new_maximum[:, None], out=e), out=e)
@@ -93,6 +203,7 @@ def backward(
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
     grad_weight: np.ndarray | None,
+    given: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Return the gradient of :func:`forward` with respect to ``hidden``; add that of ``weight`` to ``grad_weight``.
 
@@ -103,14 +214,17 @@ def backward(
         entropy, log_normaliser: what :func:`forward` returned.
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
         grad_weight: float32 [vocabulary, width], changed in place; None for a weight that is not trained.
+        given: words that were, their results, and the gradients of these, float32 [tokens, k + 1].
 
     Returns:
         float32 [tokens, width].
     """
     grad_hidden = np.zeros_like(hidden)
-    active = np.flatnonzero((mask != 0) & ((grad_logprobs != 0) | (grad_entropy != 0)))
-    for start in range(0, len(active), TOKEN_TILE):
-        rows = active[start : start + TOKEN_TILE]
+    has_gradient = (grad_logprobs != 0) | (grad_entropy != 0)
+    if given is not None:
+        grad_words = _word_gradients(*given[1:])
+        has_gradient |= (grad_words != 0).any(axis=1)
+    for rows in _token_tiles(np.flatnonzero((mask != 0) & has_gradient)):
         grad_hidden[rows] = _backward_tile(
             hidden[rows],
             weight,
@@ -120,6 +234,7 @@ def backward(
             grad_logprobs[rows],
             grad_entropy[rows],
             grad_weight,
+            None if given is None else (given[0][rows], grad_words[rows]),
         )
     return grad_hidden
 
@@ -133,24 +248,30 @@ def _backward_tile(
     grad_logprobs: np.ndarray,
     grad_entropy: np.ndarray,
     grad_weight: np.ndarray | None,
+    given: tuple[np.ndarray, np.ndarray] | None,
 ) -> np.ndarray:
     """Add to ``grad_weight`` in place and return the gradient of ``hidden`` for one tile of tokens."""
     grad_hidden = np.zeros_like(hidden)
-    with_entropy = bool(grad_entropy.any())
-    # Without entropy the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is applied
-    # to the narrow matrices, not to the tile.
-    row_scale = np.ones((len(hidden), 1), np.float32) if with_entropy else -grad_logprobs[:, None]
+    is_dense = bool(grad_entropy.any()) or given is not None
+    # With g of each word: d sum g log p / dz = g - p sum g.
+    total = grad_logprobs if given is None else grad_logprobs + given[1].sum(axis=1)
+    # Without entropy and words the gradient of a row of logits is -grad_logprobs * p but for its label. That factor is
+    # applied to the narrow matrices, not to the tile.
+    row_scale = np.ones((len(hidden), 1), np.float32) if is_dense else -grad_logprobs[:, None]
     scaled_hidden = hidden * row_scale
     logits = np.empty((len(hidden), min(VOCABULARY_TILE, len(weight))), np.float32)
     for start in range(0, len(weight), VOCABULARY_TILE):
         tile = weight[start : start + VOCABULARY_TILE]
         z = logits[:, : len(tile)]
         np.subtract(np.matmul(hidden, tile.T, out=z), log_normaliser[:, None], out=z)
-        if with_entropy:
-            scale = -grad_logprobs[:, None] - grad_entropy[:, None] * (z + entropy[:, None])
+        if is_dense:
+            scale = -total[:, None] - grad_entropy[:, None] * (z + entropy[:, None])
             np.multiply(np.exp(z, out=z), scale, out=z)
         else:
             np.exp(z, out=z)
+        if given is not None:
+            rows, columns, inside = _places(given[0], start, len(tile))
+            z[rows, inside] += given[1][rows, columns]
         grad_hidden += z @ tile
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += z.T @ scaled_hidden

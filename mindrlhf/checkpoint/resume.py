@@ -45,6 +45,7 @@ FREE_KEYS = frozenset(
 # Keys that are younger than checkpoints that may be resumed, with the value that says what runs did before them.
 YOUNGER_KEYS = {
     "algorithm.distill_reward_weight": 0.0,
+    "algorithm.distill_top_k": 0,
     "correction.preset": "default",
     "distillation.teachers": {},
     "evaluation.best_by": "accuracy",

@@ -83,7 +83,7 @@ def _check_levels(algorithm: AlgorithmSection) -> None:
     if algorithm.loss not in ("gspo", "sequence_clip"):
         return
     per_token = advantages.find(algorithm.advantage).PER_TOKEN
-    penalised = algorithm.kl_in == "reward" and algorithm.beta > 0
+    penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
     if per_token == "always" or (per_token == "penalised" and penalised):
         why = " with KL in the reward" if per_token == "penalised" else ""
         raise UserError(
@@ -159,6 +159,8 @@ def _check_unread(config: GrpoConfig, given: frozenset[str]) -> None:
         for name in {key for keys in options.values() for key in keys} - set(options[chosen]):
             readers = [part for part, keys in options.items() if name in keys]
             unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
+    if "teacher" not in advantages.find(algorithm.advantage).NEEDS:
+        unread["algorithm.distill_top_k"] = f"algorithm.advantage distill, not {algorithm.advantage}"
     if algorithm.beta == 0:
         unread |= {f"algorithm.{name}": "algorithm.beta above 0, not 0" for name in ("kl_in", "kl_estimator")}
     if algorithm.kl_target is None:

@@ -236,6 +236,12 @@ class AlgorithmSection:
     distill_reward_weight: float = key(
         0.0, "weight of rewards beside the teacher's verdict in the estimator distill; 0 leaves them out", minimum=0
     )
+    distill_top_k: int = key(
+        0,
+        "words that a teacher finds likeliest, whose probabilities the student learns at each position; 0 learns "
+        "from the sampled word alone; see docs/algorithms.md",
+        minimum=0,
+    )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
     aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)

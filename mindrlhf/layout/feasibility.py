@@ -45,6 +45,11 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     Raises:
         UserError: heads, layers, vocabulary, rows or experts do not divide; or the loss cannot be split this way.
     """
+    if config.algorithm.distill_top_k and is_split(config.parallel_config):
+        raise UserError(
+            f"'algorithm.distill_top_k' is {config.algorithm.distill_top_k}, but a model that 'parallel_config' shards "
+            "learns from the sampled word alone: set it to 0, or train in data parallel"
+        )
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
     check_micro_batches(layout, batch)

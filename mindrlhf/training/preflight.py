@@ -28,17 +28,11 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.environments import check_environment
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.distillation.checks import check_sources
+from mindrlhf.training.distillation.checks import check_num_words, check_sources
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
 from mindrlhf.training.routing.checks import check_replay
-from mindrlhf.training.vision.checks import (
-    check_images,
-    check_offline,
-    check_text_only,
-    check_vision,
-    image_tokens,
-)
+from mindrlhf.training.vision.checks import check_images, check_offline, check_text_only, check_vision, image_tokens
 from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
@@ -234,6 +228,7 @@ def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: in
     check, model = mistakes.check, config.model
     check(_check_model, model, model.path, tokenizer, needs=["model.path"])
     check(_check_lora, config, model.path, False, needs=["model.path"])
+    check(check_num_words, config, needs=["model.path", *path_keys(config).values()])
     for path, key in path_keys(config).items():
         check(_check_model, model, path, tokenizer, needs=[key])
         if config.distillation.teachers:

@@ -313,25 +313,28 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.training.worker.critic import ActorCritic, Turns, build_critic
     from mindrlhf.training.worker.model import WholeModel
     from mindrlhf.training.worker.policy_learner import PolicyLearner
-    from mindrlhf.training.worker.policy_loss import build_policy_loss
+    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_words
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
     options: dict = {"memory": config.memory, "num_image_rows": config.training.batch_size * length}
     tile = config.memory.head_tile
     network = load_model(model, model.path, config.run, length, config.lora, **options)
-    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device, tile))
+    loss = build_policy_loss(config, build_policy_logprobs(config, network))
     learner = PolicyLearner(network, loss, config.optimizer, rank, device)
     references = []
     for path in reference_paths(config):
         if is_base(config, path):
-            references.append(BaseModel(loss.policy, rank))
+            likeliest = build_top_words(config, loss.policy, network.dims.vocab_size)
+            references.append(BaseModel(loss.policy, rank, likeliest))
             continue
         frozen = load_model(dataclasses.replace(model, train_vision="none"), path, config.run, length, **options)
         if network.images is not None and path == model.path and model.train_vision == "none":
             frozen.images.borrow(network.images)
-        references.append(WholeModel(PolicyLogProbs(frozen, temperature, device, tile), rank))
+        logprobs = PolicyLogProbs(frozen, temperature, device, tile)
+        references.append(WholeModel(logprobs, rank, build_top_words(config, logprobs, network.dims.vocab_size)))
     parts = {"learner": learner, "reference": as_one(references), "saves_reference": algorithm.sync_ref_model}
+    parts["asks_words"] = algorithm.distill_top_k > 0
     if needs_critic(config):
         critic = build_critic(config, length, rank)
         frozen = [parameter for one in references for parameter in one.network.get_parameters()]

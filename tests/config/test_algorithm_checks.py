@@ -73,6 +73,16 @@ RULES = {
         ["'algorithm.num_generations' is 1", "distill_reward_weight", "set it to 2 or more"],
         ["algorithm.num_generations=2"],
     ),
+    "a teacher's words without a teacher": (
+        ["algorithm.distill_top_k=8"],
+        ["'algorithm.distill_top_k' is set", "algorithm.advantage distill, not grpo"],
+        ["algorithm.distill_top_k=0"],
+    ),
+    "sampled words under a loss of whole responses": (
+        ["algorithm.name=distill", "model.reference_path=t", "algorithm.loss=gspo"],
+        ["'algorithm.loss' is gspo", "distill with KL in the reward differ from token to token"],
+        ["algorithm.distill_top_k=8"],
+    ),
     "the best of all": (
         ["algorithm.name=pass_at_k", "algorithm.num_generations=4"],
         ["'algorithm.pass_k' is 4", "set 'algorithm.num_generations' above 4", "lower pass_k"],

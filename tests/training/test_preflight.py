@@ -140,6 +140,17 @@ def test_every_source_needs_a_teacher_and_every_teacher_prompts(distill_config, 
     assert_refused(stranger, "'distillation.teachers.s'", "another vocabulary", "the teacher reads the actor's tokens")
 
 
+def test_a_teachers_words_are_fewer_than_any_vocabulary(distill_config, inputs_dir):
+    wide = str(inputs_dir / "wide")
+    configs = [json.loads((inputs_dir / name / "config.json").read_text()) for name in ("model", "wide")]
+    good = changed(changed(distill_config, "distillation", teachers={"s": wide}), "algorithm", distill_top_k=8)
+    assert check_grpo_inputs(good).num_steps == 8
+    most = min(one["vocab_size"] for one in configs) - 1
+    assert check_grpo_inputs(changed(good, "algorithm", distill_top_k=most)).num_steps == 8
+    too_many = changed(good, "algorithm", distill_top_k=most + 1)
+    assert_refused(too_many, "'algorithm.distill_top_k' is", f"has {most + 1} words", f"set it to {most} or less")
+
+
 @pytest.fixture
 def ppo_config(config):
     config = changed(config, "algorithm", name="ppo", advantage="gae")

@@ -1,8 +1,11 @@
-"""Whether teachers and prompts go together."""
+"""Whether teachers and prompts go together, and teachers and what they are asked."""
 
+from mindrlhf.config.distillation.references import reference_paths
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
+from mindrlhf.specs import find_spec
+from mindrlhf.weights.hf import read_hf_config
 
 _MOST_LISTED = 5
 
@@ -28,6 +31,23 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
             f"'distillation.teachers' has no teacher for {_listed(alone)} of {file.path}: add one, or set "
             "model.reference_path to a teacher for all other sources"
         )
+
+
+def check_num_words(config: GrpoConfig) -> None:
+    """Check that student and teachers have words beyond those of `algorithm.distill_top_k`.
+
+    Raises:
+        UserError: one has not.
+    """
+    k = config.algorithm.distill_top_k
+    for path in (config.model.path, *reference_paths(config)) if k else ():
+        hf_config = read_hf_config(path)
+        vocab_size = find_spec(hf_config).dims(hf_config).vocab_size
+        if k >= vocab_size:
+            raise UserError(
+                f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least "
+                f"one must be left that is not among the likeliest: set it to {vocab_size - 1} or less (64 is plenty)"
+            )
 
 
 def _listed(sources: list[str]) -> str:

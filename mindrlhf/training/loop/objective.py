@@ -52,7 +52,12 @@ class Objective:
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL term is a part of the reward."""
-        return self.needs_reference and self._algorithm.kl_in == "reward"
+        return self.needs_reference and self._algorithm.kl_in == "reward" and not self.learns_words
+
+    @property
+    def learns_words(self) -> bool:
+        """Whether the loss has a KL of its own, against a teacher's likeliest words."""
+        return self._algorithm.distill_top_k > 0
 
     def rewards(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the rewards that advantages are computed from, float64 [samples]."""
@@ -97,10 +102,16 @@ class Objective:
         reference_logprobs: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Return what the KL takes off the reward of each token, float64 [response] each, and the KL as metrics."""
-        estimator = self._algorithm.kl_estimator
-        estimates = [kl_estimate(*pair, estimator) for pair in zip(old_logprobs, reference_logprobs)]
-        metrics = {"kl": float(np.concatenate(estimates).mean()), **self._teachers.metrics(samples, estimates)}
+        estimates, metrics = self.divergences(samples, old_logprobs, reference_logprobs)
         return [self.kl.coefficient * part for part in estimates], metrics
+
+    def divergences(
+        self, samples: Sequence[Sample], logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Return estimates of the KL at each sampled token, float64 [response] each, and their means as metrics."""
+        estimator = self._algorithm.kl_estimator
+        estimates = [kl_estimate(*pair, estimator) for pair in zip(logprobs, reference_logprobs)]
+        return estimates, {"kl": float(np.concatenate(estimates).mean()), **self._teachers.metrics(samples, estimates)}
 
     def advantages(
         self,

@@ -81,7 +81,7 @@ def replay(directory: Path, model_dir: Path | None = None) -> Replay:
         learner.network.images.see(load_images(directory, batch.num_micro_batches))
     losses, computed = [], []
     for rows in micro_batches:
-        statistics, values = learner.accumulate(rows, _inputs(rows, batch.kl_coefficient), batch.num_tokens)
+        statistics, values = learner.accumulate(rows, _inputs(learner, rows, batch.kl_coefficient), batch.num_tokens)
         losses.append(float(statistics[0]))
         computed.append(values.copy())
     norms = {name: float(np.linalg.norm(array.astype(np.float64))) for name, array in learner.gradients()}
@@ -114,11 +114,10 @@ def find_weights(directory: Path, batch: SkippedBatch, config: GrpoConfig) -> Pa
 
 
 def _build_learner(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[PackedRows]):
-    from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
     from mindrlhf.training.worker.learner import Learner
-    from mindrlhf.training.worker.policy_loss import build_policy_loss
+    from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss
 
     with tempfile.TemporaryDirectory(prefix="mindrlhf-replay-") as log_dir:
         rank = start_runtime(config.run, Path(log_dir))
@@ -126,16 +125,12 @@ def _build_learner(config: GrpoConfig, model_dir: Path, micro_batches: Sequence[
     num_image_rows = max(rows.mask.size for rows in micro_batches)
     options: dict = {"memory": config.memory, "num_image_rows": num_image_rows}
     network = load_model(config.model, str(model_dir), config.run, row_length, **options)
-    temperature, device = config.rollout.temperature, config.run.device
-    loss = build_policy_loss(config, PolicyLogProbs(network, temperature, device, config.memory.head_tile))
+    loss = build_policy_loss(config, build_policy_logprobs(config, network))
     return Learner(network, loss, config.optimizer, rank, config.run.device)
 
 
-def _inputs(rows: PackedRows, kl_coefficient: float) -> list[np.ndarray]:
-    from mindrlhf.algorithms.losses import POLICY_INPUTS
-
-    unread = np.zeros_like(rows.mask)
-    return [*(rows.tokens.get(name, unread) for name in POLICY_INPUTS), np.float32(kl_coefficient)]
+def _inputs(learner, rows: PackedRows, kl_coefficient: float) -> list[np.ndarray]:
+    return [*learner.loss.token_arrays(rows.tokens, rows.mask), np.float32(kl_coefficient)]
 
 
 def _weights_digest(learner) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
+from mindrlhf.algorithms.top_k.loss import TOP_K_STATISTICS
 from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe import metrics as measure
@@ -120,7 +121,8 @@ def update_metrics(
     counts = [batches[position % len(batches)].num_tokens for position in range(len(updates))]
     means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
     loss, *per_token = np.mean(means, axis=0)
-    names = dict(zip(POLICY_STATISTICS[1:], per_token))
+    further = TOP_K_STATISTICS if objective.learns_words else ()
+    names = dict(zip((*POLICY_STATISTICS[1:], *further), per_token, strict=True))
     metrics = {
         "loss": loss,
         "clip_fraction/low": names["clipped_low"],
@@ -135,7 +137,11 @@ def update_metrics(
     if objective.is_corrected:
         metrics["correction/weight"] = names["correction"]
         metrics["correction/changed"] = names["corrected"]
-    if not objective.needs_reference or objective.kl_in_reward:
+    if objective.learns_words:
+        metrics["distill/topk_kl"] = names["topk_kl"]
+        metrics["distill/teacher_mass"] = names["teacher_mass"]
+        metrics["distill/student_mass"] = names["student_mass"]
+    if not objective.needs_reference or objective.kl_in_reward or objective.learns_words:
         del metrics["kl"]  # the loss computed none, and 0 would claim otherwise
     if config.algorithm.kl_target is not None:
         metrics["kl_coefficient"] = objective.kl.coefficient

@@ -110,7 +110,10 @@ class Trainer(Steps):
             self.publish()
         self.progress.step += 1
         # A single update computes the log-probabilities before it changes the weights: they are the old ones.
-        return self._report(record, sampled, version, old or self.policy.responses(updates), metrics)
+        logprobs = old or self.policy.responses(updates)
+        if self.objective.learns_words:
+            metrics |= self.objective.divergences(samples.used, logprobs, reference)[1]
+        return self._report(record, sampled, version, logprobs, metrics)
 
     def details(self) -> StepDetails | None:
         """Return rewards, lengths and a few samples of the last step."""

@@ -39,15 +39,24 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
         learner: trains the policy.
         reference: the reference model, or the teachers as one; None when beta is 0.
         saves_reference: the reference changes during the run, so checkpoints must hold it.
+        asks_words: the reference is asked for its likeliest words too.
     """
 
-    def __init__(self, learner: ActorLearner, reference: FrozenModel | None, *, saves_reference: bool):
+    def __init__(
+        self,
+        learner: ActorLearner,
+        reference: FrozenModel | None,
+        *,
+        saves_reference: bool,
+        asks_words: bool = False,
+    ):
         ReceivedBatches.__init__(self)
         SavesState.__init__(self)
         NodeBoard.__init__(self, learner.model)
         self.learner = learner
         self.reference = reference
         self._saves_reference = saves_reference
+        self._asks_words = asks_words
         self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
         self._old_logprobs: dict[int, TokenArrays] = {}  # of the step, by batch
@@ -60,7 +69,7 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
                 if _is_known_ahead(self._model_of(name)):
                     heartbeat.enter(f"compiling {name} for {size}")
                     self.learner.count_compile(name, rows)
-                    self._logprobs(name, rows)
+                    self._computed(name, rows)
             if _is_known_ahead(self.model):
                 heartbeat.enter(f"compiling the update for {size}")
                 self.learner.warm_up(rows)
@@ -80,14 +89,17 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
             self.reference.see(images)
 
     def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
-        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it."""
+        """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it.
+
+        Where the reference is asked for its likeliest words, they stay here: it is this rank's update that reads them.
+        """
         model, micro_batches = self._model_of(name), self._batches[batch].micro_batches
         if self._cell_dump is not None:
             stage = "old_log_prob" if name == "old_logprobs" else "reference"
             self._cell_dump.forward(stage, model.policy, micro_batches)
         for rows in micro_batches:
             self.learner.count_compile(name, rows)
-            rows.tokens[name] = self._logprobs(name, rows)
+            rows.tokens.update(self._computed(name, rows))
         computed = TokenArrays(tuple(rows.tokens[name] for rows in micro_batches))
         if name == "old_logprobs":
             self._old_logprobs[batch] = computed
@@ -180,9 +192,12 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
         """Copy the policy into the reference model."""
         self.reference.copy_from(self.model)
 
-    def _logprobs(self, name: str, rows: PackedRows) -> np.ndarray:
+    def _computed(self, name: str, rows: PackedRows) -> dict[str, np.ndarray]:
+        if name == "old_logprobs":
+            return {name: self.model.logprobs(rows)}
         # The reference model has other weights: what the policy's generator chose says nothing of its experts.
-        return self._model_of(name).logprobs(rows if name == "old_logprobs" else without_experts(rows))
+        rows = without_experts(rows)
+        return self.reference.top_words(rows) if self._asks_words else {name: self.reference.logprobs(rows)}
 
     def _model_of(self, name: str) -> FrozenModel:
         return self.model if name == "old_logprobs" else self.reference

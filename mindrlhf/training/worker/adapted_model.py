@@ -83,13 +83,18 @@ class BaseModel(WholeModel):
 
     Args:
         policy: of the trained model.
-        rank: this process.
+        rank, likeliest: of :class:`WholeModel`.
     """
 
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`RankModel.logprobs`."""
         with self.network.lora.off():
             return super().logprobs(rows)
+
+    def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
+        """See :meth:`WholeModel.top_words`."""
+        with self.network.lora.off():
+            return super().top_words(rows)
 
 
 def trained_model(policy: PolicyLogProbs | TokenScores, rank: Rank) -> WholeModel:

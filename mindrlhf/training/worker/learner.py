@@ -65,6 +65,7 @@ class Learner(CountsCompiles, SavesState):
         CountsCompiles.__init__(self)
         SavesState.__init__(self)
         self.network = network
+        self.loss = loss
         self.model = trained_model(loss.policy, rank)
         loss.set_train(True)
         parameters = network.trainable_params()

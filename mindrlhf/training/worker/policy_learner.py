@@ -6,7 +6,6 @@ from typing import Protocol
 
 import numpy as np
 
-from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.training.records import ProcessStatistics, Share
@@ -20,7 +19,7 @@ class LearnerUpdate:
     """What one update gave on a rank.
 
     Attributes:
-        statistics: float64 [7]; those of all data-parallel replicas add up.
+        statistics: float64 [statistics of the loss]; those of all data-parallel replicas add up.
         grad_norm: not finite says that there was no update.
         logprobs: float32 [rows, length] for each micro-batch, under the weights before; None where the update does not
             return them.
@@ -75,17 +74,15 @@ class PolicyLearner(Learner):
 
     def warm_up(self, rows: PackedRows) -> None:
         """Compile the update for rows of weight 0."""
-        self.accumulate(rows, [*[rows.mask] * len(POLICY_INPUTS), np.float32(0.0)], 1)
+        self.accumulate(rows, [*self.loss.token_arrays({}, rows.mask), np.float32(0.0)], 1)
 
     def update(self, share: Share, lr: float, kl_coefficient: float) -> LearnerUpdate:
         """Make one optimiser update; statistics are sums over this rank's tokens. See :meth:`Learner.apply`."""
-        total, logprobs = np.zeros(len(POLICY_STATISTICS)), []
+        total, logprobs = np.zeros(len(self.loss.statistics)), []
         if self.cell_dump is not None:
             self.cell_dump.forward("update", self.policy, share.micro_batches)
         for rows in share.micro_batches:
-            unread = np.zeros_like(rows.mask)
-            values = [rows.tokens.get(name, unread) for name in POLICY_INPUTS]
-            values.append(np.float32(kl_coefficient))
+            values = [*self.loss.token_arrays(rows.tokens, rows.mask), np.float32(kl_coefficient)]
             statistics, computed = self.accumulate(rows, values, share.num_tokens)
             total += statistics
             logprobs.append(computed)

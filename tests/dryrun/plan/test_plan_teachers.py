@@ -7,6 +7,7 @@ from plan_cases import DEVICE_BYTES, ROOT, example
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.dryrun.plan.plan import Machine, make_plan, read_model
+from mindrlhf.errors import UserError
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 2048, 8192, 10, 152064
 
@@ -44,6 +45,12 @@ def test_every_teacher_is_in_memory_once(teacher):
     elements = LAYERS * layer + 2 * head // 4 + HIDDEN  # embedding and head apart
     assert both["teachers"] == one["parameters"] + 4 * elements
     assert both["parameters"] == one["parameters"] and "reference model" not in both
+
+
+def test_a_sharded_model_learns_from_the_sampled_word_alone(teacher):
+    distill = ["algorithm.name=distill", "model.reference_path=another", "algorithm.distill_top_k=8"]
+    with pytest.raises(UserError, match="'algorithm.distill_top_k' is 8, but .* shards .*: set it to 0, or train in"):
+        phases(*distill)
 
 
 def test_the_pass_of_the_largest_teacher_counts(teacher):

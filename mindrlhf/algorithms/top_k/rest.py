@@ -1,0 +1,14 @@
+"""All words but some as one more: graph code; what :mod:`mindrlhf.algorithms.vocabulary` does in NumPy."""
+
+from mindspore import ops
+
+from mindrlhf.algorithms.vocabulary import LEAST_REST
+
+
+def with_rest(logprobs):
+    """Return log-probabilities [..., k], float32, with that of all other words as the last of k + 1.
+
+    It has a gradient, but none where it is at ``LEAST_REST``.
+    """
+    rest = 1.0 - ops.ReduceSum(keep_dims=True)(ops.exp(logprobs), -1)
+    return ops.concat((logprobs, ops.log(ops.maximum(rest, ops.full_like(rest, LEAST_REST)))), -1)
