@@ -8,10 +8,13 @@ from pathlib import Path
 
 from mindrlhf.config.sections import RolloutSection
 from mindrlhf.errors import UserError
+from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config
 
 # In the server's private directory: what it may import, and its temporary files.
 PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
+# vLLM 0.32's, of models without latent attention.
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Of CANN: the devices that a process sees, which it then counts from 0.
 DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 # Variables that would make the server take itself for a training rank, or load the trainer's libraries.
@@ -93,6 +96,17 @@ def check_positions(model_dir: str, max_model_len: int) -> None:
         raise UserError(
             f"rollout max_model_len {max_model_len} is over max_position_embeddings {max_positions!r} of "
             f"{model_dir}; lower the prompt or response length"
+        )
+
+
+def check_head_size(model_dir: str, device: str) -> None:
+    """Raise ``UserError`` when the generator's attention cannot compute with the model's heads."""
+    hf_config = read_hf_config(model_dir)
+    dims = find_spec(hf_config).dims(hf_config)
+    if device == "cpu" and dims.latent is None and dims.head_dim not in _CPU_HEAD_SIZES:
+        raise UserError(
+            f"the model in {model_dir} has heads of {dims.head_dim} channels, but vLLM's attention on a CPU is for "
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}: take a model with one of these"
         )
 
 

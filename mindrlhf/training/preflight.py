@@ -22,7 +22,7 @@ from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
-from mindrlhf.rollout.vllm_options import check_positions
+from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
@@ -107,6 +107,7 @@ def check_grpo_inputs(
     needed = ["training.row_lengths"]
     row_lengths = check(_grpo_row_lengths, config, files.present, needs=needed) if files.present else None
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
+    check(check_head_size, config.model.path, config.run.device, needs=["model.path"])
     if row_lengths is not None:
         if config.run.device != "cpu":
             check(check_layout, config, row_lengths, world_size, needs=["model.path"])
