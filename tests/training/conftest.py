@@ -35,7 +35,8 @@ def inputs_dir(tmp_path_factory) -> Path:
     tokenizer_dir.mkdir()
     prepare.make_tokenizer().save(str(tokenizer_dir / "tokenizer.json"))
     (tokenizer_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": prepare.END_OF_TEXT}))
-    model = {**prepare.model_config(512), "hidden_size": 16, "head_dim": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    sizes = {"hidden_size": 16, "head_dim": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = {**prepare.model_config(512), **sizes}
     export_hf(random_hf_weights(model, 0), model, directory / "model")
     wide = {**model, "hidden_size": 32}
     bare = directory / "bare"
