@@ -52,8 +52,19 @@ ALL_LAYOUTS = {
             "micro_batch_num": 2,
         },
         "pp2": {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2},
+        # The second sample of a row begins on the second rank's part of it, and the first ends there.
+        "cp2": {"data_parallel": 1, "context_parallel": 2},
     },
     4: {
+        "cp2_dp2_optimizer_parallel": {"data_parallel": 2, "context_parallel": 2, "enable_parallel_optimizer": True},
+        "cp2_tp2_sequence_and_optimizer_parallel": {
+            "data_parallel": 1,
+            "context_parallel": 2,
+            "model_parallel": 2,
+            "use_seq_parallel": True,
+            "enable_parallel_optimizer": True,
+            "vocab_emb_dp": True,
+        },
         "tp2_dp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": True},
         "tp2_dp2_sequence_and_optimizer_parallel": {
             "data_parallel": 2,
@@ -97,7 +108,8 @@ WITH_LOGPROBS = [
     name
     for layouts in LAYOUTS.values()
     for name in layouts
-    if name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2", "tp2_dp2_sequence_and_optimizer_parallel")
+    if name.startswith("cp2")
+    or name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2", "tp2_dp2_sequence_and_optimizer_parallel")
 ]
 
 

@@ -142,6 +142,7 @@ _OPERATORS = {
     "BatchMatMul": _matmul,
     "Cast": lambda x, _: np.asarray(x, np.float64),
     "Reshape": np.reshape,
+    "Transpose": np.transpose,
     "Gather": lambda table, ids, axis, _: np.take(table, ids, axis=axis),
     "UnsortedSegmentSum": _segment_sum,
     "StridedSlice": lambda x, first, last, *_: x[tuple(slice(*bounds) for bounds in zip(first, last))],

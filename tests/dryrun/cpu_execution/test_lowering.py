@@ -89,6 +89,19 @@ def test_attention(heads, tmp_path):
     np.testing.assert_allclose(output, attention(*heads), rtol=1e-6, atol=1e-8)
 
 
+def test_attention_of_rows_before_heads(heads, tmp_path):
+    """[B, S, N*D], the form under context parallelism, where a rank has fewer queries than keys."""
+    query, key = (BATCH, LENGTH, HEADS * DIM), (BATCH, KEYS, KV_HEADS * DIM)
+    statistics, mask = ((BATCH, HEADS, LENGTH, 8), FLOAT), ((BATCH, 1, LENGTH, KEYS), UINT8)
+    inputs = [(query, FLOAT), (key, FLOAT), (key, FLOAT), None, None, None, mask, *OPTIONS[:9], 0, 0]
+    outputs = [statistics, statistics, ((1,), FLOAT), (query, FLOAT)]
+    rows = [array.transpose(0, 2, 1, 3).reshape(shape) for array, shape in zip(heads, (query, key, key))]
+    program = one_node_program("FlashAttentionScore", inputs, outputs)
+    *_, output = single(program, dict(zip((0, 1, 2, 6), (*rows, heads[3]))), tmp_path)
+    expected = attention(*heads).transpose(0, 2, 1, 3).reshape(query)
+    np.testing.assert_allclose(output, expected, rtol=1e-6, atol=1e-8)
+
+
 def test_attention_grad(heads, tmp_path):
     query, key, value, hidden = heads
     doutput = np.random.default_rng(2).standard_normal(query.shape)
@@ -110,7 +123,7 @@ def test_attention_grad(heads, tmp_path):
 @pytest.mark.parametrize(
     ("options", "mask", "message"),
     [
-        ((*OPTIONS[:9], 0, 0), ((BATCH, 1, LENGTH, KEYS), UINT8), "BNSD"),
+        ((*OPTIONS[:9], 2, 0), ((BATCH, 1, LENGTH, KEYS), UINT8), "BNSD"),
         ((*OPTIONS[:10], 2), ((BATCH, 1, LENGTH, KEYS), UINT8), "sparse_mode"),
         (OPTIONS, None, "without a mask"),
     ],

@@ -7,14 +7,19 @@ is exact.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
 from cpu_execution.mindir import (
+    FLOAT32_TYPE_ID,
+    INT32_TYPE_ID,
     Emitter,
     LoweringError,
+    TensorType,
     Value,
     attribute,
     integers,
@@ -24,6 +29,7 @@ from cpu_execution.mindir import (
 
 ASCEND_WORLD = "hccl_world_group"
 CPU_WORLD = "mccl_world_group"
+_NO_EXPERT = 1e6  # a number behind those of all experts
 _GATHERED_REDUCTIONS = {"max": "ReduceMax", "min": "ReduceMin"}
 
 
@@ -47,7 +53,10 @@ class Groups:
         if name.s.decode() == ASCEND_WORLD:
             set_attribute(primitive, "group", CPU_WORLD)
         elif name.s.decode() != CPU_WORLD:
-            self.members[name.s.decode()] = tuple(_ranks(primitive))
+            ranks = _named_ranks(name.s.decode(), _ranks(primitive))
+            set_attribute(primitive, "group_rank_ids", tuple(ranks))
+            if len(ranks) > 1:
+                self.members[name.s.decode()] = tuple(ranks)
 
     def pair(self, sender: int, receiver: int, tag: int) -> str:
         """Return the group of the two ends of a point-to-point message, which both ends name alike."""
@@ -106,13 +115,48 @@ def lower_all_to_all(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Gro
     """Gather everything, keep this rank's part of every other rank's tensor."""
     (value,), output = inputs, emitter.output
     ranks = _ranks(primitive)
-    split_axis, concat_axis = (scalar(attribute(primitive, name)) for name in ("split_dim", "concat_dim"))
+    names, rank = ("split_dim", "concat_dim"), len(value.shape)
+    split_axis, concat_axis = (scalar(attribute(primitive, name)) % rank for name in names)
     part = value.shape[split_axis] // len(ranks)
     position = ranks.index(groups.rank)
     gathered = _gather_by_sum(emitter, primitive, groups, emitter.reshape(value, (1, *value.shape)))
     own = emitter.slice(gathered, split_axis + 1, position * part, (position + 1) * part)
     parts = [emitter.reshape(emitter.slice(own, 0, index, index + 1), own.shape[1:]) for index in range(len(ranks))]
     emitter.concat(parts, concat_axis, name=output.name)
+    return True
+
+
+def lower_all_to_all_v(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Groups, inputs: Sequence[Value]) -> bool:
+    """Gather everything, keep the rows for this rank, in the order of their senders.
+
+    The inputs are flat blocks, and how many of them go to each rank and come from each, which add up to no more than
+    the sizes that :mod:`cpu_execution.routing` has fixed.
+    """
+    (value, sent, received), output, ranks = inputs, emitter.output, _ranks(primitive)
+    block, size = scalar(attribute(primitive, "block_size")), len(ranks)
+    num_sent, num_received = value.shape[0] // block, output.shape[0] // block
+    blocks = _gather(emitter, primitive, groups, emitter.reshape(value, (num_sent, block)))
+    sent, received = (
+        emitter.reshape(emitter.cast(one, FLOAT32_TYPE_ID, TensorType.FLOAT), (1, size)) for one in (sent, received)
+    )
+    counts = _gather(emitter, primitive, groups, sent)  # [from, to]
+    is_before = (np.arange(size) < ranks.index(groups.rank)).astype(np.float32)
+    # Where the rows for this rank begin at each sender, among all senders' rows, and where they are to be here.
+    offsets = emitter.reshape(emitter.matmul(counts, emitter.array(is_before[:, None])), (1, size))
+    firsts = emitter.binary("Add", offsets, emitter.array(num_sent * np.arange(size, dtype=np.float32)[None]))
+    starts = emitter.matmul(received, emitter.array(np.triu(np.ones((size, size), np.float32), k=1)))
+    places = emitter.array(np.arange(num_received, dtype=np.float32)[:, None])
+    is_from = emitter.between(places, starts, emitter.binary("Add", starts, received))
+    is_filled = emitter.matmul(is_from, emitter.array(np.ones((size, 1), np.float32)))
+    shifts = emitter.reshape(emitter.binary("Sub", firsts, starts), (size, 1))
+    found = emitter.binary("Add", emitter.binary("Mul", places, is_filled), emitter.matmul(is_from, shifts))
+    index = emitter.cast(emitter.reshape(found, (num_received,)), INT32_TYPE_ID, TensorType.INT32)
+    taken = emitter.call("Gather", blocks, index, 0, 0, shape=(num_received, block), dtype=value.dtype)
+    kept = emitter.binary("Mul", taken, is_filled)
+    if block == 1:  # numbers of experts, after which what is left over is sorted
+        is_left = emitter.binary("Sub", emitter.number(1.0, value.dtype), is_filled)
+        kept = emitter.binary("Add", kept, emitter.binary("Mul", is_left, emitter.number(_NO_EXPERT, value.dtype)))
+    emitter.reshape(kept, output.shape, name=output.name)
     return True
 
 
@@ -141,6 +185,7 @@ LOWER_COLLECTIVE: dict[str, Callable[[Emitter, ir.PrimitiveProto, Groups, Sequen
     "ReduceScatter": lower_reduce_scatter,
     "AllGather": lower_all_gather,
     "AlltoAll": lower_all_to_all,
+    "AlltoAllV": lower_all_to_all_v,
     "Send": lower_send,
     "Receive": lower_receive,
 }
@@ -155,6 +200,19 @@ def _ranks(primitive: ir.PrimitiveProto) -> list[int]:
     if not ranks:
         raise LoweringError(f"{primitive.op_type} in group '{_group(primitive)}' does not say which ranks are in it")
     return ranks
+
+
+def _named_ranks(name: str, recorded: list[int]) -> list[int]:
+    """Return the ranks of a group: MindFormers names those that share experts by a hash of them.
+
+    Beside the name of a group that MindSpore knows under another name it records all ranks of the world.
+    """
+    blocks = (recorded[first:last] for first in range(len(recorded)) for last in range(first + 1, len(recorded) + 1))
+    return next((block for block in blocks if _hashed("-".join(map(str, block))) == name), recorded)
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:48]
 
 
 def _number(primitive: ir.PrimitiveProto, name: str) -> int:
@@ -184,6 +242,8 @@ def _gather_by_sum(
 ) -> Value:
     """Concatenate the ranks' tensors along axis 0: each has zeros where the others have theirs."""
     ranks = _ranks(primitive)
+    if len(ranks) == 1:
+        return emitter.reshape(value, value.shape, name=name)
     zeros = emitter.zeros(value.shape, value.dtype)
     padded = emitter.concat([value if rank == groups.rank else zeros for rank in ranks], 0)
     return _all_reduce(emitter, _group(primitive), padded, name=name)

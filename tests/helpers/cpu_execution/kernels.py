@@ -12,7 +12,8 @@ from cpu_execution.mindir import FLOAT32_TYPE_ID, Emitter, LoweringError, Value
 # What a hidden position adds to its score: far below any score, and finite, so that a row of hidden positions only
 # (padding) is no NaN.
 HIDDEN_SCORE = -1e9
-_LAYOUT_BNSD = 1
+# Forms of query, key and value: [B, S, N*D], which context parallelism takes, and [B, N, S, D].
+_LAYOUT_BSH, _LAYOUT_BNSD = 0, 1
 
 # Inputs of FlashAttentionScore and its gradient behind query, key and value.
 _FORWARD = {"shift": 3, "drop_mask": 4, "mask": 6, "num_heads": 10, "keep": 11, "scale": 12, "layout": 16, "sparse": 17}
@@ -35,9 +36,9 @@ def lower_rms_norm(emitter: Emitter, inputs: Sequence[Value]) -> None:
     epsilon = emitter.number(emitter.constant_input(2), x.dtype)
     square = emitter.call("Square", x, shape=x.shape, dtype=x.dtype)
     mean = emitter.call("ReduceMean", square, (-1,), True, shape=inverse_rms.shape, dtype=x.dtype)
-    shifted = _binary(emitter, "Add", mean, epsilon)
+    shifted = emitter.binary("Add", mean, epsilon)
     inverse = emitter.call("Rsqrt", shifted, shape=inverse_rms.shape, dtype=x.dtype)
-    scaled = _binary(emitter, "Mul", _binary(emitter, "Mul", x, inverse), weight)
+    scaled = emitter.binary("Mul", emitter.binary("Mul", x, inverse), weight)
     emitter.make_tuple([scaled, inverse], name=normalised.name)
 
 
@@ -45,14 +46,14 @@ def lower_rms_norm_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """With u = x / rms: dx = (dy w - u mean(dy w u)) / rms and dw = sum of dy u over all rows."""
     dy, x, inverse, weight = inputs
     dx, dweight = emitter.outputs
-    unit = _binary(emitter, "Mul", x, inverse)
-    slope = _binary(emitter, "Mul", dy, weight)
-    products = _binary(emitter, "Mul", slope, unit)
+    unit = emitter.binary("Mul", x, inverse)
+    slope = emitter.binary("Mul", dy, weight)
+    products = emitter.binary("Mul", slope, unit)
     mean = emitter.call("ReduceMean", products, (-1,), True, shape=inverse.shape, dtype=x.dtype)
-    direct = _binary(emitter, "Sub", slope, _binary(emitter, "Mul", unit, mean))
-    gradient = _binary(emitter, "Mul", direct, inverse)
+    direct = emitter.binary("Sub", slope, emitter.binary("Mul", unit, mean))
+    gradient = emitter.binary("Mul", direct, inverse)
     rows = tuple(range(len(x.shape) - len(weight.shape)))
-    weight_products = _binary(emitter, "Mul", dy, unit)
+    weight_products = emitter.binary("Mul", dy, unit)
     weight_gradient = _sum(emitter, weight_products, rows, weight.shape)
     emitter.make_tuple([gradient, weight_gradient], name=dx.name)
     assert dweight.shape == weight.shape, f"RmsNormGrad of {dweight.shape} for a weight of {weight.shape}"
@@ -63,7 +64,7 @@ def lower_outer(emitter: Emitter, inputs: Sequence[Value]) -> None:
     left, right = inputs
     column = emitter.reshape(left, (left.shape[0], 1))
     row = emitter.reshape(right, (1, right.shape[0]))
-    _binary(emitter, "Mul", column, row, name=emitter.output.name)
+    emitter.binary("Mul", column, row, name=emitter.output.name)
 
 
 def lower_embedding(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -94,38 +95,39 @@ def lower_attention(emitter: Emitter, inputs: Sequence[Value]) -> None:
     The two statistics it returns for its gradient are left at zero, since :func:`lower_attention_grad` computes the
     softmax again.
     """
-    query, key, value = inputs[:3]
     maxima, sums, reserved, output = emitter.outputs
     _check_attention(emitter, _FORWARD)
+    query, key, value = _by_heads(emitter, inputs[:3], _FORWARD)
     scale = emitter.constant_input(_FORWARD["scale"])
     weights = _attention_weights(emitter, query, key, inputs[_FORWARD["mask"]], scale)
-    mixed = _matmul(emitter, weights, value, _grouped_shape(query, key))
+    mixed = emitter.reshape(_matmul(emitter, weights, value, _grouped_shape(query, key)), query.shape)
     statistics = [emitter.zeros(entry.shape, entry.dtype) for entry in (maxima, sums, reserved)]
-    emitter.make_tuple([*statistics, emitter.reshape(mixed, output.shape)], name=maxima.name)
+    emitter.make_tuple([*statistics, _as_layout(emitter, mixed, output)], name=maxima.name)
 
 
 def lower_attention_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Gradient of :func:`lower_attention`: Dao et al. 2022, arXiv:2205.14135, appendix B.2."""
-    query, key, value, doutput = inputs[:4]
     dquery, dkey, dvalue, dshift = emitter.outputs
     _check_attention(emitter, _BACKWARD)
+    query, key, value, doutput = _by_heads(emitter, inputs[:4], _BACKWARD)
     scale = emitter.number(emitter.constant_input(_BACKWARD["scale"]), query.dtype)
     mask = inputs[_BACKWARD["mask"]]
     weights = _attention_weights(emitter, query, key, mask, emitter.constant_input(_BACKWARD["scale"]))
     grouped = _grouped_shape(query, key)
     doutput = emitter.reshape(doutput, grouped)
-    value_gradient = _matmul(emitter, weights, doutput, dvalue.shape, transpose_a=True)
+    value_gradient = _matmul(emitter, weights, doutput, value.shape, transpose_a=True)
     dweights = _matmul(emitter, doutput, value, weights.shape, transpose_b=True)
-    products = _binary(emitter, "Mul", dweights, weights)
+    products = emitter.binary("Mul", dweights, weights)
     row_sums = _sum(emitter, products, (-1,), (*weights.shape[:-1], 1), keep_dims=True)
-    dscores = _binary(emitter, "Mul", weights, _binary(emitter, "Sub", dweights, row_sums))
-    dscores = _binary(emitter, "Mul", dscores, scale)
-    query_gradient = emitter.reshape(_matmul(emitter, dscores, key, grouped), dquery.shape)
+    dscores = emitter.binary("Mul", weights, emitter.binary("Sub", dweights, row_sums))
+    dscores = emitter.binary("Mul", dscores, scale)
+    query_gradient = emitter.reshape(_matmul(emitter, dscores, key, grouped), query.shape)
     grouped_query = emitter.reshape(query, grouped)
-    key_gradient = _matmul(emitter, dscores, grouped_query, dkey.shape, transpose_a=True)
+    key_gradient = _matmul(emitter, dscores, grouped_query, key.shape, transpose_a=True)
+    gradients = zip((query_gradient, key_gradient, value_gradient), (dquery, dkey, dvalue))
     # The last output is the gradient of a position bias, which nobody gave: nothing reads it, and it is empty.
     unused = emitter.zeros((1,), dshift.dtype)
-    emitter.make_tuple([query_gradient, key_gradient, value_gradient, unused], name=dquery.name)
+    emitter.make_tuple([*(_as_layout(emitter, *one) for one in gradients), unused], name=dquery.name)
 
 
 LOWER_KERNEL: dict[str, Callable[[Emitter, Sequence[Value]], None]] = {
@@ -141,14 +143,40 @@ LOWER_KERNEL: dict[str, Callable[[Emitter, Sequence[Value]], None]] = {
 
 def _check_attention(emitter: Emitter, places: dict[str, int]) -> None:
     """Refuse the variants of attention that the cells of this project do not use."""
-    if emitter.constant_input(places["layout"]) != _LAYOUT_BNSD:
-        raise LoweringError("FlashAttentionScore in another layout than BNSD cannot run on the CPU")
+    if emitter.constant_input(places["layout"]) not in (_LAYOUT_BSH, _LAYOUT_BNSD):
+        raise LoweringError("FlashAttentionScore in another layout than BSH and BNSD cannot run on the CPU")
     if emitter.constant_input(places["sparse"]) != 0:
         raise LoweringError("FlashAttentionScore with a compressed mask (sparse_mode) cannot run on the CPU")
     if not (emitter.is_none(places["shift"]) and emitter.is_none(places["drop_mask"])):
         raise LoweringError("FlashAttentionScore with a position bias or dropout cannot run on the CPU")
     if emitter.is_none(places["mask"]):
         raise LoweringError("FlashAttentionScore without a mask cannot run on the CPU")
+
+
+def _by_heads(emitter: Emitter, values: Sequence[Value], places: dict[str, int]) -> list[Value]:
+    """Bring the query, and what is as large, into `[B, N, S, D]`, keys and values into `[B, G, Sk, D]`."""
+    if emitter.constant_input(places["layout"]) == _LAYOUT_BNSD:
+        return list(values)
+    head_dim = values[0].shape[2] // emitter.constant_input(places["num_heads"])
+    turned = []
+    for value in values:
+        batch, length, size = value.shape
+        heads = emitter.reshape(value, (batch, length, size // head_dim, head_dim))
+        turned.append(_swap_heads(emitter, heads))
+    return turned
+
+
+def _as_layout(emitter: Emitter, value: Value, output: Value) -> Value:
+    """Bring `[B, N, S, D]` into the form of ``output``."""
+    if len(output.shape) == len(value.shape):
+        return value
+    return emitter.reshape(_swap_heads(emitter, value), output.shape)
+
+
+def _swap_heads(emitter: Emitter, value: Value) -> Value:
+    """Swap the axes of heads and positions."""
+    batch, first, second, size = value.shape
+    return emitter.call("Transpose", value, (0, 2, 1, 3), shape=(batch, second, first, size), dtype=value.dtype)
 
 
 def _grouped_shape(query: Value, key: Value) -> tuple[int, ...]:
@@ -161,21 +189,13 @@ def _attention_weights(emitter: Emitter, query: Value, key: Value, mask: Value, 
     """Softmax of the scores, `[B, G, r*S, Sk]`; mask `[B, 1, S, Sk]`, 1 where hidden."""
     grouped = _grouped_shape(query, key)
     batch, num_heads, length, _ = query.shape
-    rows = _binary(emitter, "Mul", emitter.reshape(query, grouped), emitter.number(scale, query.dtype))
+    rows = emitter.binary("Mul", emitter.reshape(query, grouped), emitter.number(scale, query.dtype))
     scores = _matmul(emitter, rows, key, (*grouped[:-1], key.shape[2]), transpose_b=True)
     hidden = emitter.call("Cast", mask, FLOAT32_TYPE_ID, shape=mask.shape, dtype=query.dtype)
-    penalty = _binary(emitter, "Mul", hidden, emitter.number(HIDDEN_SCORE, query.dtype))
+    penalty = emitter.binary("Mul", hidden, emitter.number(HIDDEN_SCORE, query.dtype))
     by_head = emitter.reshape(scores, (batch, num_heads, length, key.shape[2]))
-    masked = emitter.reshape(_binary(emitter, "Add", by_head, penalty), scores.shape)
+    masked = emitter.reshape(emitter.binary("Add", by_head, penalty), scores.shape)
     return emitter.call("Softmax", masked, (-1,), shape=scores.shape, dtype=query.dtype)
-
-
-def _binary(emitter: Emitter, op_type: str, left: Value, right: Value, name: str | None = None) -> Value:
-    """An elementwise operator; the shapes broadcast."""
-    rank = max(len(left.shape), len(right.shape))
-    shapes = [(1,) * (rank - len(value.shape)) + value.shape for value in (left, right)]
-    shape = tuple(max(sizes) for sizes in zip(*shapes))
-    return emitter.call(op_type, left, right, shape=shape, dtype=left.dtype, name=name)
 
 
 def _sum(emitter: Emitter, value: Value, axes: tuple[int, ...], shape: Sequence[int], keep_dims: bool = False) -> Value:

@@ -1,9 +1,10 @@
 """Rewrite the graph that was compiled for one rank of an Ascend cluster so that a CPU rank can execute it.
 
 MindSpore's semi-auto parallel compiler shards the training step for Ascend only, but what it writes is a plain graph:
-operators on shards, and collectives between named groups of ranks. Three things keep the CPU from running it, and each
-is rewritten: collectives without a CPU kernel (:mod:`cpu_execution.collectives`), fused Ascend
-kernels (:mod:`cpu_execution.kernels`), and half precision, which becomes float32. The sharding, the
+operators on shards, and collectives between named groups of ranks. Four things keep the CPU from running it, and each
+is rewritten: collectives without a CPU kernel (:mod:`cpu_execution.collectives`), fused Ascend kernels
+(:mod:`cpu_execution.kernels`, those of experts in :mod:`cpu_execution.expert_kernels`), half precision, which becomes
+float32, and sizes that routing decides, which become fixed ones (:mod:`cpu_execution.routing`). The sharding, the
 schedule of the pipeline and the order of the collectives are the compiler's and stay as they are: running them
 is the point.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
 from cpu_execution.collectives import LOWER_COLLECTIVE, Groups
+from cpu_execution.expert_kernels import LOWER_EXPERT_KERNEL, read_what_was_written
 from cpu_execution.inline import inline_functions
 from cpu_execution.kernels import LOWER_KERNEL
 from cpu_execution.mindir import (
@@ -34,7 +36,9 @@ from cpu_execution.mindir import (
     output_types,
     scalar,
 )
+from cpu_execution.routing import fix_routed_sizes
 
+_LOWER_KERNEL = LOWER_KERNEL | LOWER_EXPERT_KERNEL
 _CPU_COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 # Operators with an input that names the dtype of their output, and which one it is.
 _DTYPE_INPUTS = {
@@ -77,6 +81,8 @@ def lower_graph(path: str | os.PathLike, rank: int, out_path: str | os.PathLike)
     groups = Groups(rank)
     for primitive in program.model.primitives:
         groups.adopt(primitive)
+    fix_routed_sizes(program)
+    read_what_was_written(program)
     use_float32(program)
     replaced: Counter[str] = Counter()
     for graph in program.graphs:
@@ -96,8 +102,8 @@ def _lower_nodes(program: Program, graph: ir.GraphProto, groups: Groups, replace
         # None stands for an input that is no tensor: an option, or a mark of the order of side effects.
         inputs = [values.get(name, Value(name, (), TensorType.UNDEFINED)) for name in node.input]
         emitter = Emitter(program, node, constants)
-        if op_type in LOWER_KERNEL:
-            LOWER_KERNEL[op_type](emitter, inputs)
+        if op_type in _LOWER_KERNEL:
+            _LOWER_KERNEL[op_type](emitter, inputs)
         elif op_type not in LOWER_COLLECTIVE or not LOWER_COLLECTIVE[op_type](emitter, primitive, groups, inputs):
             nodes.append(node)
             continue

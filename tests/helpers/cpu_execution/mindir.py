@@ -33,7 +33,7 @@ NUMPY_DTYPES = {
     TensorType.BOOL: np.dtype(np.bool_),
 }
 # MindSpore's TypeId of float32: how casts and reductions name the dtype they are to return.
-FLOAT32_TYPE_ID = 43
+INT32_TYPE_ID, INT64_TYPE_ID, FLOAT32_TYPE_ID = 34, 35, 43
 HALF_TYPE_IDS = {42: TensorType.FLOAT16, 45: TensorType.BFLOAT16}
 
 
@@ -119,7 +119,7 @@ class Program:
 
 
 # Primitives that MindSpore does not generate from an operator definition: they have no options as inputs.
-_PLAIN_PRIMITIVES = frozenset({"MakeTuple", "Depend", "AddN"})
+_PLAIN_PRIMITIVES = frozenset({"MakeTuple", "TupleGetItem", "Depend", "AddN"})
 
 
 class Emitter:
@@ -195,14 +195,19 @@ class Emitter:
 
     def zeros(self, shape: Sequence[int], dtype: int) -> Value:
         """Add a constant tensor of zeros."""
-        name = self.program.new_name("zeros")
+        return self.array(np.zeros(shape, NUMPY_DTYPES[dtype]))
+
+    def array(self, numbers: np.ndarray) -> Value:
+        """Add a constant tensor."""
+        name = self.program.new_name("array")
+        dtype = next(key for key, known in NUMPY_DTYPES.items() if known == numbers.dtype)
         value = self._constant_node(name)
         value.type = Attribute.TENSORS
         tensor = value.tensors.add()
-        _set_type(tensor, shape, dtype)
+        _set_type(tensor, numbers.shape, dtype)
         tensor.name = "value0"
-        tensor.raw_data = np.zeros(shape, NUMPY_DTYPES[dtype]).tobytes()
-        return Value(name, tuple(shape), dtype)
+        tensor.raw_data = np.ascontiguousarray(numbers).tobytes()
+        return Value(name, numbers.shape, dtype)
 
     def zero_parameter(self, shape: Sequence[int], dtype: int) -> Value:
         """Add a parameter of the program, zeros that the compiler may not take for a constant."""
@@ -226,6 +231,36 @@ class Emitter:
     def reshape(self, value: Value, shape: Sequence[int], name: str | None = None) -> Value:
         """Add a reshape."""
         return self.call("Reshape", value, tuple(shape), shape=shape, dtype=value.dtype, name=name)
+
+    def element(self, value: Value, index: int) -> Value:
+        """Take an element of a tuple, of which ``value`` has shape and dtype."""
+        return self.call("TupleGetItem", value, index, shape=value.shape, dtype=value.dtype)
+
+    def cast(self, value: Value, type_id: int, dtype: int) -> Value:
+        """Add a cast, to MindSpore's and to the file's name of a dtype."""
+        return self.call("Cast", value, type_id, shape=value.shape, dtype=dtype)
+
+    def binary(self, op_type: str, left: Value, right: Value, name: str | None = None) -> Value:
+        """Add an elementwise operator; the shapes broadcast."""
+        rank = max(len(left.shape), len(right.shape))
+        shapes = [(1,) * (rank - len(value.shape)) + value.shape for value in (left, right)]
+        shape = tuple(max(sizes) for sizes in zip(*shapes))
+        return self.call(op_type, left, right, shape=shape, dtype=left.dtype, name=name)
+
+    def matmul(self, left: Value, right: Value, transpose_b: bool = False, name: str | None = None) -> Value:
+        """Add a product of two matrices."""
+        shape = (left.shape[0], right.shape[0 if transpose_b else 1])
+        return self.call("MatMul", left, right, False, transpose_b, shape=shape, dtype=left.dtype, name=name)
+
+    def between(self, numbers: Value, starts: Value, ends: Value) -> Value:
+        """Mark with 1, else 0, which numbers lie from a start up to its end, all float32; the shapes broadcast."""
+        after = self.binary("GreaterEqual", numbers, starts)
+        before = self.binary("Less", numbers, ends)
+        marks = [
+            self.cast(Value(one.name, one.shape, TensorType.BOOL), FLOAT32_TYPE_ID, TensorType.FLOAT)
+            for one in (after, before)
+        ]
+        return self.binary("Mul", *marks)
 
     def slice(self, value: Value, axis: int, start: int, stop: int, name: str | None = None) -> Value:
         """Add a slice along one axis."""
@@ -296,11 +331,15 @@ def integers(entry: ir.AttributeProto | None) -> list[int]:
     return list(entry.ints) or [scalar(value) for value in entry.values]
 
 
+def output_tensors(node: ir.NodeProto) -> list[ir.TensorProto]:
+    """What a node says of each of its outputs."""
+    entry = attribute(node, "shape")
+    return list(entry.tensors) or [tensor for value in entry.values for tensor in value.tensors]
+
+
 def output_types(node: ir.NodeProto) -> list[tuple[tuple[int, ...], int]]:
     """Shape and dtype of each output of a node."""
-    entry = attribute(node, "shape")
-    tensors = list(entry.tensors) or [tensor for value in entry.values for tensor in value.tensors]
-    return [(tuple(tensor.dims), tensor.data_type) for tensor in tensors]
+    return [(tuple(tensor.dims), tensor.data_type) for tensor in output_tensors(node)]
 
 
 def _set_type(tensor: ir.TensorProto, shape: Sequence[int], dtype: int) -> None:

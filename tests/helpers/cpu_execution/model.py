@@ -32,6 +32,7 @@ from mindrlhf.training.worker.critic import NO_TURNS, ActorCritic
 
 # State that starts at zero: AdamW's moments and step count, gradients, their defect, and what the lowering has added.
 _ZERO_PREFIXES = ("adam_m.", "adam_v.", "accu_grads", "grad.", GLOBAL_STEP_NAME, "defect", LOWERED_PREFIX)
+_ROUTER_STATE = (".fi_accu", ".expert_load")  # what MindFormers' routers would count; nothing reads it
 _LEARNING_RATE, _IS_LAST, _IMAGE_ROWS = "learning_rate", "is_last", "image_rows"  # what the host sets
 
 
@@ -65,7 +66,7 @@ class LoweredCell:
         self._cell = nn.GraphCell(ms.load(lowered.path))
         self.parameters = {parameter.name: parameter for parameter in self._cell.get_parameters()}
         for parameter in self.parameters.values():
-            if parameter.name.startswith(_ZERO_PREFIXES):
+            if parameter.name.startswith(_ZERO_PREFIXES) or parameter.name.endswith(_ROUTER_STATE):
                 parameter.set_data(ms.ops.zeros(parameter.shape, parameter.dtype))
 
     def __call__(self, *inputs: ms.Tensor) -> tuple[ms.Tensor, ...]:
@@ -81,7 +82,7 @@ class LoweredCell:
         # A tower, which the graph does not run, is among its parameters all the same.
         prefixes = (*_ZERO_PREFIXES, VISION_PREFIX, SCALE_NAME)
         unknown = [name for name in self.parameters if name not in known and not name.startswith(prefixes)]
-        if unknown:
+        if unknown := [name for name in unknown if not name.endswith(_ROUTER_STATE)]:
             raise LoweringError(f"the graph has an unknown parameter {unknown[0]}")
 
 
