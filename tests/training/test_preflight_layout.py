@@ -16,7 +16,7 @@ from mindrlhf.weights.convert import export_hf, random_hf_weights
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "hidden_size": 32,
+    "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
