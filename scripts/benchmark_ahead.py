@@ -1,23 +1,32 @@
 """Seconds of a step with samples generated ahead, against the same config within the step, in turns.
 
     .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
-        [--repeats 3] [--out figures.json]
+        [--repeats 3] [--any-core] [--out figures.json]
 
 Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take
 turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what
 else the machine is doing falls on both sides. Where generation takes a share g of a synchronous step, the ratio is at
 best 1 / max(g, 1 - g).
+
+The ranks share one core and the servers another, on both sides: MindSpore computes elementwise work on a second thread
+however few it is allowed, so that within a step an update would take both cores, and ahead it could not. ``--any-core``
+leaves them free.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmark import run
+import psutil
+from benchmark import ROOT, environment
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.observe.records import read_jsonl
@@ -33,22 +42,52 @@ class Turn:
     idle_servers: float
 
 
-def measure(config: str, overrides: list[str], ahead: int, num_warmup_steps: int, num_steps: int) -> Turn:
+_MODULES = ("mindrlhf.training.main", "mindrlhf.rollout.server")  # of ranks and servers
+
+
+def hold_to_cores(process: subprocess.Popen, is_over: threading.Event) -> None:
+    """Keep the ranks that ``process`` starts on the first core and its servers on the last, until ``is_over``."""
+    cores = sorted(os.sched_getaffinity(0))
+    while not is_over.wait(0.5):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                for module, core in zip(_MODULES, (cores[0], cores[-1])):
+                    if module in child.cmdline():
+                        for thread in child.threads():
+                            os.sched_setaffinity(thread.id, {core})
+
+
+def train(arguments: list[str], any_core: bool) -> None:
+    """Run `mindrlhf train`; its errors are shown when it fails."""
+    command = [sys.executable, "-m", "mindrlhf.cli", "train", *arguments]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    is_over = threading.Event()
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **streams) as process:
+        keeper = threading.Thread(target=hold_to_cores, args=(process, is_over), daemon=True)
+        if not any_core:
+            keeper.start()
+        errors = process.communicate()[1]
+        is_over.set()
+    if process.returncode:
+        sys.exit(f"benchmark_ahead: mindrlhf train failed\n{errors[-2000:]}")
+
+
+def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
     """Run `mindrlhf train` and read its own timings."""
     with tempfile.TemporaryDirectory() as directory:
         settings = {
             "run.output_dir": directory,
-            "run.max_steps": num_warmup_steps + num_steps,
+            "run.max_steps": arguments.warmup + arguments.steps,
             "rollout.ahead": ahead,
             "checkpoint.every_steps": 0,
             "observe.tensorboard": "false",
         }
-        if load_grpo_config(config, overrides, world_size=None).data.eval_file:
+        if load_grpo_config(arguments.config, arguments.overrides, world_size=None).data.eval_file:
             settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false"}
             settings["evaluation.max_prompts"] = 1
         own = [f"{key}={value}" for key, value in settings.items()]
-        run([sys.executable, "-m", "mindrlhf.cli", "train", config, *overrides, *own])
-        steps = list(read_jsonl(Path(directory) / "metrics.jsonl"))[num_warmup_steps:]
+        train([arguments.config, *arguments.overrides, *own], arguments.any_core)
+        steps = list(read_jsonl(Path(directory) / "metrics.jsonl"))[arguments.warmup :]
 
     def median(name: str) -> float:
         return statistics.median(step[name] for step in steps)
@@ -70,6 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
+    parser.add_argument("--any-core", action="store_true", help="do not hold ranks and servers to a core each")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_intermixed_args()
     print(f"  turn   within the step  generation  idle ranks    {arguments.ahead} ahead  idle ranks  servers   ratio")
@@ -77,10 +117,7 @@ def main() -> None:
     for turn in range(arguments.repeats):
         # Who goes first alternates as well.
         order = (0, arguments.ahead) if turn % 2 == 0 else (arguments.ahead, 0)
-        found = {
-            ahead: measure(arguments.config, arguments.overrides, ahead, arguments.warmup, arguments.steps)
-            for ahead in order
-        }
+        found = {ahead: measure(arguments, ahead) for ahead in order}
         plain, ahead = found[0], found[arguments.ahead]
         pairs.append((plain, ahead))
         print(
