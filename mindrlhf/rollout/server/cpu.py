@@ -6,7 +6,8 @@ vLLM as it comes. Four changes are for every dtype: ``without_listeners`` for a 
 DeepSeek's attention is wrong. The others are for a server of one process (``supports``), each for speed:
 
 1. In float32 linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM
-   repacks them for oneDNN, which makes each weight update a rebuild of the model instead of a copy.
+   repacks them for oneDNN, which makes each weight update a rebuild of the model instead of a copy. Larger products
+   are oneDNN's all the same where MKL would hold back.
 2. RMSNorm uses vLLM's own C kernel, which it leaves to GPUs, in place of eight small torch calls.
 3. Tokens are sampled by ``mindrlhf.rollout.sampling``.
 4. Attention layers are called as functions, not as registered torch operators.
@@ -15,6 +16,7 @@ DeepSeek's attention is wrong. The others are for a server of one process (``sup
 """
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,10 +38,14 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from mindrlhf.rollout.sampling import sample_rows, uniforms
+from mindrlhf.system.processor import mkl_holds_back
 
 TESTED_VERSIONS = ("0.32.0",)
 _DTYPES = ("float32", "bfloat16")
 RMS_NORM_PROVIDER = "mindrlhf_cpu"
+# Multiplications of a product from which on oneDNN is worth its call, some 10 microseconds.
+_SMALL_PRODUCT = 1 << 20
+_mkl_holds_back = functools.cache(mkl_holds_back)
 _SILENT_BACKEND = torch.distributed.Backend.FAKE
 
 
@@ -112,9 +118,13 @@ class PlainLinear:
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight
+        self._onednn = torch.ops.mkldnn._linear_pointwise.default if _mkl_holds_back() else None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self._weight, None if bias is None else bias.data)
+        bias = None if bias is None else bias.data
+        if self._onednn is not None and x.numel() * self._weight.shape[0] > _SMALL_PRODUCT:
+            return self._onednn(x, self._weight, bias, "none", [], "")
+        return torch.nn.functional.linear(x, self._weight, bias)
 
     def shares_memory(self, weight: torch.Tensor) -> bool:
         return self._weight.data_ptr() == weight.data_ptr()
