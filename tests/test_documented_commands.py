@@ -24,6 +24,7 @@ NOT_RUN = {
     "msrun": "starts ranks; in tests/jobs/test_tutorial_msrun.py",
     "python scripts/benchmark_rewards.py": "measures",
     "python scripts/benchmark_ahead.py": "measures",
+    "python scripts/benchmark_spans.py": "measures",
     "python scripts/benchmark_drafts.py": "measures",
     "python scripts/fuzz.py": "takes minutes; in tests/fuzz",
     "python scripts/compare_algorithms.py": "trains",
