@@ -1,6 +1,7 @@
 """Mistakes at the command line: one line that names the mistake, exit code 2, and no process started for nothing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def assert_train_refuses(inputs_dir, tmp_path, words, *options, **overrides) -> 
     output_dir = tmp_path / "run"
     finished = sanity_inputs.train(inputs_dir, output_dir, *options, timeout_s=TIMEOUT_S, **overrides)
     assert_one_line(finished, "mindrlhf train: error:", *words)
-    assert finished.stdout == "mindrlhf: checking examples/sanity/config.yaml\n"
+    # Nothing but the stage under way; on a busy machine how long it has lasted, too.
+    assert re.fullmatch(r"(mindrlhf: checking examples/sanity/config\.yaml(, for \d+ s)?\n)+", finished.stdout)
     # Logs are made when ranks are started: none were.
     assert not (output_dir / "logs").exists()
 
