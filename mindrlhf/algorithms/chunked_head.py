@@ -81,7 +81,8 @@ class ChunkedTokenLogProbs(nn.Cell):
         With ``labels`` [rows, length, 1 + k] the log-probabilities of the k words after the label come after these.
         """
         shape, num_words = labels.shape, weight.shape[0]
-        rows, index = _as_rows(hidden), _as_index(labels - first_row)
+        rows = _as_rows(hidden)
+        index = ops.reshape(labels - first_row, (rows.shape[0], -1))
         largest, sums, chosen, done = (), (), (), ()
         for start, stop in _spans(rows.shape[0], self.tile.positions):
             found = _tile_statistics(_cut(rows, start, stop), weight, _cut(index, start, stop), self.tile.words, done)
@@ -102,7 +103,8 @@ class ChunkedTokenLogProbs(nn.Cell):
 
     def _backward(self, hidden, weight, labels, first_row, outputs, slopes):
         """Gradients of the inputs; see :func:`mindrlhf.algorithms.vocabulary.backward`."""
-        rows, index = _as_rows(hidden), _as_index(labels - first_row)
+        rows = _as_rows(hidden)
+        index = ops.reshape(labels - first_row, (rows.shape[0], -1))
         outputs, slopes = _as_rows(outputs), _as_rows(slopes)
         # What several ranks hold has, on each, a part of its gradient in MindSpore's graphs.
         if self.total is not None:
@@ -170,7 +172,7 @@ class ChunkedTopWords(nn.Cell):
                 table = ops.depend(table, logits)
             found = _logits(rows, table)
             numbers = ops.reshape(ops.cast(ops.range(first, last, 1), ms.int32), (1, -1))
-            numbers = ops.broadcast_to(numbers, found.shape)
+            numbers = ops.broadcast_to(ops.depend(numbers, found), found.shape)
             if logits is not None:
                 found, numbers = ops.concat((logits, found), -1), ops.concat((words, numbers), -1)
             logits, words = _largest(found, numbers, self.k)
@@ -228,6 +230,8 @@ def _logit_gradients(rows, table, tokens, first_word):
     outputs, slopes, index = tokens
     grad_logprobs, grad_entropy = _column(slopes, 0), _column(slopes, 1)
     logprobs = _logits(rows, table) - _column(outputs, 2)
+    # Or the labels' places in all tiles would be made first: as much as one whole of the logits.
+    index = ops.depend(index, logprobs)
     if index.shape[1] > 1:
         return _gradients_of_several(logprobs, outputs, slopes, index - first_word, rows.dtype)
     factor = -grad_logprobs - grad_entropy * (logprobs + _column(outputs, 1))
@@ -264,11 +268,6 @@ def _pick(logits, index):
     inside = ops.logical_and(index >= 0, index < logits.shape[-1])
     chosen = ops.gather_elements(logits, 1, ops.select(inside, index, ops.ZerosLike()(index)))
     return chosen * ops.cast(inside, ms.float32)
-
-
-def _as_index(labels):
-    """Labels [rows, length] or [rows, length, m] as [n, 1] or [n, m]."""
-    return ops.reshape(labels, (-1, 1)) if len(labels.shape) == 2 else _as_rows(labels)
 
 
 def _as_rows(values):

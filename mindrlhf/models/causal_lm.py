@@ -244,17 +244,31 @@ def _transformer_config(spec: ModelSpec, dims: ModelDims, parallel_config: dict,
 
 
 def _gpt_model(config, dims: ModelDims, decoder_spec) -> nn.Cell:
-    from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
+    from mindformers.parallel_core.training_graph.base_models.gpt import gpt_model
 
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=decoder_spec,
-        vocab_size=dims.vocab_size,
-        max_sequence_length=config.seq_length,
-        position_embedding_type=config.position_embedding_type,
-        rotary_base=dims.rope_theta,
-        share_embeddings_and_output_weights=dims.tied,
-    )
+    # MindFormers' own masks, which are not used here, begin with a square of the row length on every rank's host:
+    # 17 GB for 131,072 tokens, three times over while it is made.
+    unused = gpt_model.PreprocessLabelsAndMasks
+    gpt_model.PreprocessLabelsAndMasks = _NoMasks
+    try:
+        return gpt_model.GPTModel(
+            config=config,
+            transformer_layer_spec=decoder_spec,
+            vocab_size=dims.vocab_size,
+            max_sequence_length=config.seq_length,
+            position_embedding_type=config.position_embedding_type,
+            rotary_base=dims.rope_theta,
+            share_embeddings_and_output_weights=dims.tied,
+        )
+    finally:
+        gpt_model.PreprocessLabelsAndMasks = unused
+
+
+class _NoMasks(nn.Cell):
+    """Takes the place of MindFormers' cell for labels and masks."""
+
+    def __init__(self, config):
+        super().__init__()
 
 
 def _check_cpu(compute_dtype: str, param_dtype: str, parallel_config: dict) -> None:

@@ -102,9 +102,15 @@ _MEMORY = {
         "recompute_operators": ("attention", "norms", "activation"),
     },
 }
-# One counted by hand, one in which all axes take part, a model that sees, and adapters of a critic; the others nightly.
+# Two counted by hand, one in which all axes take part, a model that sees, and adapters of a critic; the others nightly.
 # Stages are executed every day as well by test_parallel_execution.py, shared prompts by test_shared_execution.py.
-_OF_EVERY_DAY = ("qwen2-mp2", "qwen2-dp2-mp4-pp2-cp2-sp-zero", "sees-dp2-mp2", "critic-dp2-mp2-sp-adapted")
+_OF_EVERY_DAY = (
+    "qwen2-mp2",
+    "qwen2-mp2-tiles",
+    "qwen2-dp2-mp4-pp2-cp2-sp-zero",
+    "sees-dp2-mp2",
+    "critic-dp2-mp2-sp-adapted",
+)
 LAYOUTS = _ALL_LAYOUTS if RUNS_SLOW_TESTS else {name: _ALL_LAYOUTS[name] for name in _OF_EVERY_DAY}
 
 

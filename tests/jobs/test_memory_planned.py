@@ -19,7 +19,7 @@ pytestmark = [
     SLOW,
 ]
 
-LENGTH = 2048
+LENGTH = 4096
 PARALLEL = {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True, "vocab_emb_dp": False}
 # One model whose logits are most of its memory, and one whose activations are.
 WIDE = hf_config(QWEN2, 1, vocab_size=32_768)

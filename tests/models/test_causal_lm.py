@@ -294,3 +294,19 @@ def test_cpu_refuses_to_split_a_model(model):
 
     with pytest.raises(UserError, match="model_parallel=2"):
         build_model(model.hf_config, seq_length=16, parallel_config={"data_parallel": 2, "model_parallel": 2})
+
+
+def test_one_square_of_the_row_length_is_kept(model):
+    """The decoder's own mask; MindFormers' would be another two, of 17 and 34 GB for rows of 131,072 tokens."""
+    import mindspore as ms
+
+    from mindrlhf.models.causal_lm import build_model
+
+    network = build_model(model.hf_config, seq_length=512)
+    held = {
+        f"{path}.{name}": value.size
+        for path, cell in network.cells_and_names()
+        for name, value in vars(cell).items()
+        if isinstance(value, ms.Tensor) and not isinstance(value, ms.Parameter)
+    }
+    assert [name.split(".")[-1] for name, size in held.items() if size >= 512 * 512] == ["causal"]
