@@ -12,6 +12,9 @@ import numpy as np
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.layout.layout import Layout
 
+# Tokens of each rank that shares a row: MindFormers' attention kernels work on blocks of so many.
+_STEP_LENGTH = 128
+
 
 def num_update_micro_batches(parallel: ParallelSection) -> int:
     """Return how many pipeline micro-batches the graph of an update splits its rows into."""
@@ -45,3 +48,8 @@ def place_rows(array: np.ndarray, layout: Layout, rank: int, num_micro_batches: 
 def own_rows(micro_batches: Sequence[np.ndarray], layout: Layout, rank: int) -> np.ndarray:
     """A rank's rows of an output that comes by pipeline micro-batch, each with rows of all ranks."""
     return np.concatenate([one[block_of(layout, rank, len(one))] for one in micro_batches])
+
+
+def step_length(layout: Layout) -> int:
+    """Length of the rows of weight 0 in a call that makes an update whose gradients are there already."""
+    return _STEP_LENGTH * layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
 from mindrlhf.config.distillation.references import reference_paths
-from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows, is_split
@@ -40,11 +41,7 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
     """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
     parallel = config.parallel_config
     if not is_split(parallel):
-        if config.memory.offload_optimizer:
-            raise UserError(
-                "'memory.offload_optimizer' is true, but the model is whole on every rank: shard it, or its optimiser "
-                "(parallel_config.enable_parallel_optimizer), or remove it"
-            )
+        check_state_stays(config.memory)
         return
     layout = Layout.from_config(parallel, world_size)
     if needs_critic(config):
@@ -66,8 +63,18 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
         check_model(find_spec(hf_config).dims(hf_config), layout)
 
 
+def check_state_stays(memory: MemorySection) -> None:
+    """Refuse to move the optimiser's state of a model that is whole on every rank."""
+    for name in ("offload_optimizer", "swap_moments"):
+        if getattr(memory, name):
+            raise UserError(
+                f"'memory.{name}' is true, but the model is whole on every rank: shard it, or its optimiser "
+                "(parallel_config.enable_parallel_optimizer), or remove it"
+            )
+
+
 def check_offline_layout(
-    parallel: ParallelSection,
+    config: SftConfig | DpoConfig | RewardModelConfig,
     paths: tuple[str, ...],
     world_size: int,
     row_lengths: tuple[int, ...],
@@ -84,7 +91,9 @@ def check_offline_layout(
         section: that has ``batch_size`` and `row_lengths`.
         as_scorers: it is their scoring form that is trained.
     """
+    parallel = config.parallel_config
     if not is_split(parallel):
+        check_state_stays(config.memory)
         return
     layout = Layout.from_config(parallel, world_size)
     check_rows(parallel, layout, row_lengths, batch_size, section)

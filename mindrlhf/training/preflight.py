@@ -139,7 +139,7 @@ def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes 
         mistakes.check(check_images, config.model.path, file, needs=["model.path"])
     lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
     if lengths:
-        shape = (config.parallel_config, (config.model.path,), world_size, lengths, config.supervised.batch_size)
+        shape = (config, (config.model.path,), world_size, lengths, config.supervised.batch_size)
         mistakes.check(check_offline_layout, *shape, "supervised", needs=["model.path"])
     mistakes.raise_if_any()
     seen = image_tokens(config.model.path)
@@ -171,7 +171,7 @@ def check_preference_inputs(
     lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
     if lengths:
         paths = tuple(filter(None, (config.model.path, config.model.reference_path)))
-        shape = (config.parallel_config, paths, world_size, lengths, config.preference.batch_size, "preference")
+        shape = (config, paths, world_size, lengths, config.preference.batch_size, "preference")
         check_shape = partial(check_offline_layout, *shape, as_scorers=is_scorer)
         mistakes.check(check_shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()

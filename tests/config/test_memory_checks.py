@@ -16,6 +16,7 @@ MISTAKES = {
     "tiles on the CPU": (["memory.logit_positions=512"], ["'memory.logit_positions' is 512", "run.device=cpu"]),
     "words on the CPU": (["memory.logit_words=512"], ["'memory.logit_words' is 512", "remove it"]),
     "negative": ([ASCEND, "memory.logit_positions=-1"], ["'memory.logit_positions' is -1", "at least 0"]),
+    "swap on the CPU": (["memory.swap_moments=true"], ["run.device=cpu all is on the host"]),
     "offload on the CPU": (["memory.offload_optimizer=true"], ["run.device=cpu all is on the host"]),
     "no numbers": (["memory.recompute_layers=first"], ["'memory.recompute_layers' is 'first'", "such as 0-7,20"]),
     "a range backwards": (["memory.recompute_layers=7-0"], ["'memory.recompute_layers' is '7-0'", "turn it"]),

@@ -14,7 +14,7 @@ from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM
 from machines import Machines
 
 from mindrlhf.config.sections import ParallelSection
-from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
+from mindrlhf.dryrun.compile.request import GRADIENTS, CompileRequest, compile_ranks
 
 
 def compile_and_execute(
@@ -48,12 +48,13 @@ def compile_and_execute(
         after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
         lora: of adapters that are trained in place of the model; see :class:`cpu_execution.run.ExecutionJob`.
     """
+    compiled = (*cells, GRADIENTS) if memory.get("swap_moments") else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "memory": dict(memory)}
     requests = {
         (name, cell, rank): replace(_request(model, name, parallel, rank, cell, root), **own)
         for size, layouts in all_layouts.items()
         for name, parallel in layouts.items()
-        for cell in cells
+        for cell in compiled
         for rank in range(size)
     }
     compile_ranks(list(requests.values()), timeout_s=1800, num_processes=2)
@@ -61,10 +62,11 @@ def compile_and_execute(
     for size, layouts in all_layouts.items():
         jobs = []
         for name, parallel in layouts.items():
-            graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in cells]
+            graphs = [tuple(requests[name, cell, rank].mindir_file for rank in range(size)) for cell in compiled]
             section = ParallelSection(**parallel)
             computed = computed_inputs.get(name, "")
-            jobs.append(ExecutionJob(name, section, *graphs, token_inputs, computed, after_token, own["lora"]))
+            own_job = ExecutionJob(name, section, *graphs[:2], token_inputs, computed, after_token, own["lora"])
+            jobs.append(replace(own_job, gradient_graphs=graphs[2] if graphs[2:] else ()))
         done = execute(
             jobs,
             model,

@@ -34,6 +34,9 @@ CASES = {
         {"recompute_layers": "1", "recompute_operators": ("attention", "norms", "activation")},
     ),
     "yarn_tp2": (YARN_MODEL, MODEL_PARALLEL, {}),
+    "swapped_tp2": (MODEL, MODEL_PARALLEL, {"swap_moments": True}),
+    "swapped_pp2": (MODEL, {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 2}, {"swap_moments": True}),
+    "swapped_dp2": (MODEL, {"data_parallel": 2, "enable_parallel_optimizer": True}, {"swap_moments": True}),
 }
 
 

@@ -141,7 +141,7 @@ RULES: dict[str, Rule] = {
     "actor_config.optimizer.adam_beta2": to("optimizer.beta2"),
     "actor_config.optimizer.eps": to("optimizer.epsilon"),
     "actor_config.optimizer.weight_decay": to("optimizer.weight_decay"),
-    "actor_config.optimizer.opt_offload": by_hand("not there yet; parallel_config.enable_parallel_optimizer splits it"),
+    "actor_config.optimizer.opt_offload": to("memory.swap_moments"),
     "actor_config.lr_schedule.lr": to("optimizer.start_lr"),
     "actor_config.lr_schedule.min_lr": to("optimizer.end_lr"),
     "actor_config.lr_schedule.warmup_step": to("optimizer.warmup_steps"),

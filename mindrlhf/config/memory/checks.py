@@ -38,6 +38,8 @@ def check_memory(memory: MemorySection, recompute: bool, device: str, has_head: 
         mistakes.add(
             "'memory.offload_optimizer' is true, but no generator takes turns with training on its devices: remove it"
         )
+    if memory.swap_moments and device == "cpu":
+        mistakes.add("'memory.swap_moments' is true, but with run.device=cpu all is on the host: remove it")
     mistakes.check(_check_layers, memory.recompute_layers)
     for name in ("recompute_layers", "recompute_operators"):
         if recompute and getattr(memory, name):

@@ -34,6 +34,12 @@ class MemorySection:
         "generator's share can be larger",
     )
 
+    swap_moments: bool = key(
+        False,
+        "keep AdamW's moments of a sharded model on the host while gradients are computed; the optimizer's step, which "
+        "needs them, is then a call of its own",
+    )
+
     @property
     def head_tile(self) -> HeadTile:
         """Of how many logits there is memory at a time."""

@@ -24,6 +24,7 @@ from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
     EXIT_USER_ERROR,
+    GRADIENTS,
     LOGPROBS,
     PAIR_UPDATE,
     SUPERVISED_UPDATE,
@@ -169,6 +170,7 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
     """Return the cell that the request names, made by the factory that training uses."""
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.losses import PolicyLoss
+    from mindrlhf.training.sharded.cells import ParallelGradients
     from mindrlhf.training.sharded.factory import (
         build_coefficient_update,
         build_logprobs,
@@ -215,7 +217,8 @@ def build_cell(request: CompileRequest, parallel: ParallelSection):
             kl_estimator="k3" if request.beta > 0 else "",
         )
 
-    return build_update(policy, make_loss, options, parallel)
+    update = build_update(policy, make_loss, options, parallel)
+    return ParallelGradients(update) if request.cell == GRADIENTS else update
 
 
 def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:

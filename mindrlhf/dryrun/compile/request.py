@@ -21,10 +21,10 @@ from mindrlhf.system.log_tail import last_lines
 # Kinds of collective operators, as MindSpore names them.
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV", "Send", "Receive", "Broadcast")
 
-# The graphs of training: a policy's update, and the log-probabilities of the old policy or the reference; a critic's
-# update, and its values, whose model is of a scoring architecture; supervised fine-tuning; learning from pairs, of a
-# policy or, with a scoring architecture, of a reward model.
-UPDATE, LOGPROBS, VALUE_UPDATE, VALUES = "update", "logprobs", "value_update", "values"
+# The graphs of training: a policy's update, its gradients without AdamW, and the log-probabilities of the old policy or
+# the reference; a critic's update, and its values, whose model is of a scoring architecture; supervised fine-tuning;
+# learning from pairs, of a policy or, with a scoring architecture, of a reward model.
+UPDATE, GRADIENTS, LOGPROBS, VALUE_UPDATE, VALUES = "update", "gradients", "logprobs", "value_update", "values"
 SUPERVISED_UPDATE, PAIR_UPDATE = "supervised_update", "pair_update"
 # The frozen vision tower, which ranks of the first stage run by themselves. It takes slots of images.
 TOWER = "tower"

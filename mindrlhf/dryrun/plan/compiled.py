@@ -1,12 +1,15 @@
 """MindSpore's own memory plan of the training step, beside the estimate."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindrlhf.config.sections import SHARED_PROMPTS
-from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks, compiled_config
+from mindrlhf.dryrun.compile.request import GRADIENTS, CompileReport, CompileRequest, compile_ranks, compiled_config
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
+from mindrlhf.layout.rows import step_length
 
 # Not part of the compiled step: the generator and the runtime.
 _OUTSIDE_THE_STEP = (RUNTIME,)
@@ -44,18 +47,21 @@ def compile_plan(plan: Plan) -> list[PlannedStage]:
     """
     num_stages = plan.layout.pipeline_stage
     stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
-    reports = compile_ranks([_request(plan, stage * plan.layout.stage_size) for stage in stages])
-    return [
-        PlannedStage(
-            stage=report.stage,
-            planned_bytes=report.planned_memory_bytes,
-            estimated_bytes=step_estimate(plan, report.stage),
-            num_layers=report.num_layers,
-            seconds=report.seconds,
-            peak_rss_bytes=report.peak_rss_bytes,
-        )
-        for report in reports
-    ]
+    requests = [_requests(plan, stage * plan.layout.stage_size) for stage in stages]
+    reports = iter(compile_ranks([one for of_stage in requests for one in of_stage]))
+    return [_planned(plan, list(itertools.islice(reports, len(of_stage)))) for of_stage in requests]
+
+
+def _planned(plan: Plan, reports: Sequence[CompileReport]) -> PlannedStage:
+    """Return a stage from its graphs, which run one after the other."""
+    return PlannedStage(
+        stage=reports[0].stage,
+        planned_bytes=max(one.planned_memory_bytes for one in reports),
+        estimated_bytes=step_estimate(plan, reports[0].stage),
+        num_layers=reports[0].num_layers,
+        seconds=sum(one.seconds for one in reports),
+        peak_rss_bytes=max(one.peak_rss_bytes for one in reports),
+    )
 
 
 def step_estimate(plan: Plan, stage: int) -> int:
@@ -65,6 +71,15 @@ def step_estimate(plan: Plan, stage: int) -> int:
         for phase in plan.memory
         if phase.phase in (UPDATE, STEP) and phase.stage == stage
     )
+
+
+def _requests(plan: Plan, rank: int) -> list[CompileRequest]:
+    """Return the graph of an update; or that of its gradients, and the update of short rows."""
+    whole = _request(plan, rank)
+    if not plan.config.memory.swap_moments:
+        return [whole]
+    short = min(whole.seq_length, step_length(plan.layout))
+    return [dataclasses.replace(whole, cell=GRADIENTS), dataclasses.replace(whole, seq_length=short)]
 
 
 def _request(plan: Plan, rank: int) -> CompileRequest:

@@ -117,15 +117,17 @@ def plan_memory(inputs: MemoryInputs) -> list[PhaseMemory]:
     needs_forward = config.algorithm.beta > 0 or inputs.batch.num_updates > 1 or is_split(config.parallel_config)
     for stage, state in enumerate(inputs.states):
         resident = _resident(inputs, stage)
-        between = resident
+        away = (MOMENTS,) if config.memory.swap_moments else ()
+        while_gradients = [item for item in resident if item.name not in away]
         if config.memory.offload_optimizer:
-            between = [item for item in resident if item.name not in (MOMENTS, GRADIENT_SUMS)]
+            away = (MOMENTS, GRADIENT_SUMS)
+        between = [item for item in resident if item.name not in away]
         memory.append(_phase(ROLLOUT, stage, between, _rollout_items(inputs)))
         if needs_forward:
             memory.append(_phase(OLD_LOGPROBS, stage, between, _largest_forward(inputs, stage)))
-        memory.append(_phase(UPDATE, stage, resident, _update_items(inputs, stage)))
+        memory.append(_phase(UPDATE, stage, while_gradients, _update_items(inputs, stage)))
         memory.append(_phase(STEP, stage, resident, [_step_item(inputs, state)]))
-        memory.append(_phase(TRANSFER, stage, resident, [_rollout_weights(inputs)]))
+        memory.append(_phase(TRANSFER, stage, while_gradients, [_rollout_weights(inputs)]))
     return memory
 
 

@@ -115,9 +115,15 @@ def _notes(plan: Plan) -> tuple[str, ...]:
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
             "the nodes have it, or bound it by rollout.board_gib"
         )
-    if plan.config.memory.offload_optimizer:
+    if config.memory.offload_optimizer:
         state = max(state.moments + state.gradient_sums for state in plan.states)
         notes.append(f"every rank keeps up to {format_size(state)} of optimizer state in host memory between updates")
+    if config.memory.swap_moments:
+        moments = max(state.moments for state in plan.states)
+        notes.append(
+            f"every rank keeps up to {format_size(moments)} of AdamW's moments in host memory but for the optimizer's "
+            "step, and moves them both ways in each update"
+        )
     if plan.rollout.num_full_sequences < plan.rollout.max_num_seqs:
         notes.append(
             f"the KV cache holds {plan.rollout.num_full_sequences:,} full sequences, fewer than rollout.max_num_seqs = "
@@ -152,6 +158,8 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from _rollout_candidates(plan)
     if on_ascend and not config.memory.head_tile:
         yield {"memory.logit_positions": _LOGIT_POSITIONS}
+    if on_ascend and is_split(parallel) and not config.memory.swap_moments:
+        yield {"memory.swap_moments": True}
     recompute = {} if config.memory.recomputes_parts else {"model.recompute": True}
     if recompute and not config.model.recompute:
         yield recompute

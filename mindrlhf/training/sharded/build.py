@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
+from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.config.derived import needs_critic, resolve_data_parallel
 from mindrlhf.config.distillation.references import is_base, reference_paths
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
 from mindrlhf.data.packing import PackedRows, padding_rows
@@ -19,6 +22,7 @@ from mindrlhf.training.distillation.models import as_one
 from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.sharded.adapted import AdaptedShard
+from mindrlhf.training.sharded.cells import ParallelUpdate
 from mindrlhf.training.sharded.critic import ShardedCritic
 from mindrlhf.training.sharded.factory import (
     build_logprobs,
@@ -29,13 +33,14 @@ from mindrlhf.training.sharded.factory import (
 )
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.model import ShardedModel
-from mindrlhf.training.sharded.offload import OffloadedState
+from mindrlhf.training.sharded.offload import OptimizerPlaces
 from mindrlhf.training.vision.image_rows import ImageTokens, with_images
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.critic import NO_TURNS, ActorCritic
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 from mindrlhf.weights.hf import read_hf_config
 
+_Learner = TypeVar("_Learner", bound=ShardedLearner)
 AnyConfig = GrpoConfig | SftConfig | DpoConfig | RewardModelConfig
 
 
@@ -62,9 +67,7 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     )
     update = build_update(policy, lambda given: build_policy_loss(config, given), config.optimizer, parallel)
     shard = shard_of(policy, parallel, rank)
-    held = {one.name for one in shard.held}
-    offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
-    learner = ShardedLearner(shard, UpdateGraph.of(update), offloaded)
+    learner = make_learner(shard, update, config.memory)
     references: dict[str, ShardedModel] = {}
     for path in reference_paths(config):
         if is_base(config, path):
@@ -110,9 +113,7 @@ def _build_critic(
     )
     update = build_value_update(scorer, config.critic.clip_range, critic_optimizer(config), parallel)
     shard = shard_of(scorer, parallel, rank)
-    held = {one.name for one in shard.held}
-    offloaded = OffloadedState(update, held) if config.memory.offload_optimizer else None
-    critic = ShardedCritic(shard, UpdateGraph.of(update, VALUE_INPUTS), offloaded)
+    critic = make_learner(shard, update, config.memory, VALUE_INPUTS, ShardedCritic)
     image_tokens = ImageTokens.of(scorer.model.dims)
     for length in row_lengths:
         rows = padding_rows((config.training.batch_size, length), share_prompts=shares_prompts)
@@ -157,6 +158,18 @@ def shard_of(policy: PolicyLogProbs, parallel: ParallelSection, rank: Rank) -> S
     """Return this rank's shard of a model, with adapters or without, and the graph of its log-probabilities."""
     kind = ShardedModel if policy.model.lora is None else AdaptedShard
     return kind(policy.model, build_logprobs(policy, parallel), parallel, rank.index)
+
+
+def make_learner(
+    shard: ShardedModel,
+    update: ParallelUpdate,
+    memory: MemorySection,
+    token_inputs: tuple[str, ...] = POLICY_INPUTS,
+    kind: type[_Learner] = ShardedLearner,
+) -> _Learner:
+    """Return what trains a shard by the graph of ``update``, its optimiser's state where the section wants it."""
+    held = {one.name for one in shard.held}
+    return kind(shard, UpdateGraph.of(update, memory, token_inputs), OptimizerPlaces(update, held, memory))
 
 
 def load_trained(model: ShardedModel, source: ArraySource, config: AnyConfig) -> None:

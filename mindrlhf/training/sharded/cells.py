@@ -76,13 +76,7 @@ class ParallelUpdate(nn.Cell):
 
     def construct(self, *inputs):
         """Return the statistics, zeros before the last stage, and the gradient norm so far [1]."""
-        statistics = self.network(*inputs)
-        gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
-        accumulated = gradients
-        if self.accumulates and not self.keeps_shards:
-            accumulated = ops.depend(self.accumulators, gradients)
-        totals = self._add(accumulated)
-        defect = self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+        statistics, totals, defect = self.gather(*inputs)
         norm = self._norm(totals, defect)
         applies = self.is_last * ops.cast(ops.isfinite(norm), ms.float32)
         scale = applies
@@ -93,9 +87,22 @@ class ParallelUpdate(nn.Cell):
         kept = self._multiply(self.totals, 1.0 - self.is_last, updated)
         defect = ops.select(self.is_last > 0.5, ops.zeros_like(norm), defect + norm * 0.0)
         statistics = ops.depend(statistics, (updated, kept, ops.assign(self.defect, defect)))
+        return self.cleared(statistics), norm
+
+    def gather(self, *inputs):
+        """Add the gradients of a call to the totals; return its statistics, the totals, and the defect so far."""
+        statistics = self.network(*inputs)
+        gradients = self.grad(self.network, self.weights)(*inputs, self.sens)
+        accumulated = gradients
+        if self.accumulates and not self.keeps_shards:
+            accumulated = ops.depend(self.accumulators, gradients)
+        return statistics, self._add(accumulated), self.defect + ops.reshape(statistics[0] * 0.0, (1,))
+
+    def cleared(self, statistics):
+        """Return the statistics once the accumulators of the call are empty."""
         if self.accumulates:
-            statistics = ops.depend(statistics, self._multiply(self.accumulators, self.is_last * 0.0, statistics))
-        return statistics, norm
+            return ops.depend(statistics, self._multiply(self.accumulators, self.is_last * 0.0, statistics))
+        return statistics
 
     # What follows is outside of the network, where the graph is not sharded and the front end believes that gradients
     # are whole: no shape may be written down, nor a constant in the shape of a gradient. Such as zeros_like gives would
@@ -126,6 +133,24 @@ class ParallelUpdate(nn.Cell):
             multiply = ops.partial(_scale, ops.depend(factor, done))
             done = self.hyper_map(multiply, targets[start:stop])
         return done
+
+
+class ParallelGradients(nn.Cell):
+    """The calls of an update before its last one, as a graph without AdamW: its moments need not be on the device.
+
+    Args:
+        update: whose totals it adds to.
+    """
+
+    def __init__(self, update: ParallelUpdate):
+        super().__init__(auto_prefix=False)
+        self.update = update
+
+    def construct(self, *inputs):
+        """Return the statistics, zeros before the last stage, and 0 or not a number [1]."""
+        statistics, totals, defect = self.update.gather(*inputs)
+        kept = ops.assign(self.update.defect, defect)
+        return self.update.cleared(ops.depend(statistics, (totals, kept))), ops.depend(defect, kept)
 
 
 def _accumulate(total, gradient):

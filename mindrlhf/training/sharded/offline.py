@@ -18,6 +18,7 @@ from mindrlhf.training.records import HeldOutLogProbs, Share, TokenArrays, Updat
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.build import (
     load_trained,
+    make_learner,
     model_source,
     scorer_shard,
     shard_of,
@@ -29,7 +30,7 @@ from mindrlhf.training.sharded.factory import (
     build_supervised_update,
     build_value_model,
 )
-from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
+from mindrlhf.training.sharded.learner import ShardedLearner
 from mindrlhf.training.sharded.model import ShardedModel
 from mindrlhf.training.worker.cells import check_finite
 from mindrlhf.training.worker.node_board import NodeBoard
@@ -102,7 +103,7 @@ def build_sharded_supervised(config: SftConfig, row_lengths: tuple[int, ...], ra
         read_hf_config(config.model.path), config.model, parallel, **options, lora=config.lora.options
     )
     update = build_supervised_update(policy, config.optimizer, parallel)
-    learner = ShardedLearner(shard_of(policy, parallel, rank), UpdateGraph.of(update, ()))
+    learner = make_learner(shard_of(policy, parallel, rank), update, config.memory, ())
     _compile(learner, None, config.supervised.batch_size, row_lengths)
     load_trained(learner.model, model_source(config.model, config.model.path, config.run.seed), config)
     return ShardedOffline(learner)
@@ -129,7 +130,7 @@ def build_sharded_preference(
         elif model.reference_path or config.dpo.reference == "live":
             path = model.reference_path or model.path
             reference = shard_of(build_policy(read_hf_config(path), model, parallel, **options), parallel, rank)
-    learner = ShardedLearner(shard, UpdateGraph.of(update, COEFFICIENT_INPUTS))
+    learner = make_learner(shard, update, config.memory, COEFFICIENT_INPUTS)
     _compile(learner, reference, config.preference.batch_size, row_lengths)
     if not isinstance(config, RewardModelConfig):
         source = model_source(model, model.path, config.run.seed)

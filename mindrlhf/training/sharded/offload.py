@@ -1,36 +1,69 @@
-"""Moments and gradient sums that are on the host while nothing is updated."""
+"""AdamW's moments and gradient sums, which are on the host while nothing asks for them."""
 
 from collections.abc import Collection
 
 import mindspore as ms
 
+from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.training.sharded.cells import ParallelUpdate
 
 
-class OffloadedState:
-    """The part of an update's parameters that only an update needs.
+class OptimizerPlaces:
+    """Where the state that only an update needs is, device or host, as the section `memory` wants it.
 
     Args:
         update: the compiled cell.
         held: names of the weights that this rank holds; of others there is no data.
+        memory: the section.
     """
 
-    def __init__(self, update: ParallelUpdate, held: Collection[str]):
+    def __init__(self, update: ParallelUpdate, held: Collection[str], memory: MemorySection):
         optimizer = update.optimizer
         groups = zip(update.weights, optimizer.exp_avg, optimizer.exp_avg_sq, update.totals, strict=True)
-        self._parameters = [one for weight, *state in groups if weight.name in held for one in state]
+        own = [state for weight, *state in groups if weight.name in held]
+        self._moments = _Part([one for *moments, _ in own for one in moments])
+        self._sums = _Part([one for *_, one in own])
+        self._memory = memory
+
+    def have_for_gradients(self) -> None:
+        """Have on the device what the calls of an update before its last one need."""
+        self._sums.fetch()
+        if self._memory.swap_moments:
+            self._send(self._moments)
+        else:
+            self._moments.fetch()
+
+    def have_for_step(self) -> None:
+        """Have all of it on the device."""
+        self._sums.fetch()
+        self._moments.fetch()
+
+    def make_room(self) -> None:
+        """Send to the host what is not needed before the next update."""
+        if self._memory.swap_moments or self._memory.offload_optimizer:
+            self._send(self._moments)
+        if self._memory.offload_optimizer:
+            self._send(self._sums)
+
+    def _send(self, part: "_Part") -> None:
+        part.send()
+        ms.runtime.empty_cache()  # other processes are to have the memory
+
+
+class _Part:
+    """Parameters that move together."""
+
+    def __init__(self, parameters: list[ms.Parameter]):
+        self._parameters = parameters
         self._is_away = False
 
     def send(self) -> None:
-        """Move it to the host, and give the device's memory back to other processes."""
         if not self._is_away:
             for parameter in self._parameters:
-                parameter._offload()
+                parameter._offload()  # MindSpore has no public form of it
             self._is_away = True
-        ms.runtime.empty_cache()
 
     def fetch(self) -> None:
-        """Have it on the device."""
         if self._is_away:
             for parameter in self._parameters:
                 parameter._load()

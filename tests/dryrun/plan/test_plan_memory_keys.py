@@ -81,6 +81,20 @@ def test_offloaded_state_leaves_room_for_the_generator():
     assert any("in host memory between updates" in note for note in give_verdict(larger).notes)
 
 
+def test_swapped_moments_are_there_for_the_step_alone():
+    """7.6 billion parameters on 8 ranks: 8 bytes of each are moments."""
+    for phase in ("rollout", OLD_LOGPROBS, "update", "weight transfer"):
+        here, swapped = (items(*more, phase=phase) for more in ([], ["memory.swap_moments=true"]))
+        assert here.keys() - swapped.keys() == {"AdamW moments"}
+        assert here["AdamW moments"] == pytest.approx(7_615_616_512 * 8 / 8, rel=1e-3)  # vectors are whole
+        assert {name: here[name] for name in swapped} == swapped
+    assert items(phase="optimizer step") == items("memory.swap_moments=true", phase="optimizer step")
+    both = items("memory.swap_moments=true", "memory.offload_optimizer=true", phase="rollout")
+    assert both == items("memory.offload_optimizer=true", phase="rollout")
+    notes = give_verdict(plan_of(NAME, "memory.swap_moments=true")).notes
+    assert any("7.62 GB of AdamW's moments in host memory" in note for note in notes)
+
+
 def test_a_layer_that_the_model_lacks_is_refused():
     with pytest.raises(UserError, match="names layer 28, but the model has 28"):
         plan_of(NAME, "model.recompute=false", "memory.recompute_layers=20-28")

@@ -88,9 +88,9 @@ class LoweredCell:
 
 @dataclass
 class RecordedUpdate:
-    """An update that notes the loss of every call."""
+    """An update, or its gradients, that notes the loss of every call."""
 
-    cell: LoweredCell
+    cell: "LoweredCell | SharedGraph"
     losses: list[float] = field(default_factory=list)
 
     def __call__(self, *inputs: ms.Tensor) -> tuple[ms.Tensor, ...]:
@@ -100,14 +100,14 @@ class RecordedUpdate:
 
 
 @dataclass
-class SharedOutputs:
-    """Log-probabilities under the weights of another graph: each was loaded with weights of its own."""
+class SharedGraph:
+    """A graph on parameters of another: each was loaded with its own."""
 
     cell: LoweredCell
-    weights: dict[str, ms.Parameter]
+    shared: dict[str, ms.Parameter]
 
     def __call__(self, *inputs: ms.Tensor) -> tuple[ms.Tensor, ...]:
-        for name, parameter in self.weights.items():
+        for name, parameter in self.shared.items():
             if name in self.cell.parameters:
                 # One memory for both from here on, until either is given other data.
                 self.cell.parameters[name].set_data(parameter)
@@ -137,23 +137,28 @@ class LoweredRank:
         self.parallel = ParallelSection(**job["parallel"])
         lowered, cell = self._load("graphs")
         self.replaced = lowered.replaced
-        self.update = RecordedUpdate(cell)
+        gradients = None
+        if job["gradient_graphs"]:
+            own = {name: one for name, one in cell.parameters.items() if not name.startswith(LOWERED_PREFIX)}
+            gradients = SharedGraph(self._load("gradient_graphs")[1], own)
+        self.update = RecordedUpdate(gradients or cell)
         parameters = self._with_tower(network, cell)
-        outputs = SharedOutputs(self._load("output_graphs")[1], {})
+        outputs = SharedGraph(self._load("output_graphs")[1], {})
         kind = AdaptedShard if job["lora"] else ShardedModel
         model = kind(network, outputs, self.parallel, rank, parameters, after_token=job["after_token"])
         names = [one.name for one in model.held]
         scale = scale_name(model.layout.stage_of(rank))
         shared = (*names, _IMAGE_ROWS, scale)
-        outputs.weights = {name: parameters[name] for name in shared if name in cell.parameters}
+        outputs.shared = {name: parameters[name] for name in shared if name in cell.parameters}
         for each in (cell, outputs.cell):
             each.check_names(names)
         graph = UpdateGraph(
-            self.update,
+            cell if gradients else self.update,
             parameters[_LEARNING_RATE],
             parameters[_IS_LAST],
             _optimizer_state(parameters),
             tuple(job["token_inputs"]),
+            self.update if gradients else None,
         )
         source = open_source(job["model_dir"])
         model.load(source)

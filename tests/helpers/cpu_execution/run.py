@@ -60,6 +60,7 @@ class ExecutionJob:
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
         carrier: `rollout.weights_carrier`.
+        gradient_graphs: those of the gradients alone, where updates are made in two parts.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ExecutionJob:
     after_token: bool = False
     lora: dict | None = None
     carrier: str = TCP
+    gradient_graphs: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
