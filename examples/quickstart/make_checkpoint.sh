@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# make_checkpoint.sh [MODEL_CONFIG CHECKPOINT]
+# make_checkpoint.sh [MODEL_CONFIG CHECKPOINT [ROUNDS]]
 # Makes examples/quickstart/checkpoint, the warm-up model that the quickstart starts from, by supervised fine-tuning
-# of a random model in three stages. About 20 minutes on two cores. With arguments, one of another shape elsewhere.
+# of a random model in three stages. About 20 minutes on two cores. With arguments, one of another shape elsewhere, which
+# goes through stage 2 as often as ROUNDS says, each time with new problems.
 #   1  all levels, 40 % wrong answers   learns to read and to calculate
 #   2  levels 1 and 2, 40 % wrong       learns these levels well
 #   3  levels 1 and 2, 60 % wrong       makes the wrong way the habit that reinforcement learning has to break
@@ -10,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 recipe=examples/quickstart
 config=${1:-$recipe/model_config.json}
 checkpoint=${2:-$recipe/checkpoint}
+rounds=${3:-1}
 work=${2:-runs/quickstart}_warmup
 rm -rf "$work"
 mkdir -p "$work/model"
@@ -34,9 +36,14 @@ stage() {
 }
 
 stage 1 "$work/model" --num-train 20000 --seed 0 --noise 0.4 -- model.random_init=true
-stage 2 "$work/stage1/final" --num-train 28000 --seed 0 --noise 0.4 --levels 1 2 -- \
-    optimizer.start_lr=2e-3 optimizer.end_lr=1e-4
-stage 3 "$work/stage2/final" --num-train 8000 --seed 2 --noise 0.6 --levels 1 2 -- supervised.epochs=1 \
+before="$work/stage1/final"
+for round in $(seq "$rounds"); do
+    # Seed 0 in the first round, then 11, 12, and so on: stage 3 has seed 2.
+    stage "2.$round" "$before" --num-train 28000 --seed $((round == 1 ? 0 : round + 9)) --noise 0.4 --levels 1 2 -- \
+        optimizer.start_lr=2e-3 optimizer.end_lr=1e-4
+    before="$work/stage2.$round/final"
+done
+stage 3 "$before" --num-train 8000 --seed 2 --noise 0.6 --levels 1 2 -- supervised.epochs=1 \
     optimizer.start_lr=5e-4 optimizer.end_lr=5e-4 optimizer.lr_schedule=constant optimizer.warmup_steps=5
 rm -rf "$checkpoint"
 cp -r "$work/stage3/final" "$checkpoint"
