@@ -8,7 +8,7 @@
 
 The tables: each algorithm's recipe; when samples are drawn (docs/async.md); all weights and adapters (docs/lora.md);
 a model with experts that are routed anew or as the generator did (examples/experts); a teacher's verdict on the
-sampled word, and its likeliest words (examples/distill).
+sampled word, its likeliest words, and rewards (examples/distill).
 One run of one rank after another. A finished run stays in its directory and is read, not repeated, the next time; when
 its config is no longer the recipe's, that is an error. A run that was broken off starts again. The Markdown table goes
 to stdout, progress to stderr.
@@ -75,6 +75,7 @@ _DISTILLATION = {
     "sampled word": (_DISTILL, ()),
     "8 words": (_DISTILL, ("algorithm.distill_top_k=8",)),
     "64 words": (_DISTILL, ("algorithm.distill_top_k=64",)),
+    "rewards": (_QUICKSTART, ("run.max_steps=50", "evaluation.every_steps=10")),
 }
 TABLES = {
     "algorithms": _ALGORITHMS,
