@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollout_probes import ask_probe
 from slow_tests import SLOW
 from tiny_vl import TinyVl, weights_of, write_tiny_vl
 
-from mindrlhf.rollout.vllm_options import PACKAGES_NAME, TEMPORARY_NAME, VllmOptions, server_environment, write_plugin
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import hf_shapes
 from mindrlhf.weights.exchange.boxes import Box, to_box, whole_box
@@ -216,37 +216,8 @@ def directory():
 def probe(python: str, directory: Path, name: str, num_workers: int) -> tuple[dict, dict]:
     """Run tests/helpers/needs_probe.py; return the shapes of a model's tensors and what it says."""
     shapes = write_model(directory / "model", name)
-    for private in (PACKAGES_NAME, TEMPORARY_NAME):
-        (directory / private).mkdir()
-    write_plugin(directory / PACKAGES_NAME)
-    options = VllmOptions(python, str(directory / "model"), "", tensor_parallel_size=num_workers)
-    config = {
-        "device": "cpu",
-        "model_dir": options.model_dir,
-        "dtype": "float32",
-        "load_format": "dummy",
-        "max_model_len": 64,
-        "max_num_seqs": 16,
-        "seed": 0,
-        "tensor_parallel_size": num_workers,
-        "gpu_memory_utilization": 0.2,
-        "kv_cache_gib": 0.1,
-        "enable_sleep": False,
-        "profile_dir": "",
-        "record_routing": False,
-        "draft_tokens": 0,
-        "span": None,
-    }
-    environment = server_environment(options, str(directory))
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests' / 'helpers'}:{environment['PYTHONPATH']}"
-    ended = subprocess.run(
-        [python, str(ROOT / "tests" / "helpers" / "needs_probe.py")],
-        input=json.dumps([config, [[name, "float32", shape] for name, shape in shapes.items()]]),
-        env=environment, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    answers = [line.split(" ", 1)[1] for line in ended.stdout.splitlines() if line.startswith("probe ")]
-    assert answers, ended.stdout + ended.stderr
-    return shapes, json.loads(answers[0])
+    tensors = [[name, "float32", shape] for name, shape in shapes.items()]
+    return shapes, ask_probe("needs_probe.py", python, directory, tensors, tensor_parallel_size=num_workers)
 
 
 def expected_read(name: str, shape: tuple[int, ...], rank: int, kv_heads: int) -> list[Box]:

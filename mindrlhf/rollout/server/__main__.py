@@ -158,7 +158,7 @@ class Server:
         numbers = (arrays[name].tolist() for name in ("num_samples", "seeds", "max_tokens"))
         self._engine.submit(prompts, *numbers, sampling, unpack_images(arrays))
         while self._engine.num_pending:
-            samples = self._engine.step()
+            samples = self._engine.step(self._has_message)
             self._stats["num_steps"] += 1
             if samples:
                 self._send_completions(samples, arrays["request_ids"])
@@ -183,12 +183,15 @@ class Server:
 
     def _is_aborted(self) -> bool:
         """Whether the trainer has sent "abort", the only message that may come during ``generate``."""
-        if not select.select([self._connection], [], [], 0)[0]:
+        if not self._has_message():
             return False
         header, _ = receive_message(self._connection)
         if header["kind"] != "abort":
             raise ValueError(f"message '{header['kind']}' came while samples were being generated")
         return True
+
+    def _has_message(self) -> bool:
+        return bool(select.select([self._connection], [], [], 0)[0])
 
     def _send(self, kind: str, **fields: Any) -> None:
         send_message(self._connection, {"kind": kind, **fields})

@@ -13,12 +13,13 @@ DeepSeek's attention is wrong. The others are for a server of one process (``sup
 4. Attention layers are called as functions, not as registered torch operators.
 5. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
    where tokens are sampled.
+6. Tokens are planned several at a time (``multi_step.py``).
 """
 
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -217,11 +218,16 @@ class StreamSampler(torch.nn.Module):
 
     ``streams`` maps vLLM's request ids to their ``Stream``. Tokens and log-probabilities are stored by position, so
     a token that vLLM discards (the last row of an unfinished prompt chunk) is overwritten by the one that counts.
+
+    Attributes:
+        decode: runs the model on tokens, int64 [samples], that were just sampled, and returns logits [samples, vocab];
+            or None, where they are the last of vLLM's step.
     """
 
     def __init__(self, model_runner):
         super().__init__()
         self.streams: dict[str, Stream] = {}
+        self.decode: Callable[[np.ndarray], torch.Tensor | None] = lambda token_ids: None
         self._requests = model_runner.requests
         self._input_batch = model_runner.input_batch
 
@@ -232,17 +238,22 @@ class StreamSampler(torch.nn.Module):
         predict_bonus_token: bool = False,
         logprobs_mode_override: str | None = None,
     ) -> SamplerOutput:
-        streams, positions = self.places()
-        keys = np.array([stream.key for stream in streams], np.uint64)
-        places = keys, np.array(positions, np.uint64)
-        token_ids, logprobs = draw(probabilities(logits, sampling_metadata), *places, sampling_metadata.all_greedy)
-        for stream, position, token_id, logprob in zip(streams, positions, token_ids.tolist(), logprobs.tolist()):
-            stream.token_ids[position] = token_id
-            stream.logprobs[position] = logprob
-            stream.length = position + 1
-        return SamplerOutput(
-            sampled_token_ids=torch.from_numpy(token_ids.astype(np.int32)).unsqueeze(-1), logprobs_tensors=None
-        )
+        streams, starts = self.places()
+        keys, positions = np.array([stream.key for stream in streams], np.uint64), np.array(starts, np.uint64)
+        stops = frozenset().union(*{stream.stop_token_ids for stream in streams})
+        drawn = []
+        while logits is not None:
+            place = positions + np.uint64(len(drawn))
+            drawn.append(draw(probabilities(logits, sampling_metadata), keys, place, sampling_metadata.all_greedy))
+            last = drawn[-1][0]
+            logits = self.decode(last) if stops.isdisjoint(last.tolist()) else None
+        token_ids = np.stack([tokens for tokens, _ in drawn], axis=1).astype(np.int32)
+        logprobs = np.stack([values for _, values in drawn], axis=1)
+        for stream, start, tokens, values in zip(streams, starts, token_ids, logprobs):
+            stream.length = start + len(drawn)
+            stream.token_ids[start : stream.length] = tokens
+            stream.logprobs[start : stream.length] = values
+        return SamplerOutput(sampled_token_ids=torch.from_numpy(token_ids), logprobs_tensors=None)
 
     def places(self) -> tuple[list[Stream], list[int]]:
         """The streams of vLLM's batch, in its order, and the position of the next token in each."""

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mindrlhf.rollout.sampling import stream_key
 from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.drafter import GroupDrafter, GuessChecker
+from mindrlhf.rollout.server.multi_step import MultiStep
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.weights.exchange.boxes import Box
@@ -153,8 +154,8 @@ class VllmEngine:
                 self._pending[name] = (request_index, sample_index)
                 self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
-    def step(self) -> list[FinishedSample]:
-        """Run the model once; return the samples that ended."""
+    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[FinishedSample]:
+        """Run the model, several times in a row if nobody interrupts it; return the samples that ended."""
         finished = []
         for output in self._engine.step():
             if output.finished:
@@ -186,9 +187,7 @@ class VllmEngine:
             # What the old tower saw; no other reset forgets it.
             self._engine.reset_encoder_cache()
 
-    def find_needs(
-        self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1
-    ) -> dict[str, list[Box] | None]:
+    def find_needs(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> dict[str, list[Box] | None]:
         """Return which parts of the tensors of a board the workers read together.
 
         Args:
@@ -299,6 +298,7 @@ class CpuEngine(VllmEngine):
             self._drafter = model_runner.drafter
             self._drafter.attach(model_runner)
             model_runner.rejection_sampler = GuessChecker(self._sampler, self._drafter.counts)
+        self._steps = MultiStep(self._core, model_runner, self._sampler)
         # What start-up made lives for ever: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -320,9 +320,8 @@ class CpuEngine(VllmEngine):
             self._drafter.begin_batch([GroupDrafts(prompt) for prompt in prompts])
         super().submit(prompts, *arguments)
 
-    def step(self) -> list[FinishedSample]:
-        outputs, model_executed = self._core.step_fn()
-        self._core.post_step(model_executed=model_executed)
+    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[FinishedSample]:
+        outputs = self._steps.step(is_interrupted)
         finished = []
         for output in outputs[0].outputs if outputs else ():
             if output.finish_reason is not None:

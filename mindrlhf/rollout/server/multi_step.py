@@ -1,0 +1,123 @@
+"""Several tokens of each sample between two looks of vLLM's scheduler.
+
+vLLM plans every token: which samples go on, with which blocks of the cache, from which inputs. Of a small model that
+costs half as much as the model itself. While no sample waits and each has read its prompt, the plan of the next token
+is that of this one but for a position; so the scheduler is asked for the blocks of several tokens at once (as it gives
+them to drafts, ``num_lookahead_tokens``), and the model runs until they are full or a sample ends. Then vLLM takes the
+tokens like accepted drafts. Each pass has the inputs that it would have had, so samples are the same bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from mindrlhf.rollout.server.cpu import StreamSampler
+
+# Of a step. More would gain little.
+MAX_TOKENS = 16
+
+
+class MultiStep:
+    """Runs the steps of an engine core that has the sampler, in one process.
+
+    Args:
+        core: vLLM's engine core.
+        model_runner: its only one, of its first version.
+        sampler: in its place in the model runner.
+    """
+
+    def __init__(self, core: Any, model_runner: Any, sampler: StreamSampler):
+        self._core, self._scheduler = core, core.scheduler
+        self._runner = model_runner
+        self._max_tokens = MAX_TOKENS if _is_plain(model_runner, core.scheduler) else 1
+        self._left = 0  # passes of this step
+        self._is_interrupted: Callable[[], bool] = lambda: False
+        if self._max_tokens == 1:
+            return
+        sampler.decode = self._decode
+        # What the last pass that vLLM planned ran with.
+        self._attention: CommonAttentionMetadata | None = None
+        self._context: ForwardContext | None = None
+        self._inputs: dict[str, Any] = {}
+        builder = model_runner.attn_groups[0][0].get_metadata_builder()
+        self._build, builder.build = builder.build, self._build_and_keep
+        self._forward, model_runner._model_forward = model_runner._model_forward, self._forward_and_keep
+
+    def step(self, is_interrupted: Callable[[], bool]) -> dict[int, Any]:
+        """Run the model for one token or several of each running sample; return vLLM's outputs by client.
+
+        It is asked between two tokens whether to end before the others.
+        """
+        max_tokens = self._room() if self._max_tokens > 1 else 1
+        self._left, self._is_interrupted, num_more = max_tokens - 1, is_interrupted, 0
+        self._scheduler.num_lookahead_tokens += max_tokens - 1
+        try:
+            outputs, model_executed = self._core.step_fn()
+            num_more = max_tokens - 1 - self._left
+        finally:
+            self._scheduler.num_lookahead_tokens -= max_tokens - 1
+        # vLLM counts the token that it planned. Where there are more, nothing waited: all that run took part.
+        for request in self._scheduler.running if num_more else ():
+            request.num_computed_tokens += num_more
+        self._core.post_step(model_executed=model_executed)
+        return outputs
+
+    def _room(self) -> int:
+        """How many tokens each running sample can get before vLLM has to plan again."""
+        scheduler = self._scheduler
+        running = scheduler.running
+        if not running or any(scheduler.get_request_counts()[1:]):
+            return 1
+        num_tokens = self._max_tokens
+        for request in running:
+            if request.num_tokens - request.num_computed_tokens != 1:  # its prompt is not read yet
+                return 1
+            room = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
+            num_tokens = min(num_tokens, room)
+        # Where blocks are short, vLLM chooses who has to wait for them.
+        num_blocks = len(running) * (num_tokens // scheduler.block_size + 2)
+        return num_tokens if num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
+
+    def _decode(self, token_ids: np.ndarray) -> torch.Tensor | None:
+        """Run the model on the tokens, int64 [samples], that were sampled last; return logits [samples, vocab]."""
+        if not self._left or self._is_interrupted():
+            return None
+        self._left -= 1
+        inputs, attention, context = self._inputs, self._attention, self._context
+        inputs["input_ids"].copy_(torch.from_numpy(token_ids))
+        inputs["positions"].add_(1)
+        attention.seq_lens.add_(1)
+        self._runner.input_batch.block_table.compute_slot_mapping(
+            len(token_ids), attention.query_start_loc, inputs["positions"]
+        )
+        context.attn_metadata = dict.fromkeys(context.attn_metadata, self._build(0, attention))
+        context.moe_layer_index = 0
+        with override_forward_context(context):
+            hidden = self._forward(**inputs)
+        return self._runner.model.compute_logits(hidden)
+
+    def _build_and_keep(self, common_prefix_len: int, attention: CommonAttentionMetadata, *args: Any, **kwargs: Any):
+        self._attention = attention
+        return self._build(common_prefix_len, attention, *args, **kwargs)
+
+    def _forward_and_keep(self, **inputs: Any):
+        self._context, self._inputs = get_forward_context(), inputs
+        return self._forward(**inputs)
+
+
+def _is_plain(model_runner: Any, scheduler: Any) -> bool:
+    """Whether a token's inputs are its number and its position, and its state keys and values in one kind of blocks."""
+    groups = model_runner.kv_cache_config.kv_cache_groups
+    return (
+        len(groups) == 1
+        and type(groups[0].kv_cache_spec) is FullAttentionSpec
+        and len(model_runner.attn_groups[0]) == 1
+        and model_runner.speculative_config is None
+        and not (model_runner.uses_mrope or model_runner.supports_mm_inputs or model_runner.use_async_scheduling)
+        and scheduler.num_lookahead_tokens == 0
+    )
