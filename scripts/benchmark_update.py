@@ -114,7 +114,7 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
     if not any_core:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank.index % len(cores)]})
-    (row_length,) = choose_row_length((), PROMPT_LENGTH + response_length, "a sample")
+    (row_length,) = choose_row_length((), PROMPT_LENGTH + response_length, "a sample", "cpu")
     network = load_model(config.model, config.model.path, config.run, row_length)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, config.run.device))
     learner = PolicyLearner(network, loss, config.optimizer, rank, config.run.device)

@@ -16,8 +16,12 @@ class Row:
     items: tuple[int, ...]  # indices into the list of sequences
 
 
+# Rows are a multiple of this: on Ascend it is what its cube takes; on a CPU, a vector of AVX2.
+ROW_MULTIPLES = {"ascend": 16, "cpu": 8}
+
+
 def choose_row_length(
-    row_lengths: Sequence[int], longest: int, what: str, *, is_fitted: bool = False
+    row_lengths: Sequence[int], longest: int, what: str, device: str, *, is_fitted: bool = False
 ) -> tuple[int, ...]:
     """Return the row lengths to use, ascending; an empty choice becomes one that fits ``longest`` tokens.
 
@@ -28,10 +32,12 @@ def choose_row_length(
         UserError: no row is long enough for ``longest``; ``what`` says what is that long.
     """
     if not row_lengths:
-        # A multiple of 16 suits vector units and Ascend's cube alike.
-        whole = -(-(2 * longest if is_fitted else longest) // 16) * 16
+        multiple = ROW_MULTIPLES[device]
+        if not is_fitted:
+            return (-(-longest // multiple) * multiple,)
+        whole = -(-2 * longest // 16) * 16
         shorter = whole - -(-whole // 128) * 16
-        return (shorter, whole) if is_fitted and shorter >= longest else (whole,)
+        return (shorter, whole) if shorter >= longest else (whole,)
     if max(row_lengths) < longest:
         raise UserError(
             f"row_lengths ends at {max(row_lengths)}, but {what} takes {longest} tokens: "

@@ -12,7 +12,7 @@ from mindrlhf.config.distillation.references import path_keys, reference_paths
 from mindrlhf.config.memory.checks import check_num_layers
 from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection
+from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, RunSection
 from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
@@ -137,7 +137,7 @@ def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes 
     mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
     for file in files.present:
         mistakes.check(check_images, config.model.path, file, needs=["model.path"])
-    lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record")
+    lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record", config.run)
     if lengths:
         shape = (config, (config.model.path,), world_size, lengths, config.supervised.batch_size)
         mistakes.check(check_offline_layout, *shape, "supervised", needs=["model.path"])
@@ -168,7 +168,7 @@ def check_preference_inputs(
     mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
     for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
         mistakes.check(check_images, path, file, needs=["model.path"])
-    lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair")
+    lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair", config.run)
     if lengths:
         paths = tuple(filter(None, (config.model.path, config.model.reference_path)))
         shape = (config, paths, world_size, lengths, config.preference.batch_size, "preference")
@@ -214,15 +214,18 @@ def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
     is_fitted = config.training.packing != FIRST_FIT
-    return choose_row_length(config.training.row_lengths, longest, what, is_fitted=is_fitted)
+    return choose_row_length(config.training.row_lengths, longest, what, config.run.device, is_fitted=is_fitted)
 
 
-def _record_row_lengths(row_lengths: tuple[int, ...], files: Sequence[PromptFile], what: str) -> tuple[int, ...]:
+def _record_row_lengths(
+    given: Sequence[int], files: Sequence[PromptFile], what: str, run: RunSection
+) -> tuple[int, ...]:
     if not files:
         return ()
     longer = max(files, key=lambda file: _longest_record(file.header))
     longest = _longest_record(longer.header)
-    return choose_row_length(row_lengths, longest, f"the longest {what} of {longer.path} ({longest} tokens)")
+    what = f"the longest {what} of {longer.path} ({longest} tokens)"
+    return choose_row_length(given, longest, what, run.device)
 
 
 def _check_models(config: GrpoConfig, tokenizer: Tokenizer | None, num_steps: int, mistakes: Mistakes) -> None:

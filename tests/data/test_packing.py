@@ -116,16 +116,17 @@ def test_a_packed_row_by_hand():
 
 
 def test_row_lengths_are_chosen_or_checked():
-    assert choose_row_length((), 1, "a sample") == (16,)
-    assert choose_row_length((), 16, "a sample") == (16,)
-    assert choose_row_length((), 17, "a sample") == (32,)
-    assert choose_row_length((64, 32, 64), 33, "a sample") == (32, 64)
+    for device, multiple in (("ascend", 16), ("cpu", 8)):
+        assert choose_row_length((), 1, "a sample", device) == (multiple,)
+        assert choose_row_length((), multiple, "a sample", device) == (multiple,)
+        assert choose_row_length((), multiple + 1, "a sample", device) == (2 * multiple,)
+    assert choose_row_length((64, 32, 64), 33, "a sample", "cpu") == (32, 64)
     with pytest.raises(UserError, match=r"row_lengths ends at 64, but a sample takes 65 tokens: add 80"):
-        choose_row_length((32, 64), 65, "a sample")
+        choose_row_length((32, 64), 65, "a sample", "ascend")
 
 
 def test_lengths_for_best_fit_hold_two_of_the_longest_sample_and_a_little_less():
-    assert choose_row_length((), 85, "", is_fitted=True) == (144, 176)
-    assert choose_row_length((), 128, "", is_fitted=True) == (224, 256)
-    assert choose_row_length((), 5, "", is_fitted=True) == (16,)
-    assert choose_row_length((64,), 30, "", is_fitted=True) == (64,)
+    assert choose_row_length((), 85, "", "cpu", is_fitted=True) == (144, 176)
+    assert choose_row_length((), 128, "", "cpu", is_fitted=True) == (224, 256)
+    assert choose_row_length((), 5, "", "cpu", is_fitted=True) == (16,)
+    assert choose_row_length((64,), 30, "", "cpu", is_fitted=True) == (64,)

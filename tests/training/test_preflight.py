@@ -258,7 +258,7 @@ def test_a_reference_that_follows_the_policy_has_its_shape(config, inputs_dir):
 def test_supervised_inputs(sft_config, inputs_dir):
     inputs = check_sft_inputs(sft_config)
     assert len(inputs.prompts) == 3
-    assert inputs.row_lengths == (32,)  # 12 + 9, rounded up
+    assert inputs.row_lengths == (24,)  # 12 + 9, rounded up
     assert_refused(changed(sft_config, "supervised", row_lengths=(16, 20)), "row_lengths ends at 20", "21 tokens")
     prompts = str(inputs_dir / "train.mindrecord")
     assert_refused(changed(sft_config, "data", train_file=prompts), "train.mindrecord", "--task sft")
