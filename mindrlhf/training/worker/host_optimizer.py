@@ -17,7 +17,7 @@ from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import SumOverRanks, make_optimizer
 from mindrlhf.training.worker.rank_memory import share_memory
-from mindrlhf.training.worker.shared_update import Piece, SharedUpdate
+from mindrlhf.training.worker.shared_update import Piece, SharedUpdate, blocks_of, square_sums
 
 BLOCK_ELEMENTS = 1 << 16
 
@@ -89,6 +89,7 @@ class HostOptimizerStep:
         self.accumulators = accumulators
         self.max_grad_norm = max_grad_norm
         self._shared = shared
+        self._blocks = blocks_of([accumulator.size for accumulator in accumulators])
         self.reduce = SumOverRanks(accumulators) if num_ranks > 1 and shared is None else None
 
     def __call__(self) -> float:
@@ -97,11 +98,9 @@ class HostOptimizerStep:
             self.reduce().asnumpy()  # waits for the collective
         gradients = [_flat(accumulator) for accumulator in self.accumulators]
         if self._shared is not None:
-            self._shared.sum_gradients(gradients)
-            square_sums = self._shared.square_sums(gradients)
+            norm = math.sqrt(sum(self._shared.sum_gradients(gradients)))
         else:
-            square_sums = [float(np.dot(gradient, gradient)) for gradient in gradients]
-        norm = math.sqrt(sum(square_sums))
+            norm = math.sqrt(sum(square_sums(gradients, self._blocks)))
         if not math.isfinite(norm):
             for gradient in gradients:
                 gradient[...] = 0.0
@@ -112,8 +111,6 @@ class HostOptimizerStep:
             self._update(gradients, scale, whole)
         else:
             self._update(gradients, scale, self._shared.owned)
-            for piece in self._shared.others():
-                gradients[piece.tensor][piece.first : piece.last] = 0.0
             self._shared.spread_weights([_flat(parameter) for parameter in self.optimizer.parameters])
         return norm
 

@@ -25,6 +25,7 @@ def small_chunks(monkeypatch):
     from mindrlhf.training.worker import shared_update
 
     monkeypatch.setattr(shared_update, "CHUNK_ELEMENTS", 96)
+    monkeypatch.setattr(shared_update, "BLOCK_ELEMENTS", 16)
 
 
 def on_ranks(num_ranks, sizes, run):
@@ -48,23 +49,35 @@ def draw(rank: int, step: int = 0) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_gradients_are_summed_from_rank_0_on_and_every_rank_has_all(num_ranks):
+def test_owners_have_the_sum_from_rank_0_on_and_all_ranks_its_norm(num_ranks):
     def run(shared, rank):
         sums = []
         for step in range(3):
             gradients = draw(rank, step)
-            shared.sum_gradients(gradients)
-            sums.append((gradients, shared.square_sums(gradients)))
+            square_sums = shared.sum_gradients(gradients)
+            sums.append((gradients, square_sums, shared.owned))
         return sums
 
-    for by_step in on_ranks(num_ranks, SIZES, run):
-        for step, (gradients, square_sums) in enumerate(by_step):
-            expected = draw(0, step)
-            for other in range(1, num_ranks):
-                expected = [total + term for total, term in zip(expected, draw(other, step))]
-            for found, total, square_sum in zip(gradients, expected, square_sums, strict=True):
-                np.testing.assert_array_equal(found, total)
-                assert square_sum == float(np.dot(total, total))
+    results = on_ranks(num_ranks, SIZES, run)
+    for step in range(3):
+        expected = draw(0, step)
+        for other in range(1, num_ranks):
+            expected = [total + term for total, term in zip(expected, draw(other, step))]
+        for gradients, square_sums, owned in (by_step[step] for by_step in results):
+            own = [np.zeros(size, np.float32) for size in SIZES]
+            for piece in owned:
+                place = slice(piece.first, piece.last)
+                own[piece.tensor][place] = expected[piece.tensor][place]
+            for found, wanted in zip(gradients, own, strict=True):
+                np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_allclose(
+                sum(square_sums), sum((total.astype(np.float64) ** 2).sum() for total in expected), rtol=1e-6
+            )
+            assert square_sums == results[0][step][1]
+            if num_ranks == 2:  # the bits do not depend on the number of ranks
+                from mindrlhf.training.worker import shared_update
+
+                assert square_sums == shared_update.square_sums(expected, shared_update.blocks_of(SIZES))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
@@ -76,8 +89,6 @@ def test_every_element_has_one_owner_whose_weights_all_ranks_get(num_ranks):
             assert (weights[piece.tensor][place] == -1.0).all(), "owned twice by one rank"
             weights[piece.tensor][place] = rank
         own = [weight.copy() for weight in weights]
-        for piece in shared.others():
-            assert (own[piece.tensor][piece.first : piece.last] == -1.0).all()
         shared.spread_weights(weights)
         return own, weights
 
@@ -86,7 +97,7 @@ def test_every_element_has_one_owner_whose_weights_all_ranks_get(num_ranks):
     assert all((count == 1).all() for count in counts)
     owned = [sum(int((weight == rank).sum()) for weight in results[0][1]) for rank in range(num_ranks)]
     assert sum(owned) == sum(SIZES), "a weight that nobody has set"
-    # Parts are whole cache lines; the last rank's may be shorter.
+    # Parts are whole blocks; the last rank's may be shorter.
     assert max(owned) <= sum(SIZES) / num_ranks + 16 * -(-sum(SIZES) // 96)
     for _, weights in results[1:]:
         for found, expected in zip(weights, results[0][1], strict=True):
