@@ -17,47 +17,16 @@ import yaml
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
+from mindrlhf.system.strict_yaml import StrictLoader
 
 Config = TypeVar("Config")
 
 MAX_INTEGER = 2**63 - 1
 MAX_FILE_BYTES = 1 << 20
-MAX_MERGED_KEYS = 10_000
 # Linux: limits.h (PATH_MAX, with the byte that ends it) and the common file systems.
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 # What PyYAML's constructors of single types raise for text that is none, beside its own errors.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses keys written twice, of which plain YAML takes the last, and merges that multiply."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # A few lines of merges of merges stand for more keys than fit any memory: counted before they are written out.
-        num_keys = len(node.value)
-        for key_node, value_node in node.value:
-            if key_node.tag != "tag:yaml.org,2002:merge":
-                continue
-            merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-            for part in merged:
-                if isinstance(part, yaml.MappingNode):
-                    self.flatten_mapping(part)
-                    num_keys += len(part.value)
-                if num_keys > MAX_MERGED_KEYS:
-                    line = key_node.start_mark.line + 1
-                    raise UserError(f"merges ('<<') make over {MAX_MERGED_KEYS} keys (line {line}): write them out")
-        super().flatten_mapping(node)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise UserError(f"a key is no text (line {key_node.start_mark.line + 1}): write 'key: value'")
-            if key_node.value in seen:
-                line = key_node.start_mark.line + 1
-                raise UserError(f"key '{key_node.value}' is given twice (line {line}): keep one")
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -74,7 +43,7 @@ def read_yaml(path: str | Path) -> dict:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise UserError(f"has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
         with path.open(encoding="utf-8") as file:
-            content = yaml.load(file, Loader=_StrictLoader)
+            content = yaml.load(file, Loader=StrictLoader)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
@@ -153,7 +122,7 @@ def _apply_override(content: dict, override: str) -> None:
         hint = f"; did you mean {near}=VALUE?" if near else ""
         raise UserError(f"override '{override}' is not of the form section.key=value{hint}")
     try:
-        value = yaml.load(text, Loader=_StrictLoader)
+        value = yaml.load(text, Loader=StrictLoader)
     except UserError as error:
         raise UserError(f"override {_shown(override)}: {error}") from None
     except _YAML_ERRORS:
@@ -301,7 +270,7 @@ def _located(name: str, value: str, metadata: Mapping[str, Any]) -> str:
 
 def _parse_item(name: str, text: str) -> Any:
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        return yaml.load(text, Loader=StrictLoader)
     except UserError as error:
         raise UserError(f"'{name}' has the item {_shown(text)}: {error}") from None
     except _YAML_ERRORS:

@@ -1,0 +1,56 @@
+"""YAML as its specification has it, where PyYAML is lenient or wrong."""
+
+from collections.abc import Sequence
+
+import yaml
+
+from mindrlhf.errors import UserError
+
+MAX_MERGED_KEYS = 10_000
+
+
+def _first_wins(mappings: Sequence[yaml.MappingNode]) -> yaml.MappingNode:
+    """Return one mapping for a list of merged ones, of which the first that has a key gives it (yaml.org/type/merge).
+
+    PyYAML 6.0.4 has the last one give it.
+    """
+    pairs = {}
+    for mapping in mappings:
+        for key_node, value_node in mapping.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else id(key_node)
+            pairs.setdefault(key, (key_node, value_node))
+    first, last = mappings[0], mappings[-1]
+    return yaml.MappingNode(first.tag, list(pairs.values()), first.start_mark, last.end_mark)
+
+
+class StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses keys written twice, of which plain YAML takes the last, and merges that multiply."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # A few lines of merges of merges stand for more keys than fit any memory: counted before they are written out.
+        num_keys = len(node.value)
+        for place, (key_node, value_node) in enumerate(node.value):
+            if key_node.tag != "tag:yaml.org,2002:merge":
+                continue
+            merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for part in merged:
+                if isinstance(part, yaml.MappingNode):
+                    self.flatten_mapping(part)
+                    num_keys += len(part.value)
+                if num_keys > MAX_MERGED_KEYS:
+                    line = key_node.start_mark.line + 1
+                    raise UserError(f"merges ('<<') make over {MAX_MERGED_KEYS} keys (line {line}): write them out")
+            if len(merged) > 1 and all(isinstance(part, yaml.MappingNode) for part in merged):
+                node.value[place] = key_node, _first_wins(merged)
+        super().flatten_mapping(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UserError(f"a key is no text (line {key_node.start_mark.line + 1}): write 'key: value'")
+            if key_node.value in seen:
+                line = key_node.start_mark.line + 1
+                raise UserError(f"key '{key_node.value}' is given twice (line {line}): keep one")
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
