@@ -17,7 +17,7 @@ import yaml
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
-from mindrlhf.system.strict_yaml import StrictLoader
+from mindrlhf.system.strict_yaml import load_yaml
 
 Config = TypeVar("Config")
 
@@ -43,7 +43,7 @@ def read_yaml(path: str | Path) -> dict:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise UserError(f"has {size} bytes, and a config at most {MAX_FILE_BYTES}: is it one?")
         with path.open(encoding="utf-8") as file:
-            content = yaml.load(file, Loader=StrictLoader)
+            content = load_yaml(file)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
@@ -122,7 +122,7 @@ def _apply_override(content: dict, override: str) -> None:
         hint = f"; did you mean {near}=VALUE?" if near else ""
         raise UserError(f"override '{override}' is not of the form section.key=value{hint}")
     try:
-        value = yaml.load(text, Loader=StrictLoader)
+        value = load_yaml(text)
     except UserError as error:
         raise UserError(f"override {_shown(override)}: {error}") from None
     except _YAML_ERRORS:
@@ -270,7 +270,7 @@ def _located(name: str, value: str, metadata: Mapping[str, Any]) -> str:
 
 def _parse_item(name: str, text: str) -> Any:
     try:
-        return yaml.load(text, Loader=StrictLoader)
+        return load_yaml(text)
     except UserError as error:
         raise UserError(f"'{name}' has the item {_shown(text)}: {error}") from None
     except _YAML_ERRORS:

@@ -1,6 +1,7 @@
 """YAML as its specification has it, where PyYAML is lenient or wrong."""
 
 from collections.abc import Sequence
+from typing import IO, Any
 
 import yaml
 
@@ -23,7 +24,7 @@ def _first_wins(mappings: Sequence[yaml.MappingNode]) -> yaml.MappingNode:
     return yaml.MappingNode(first.tag, list(pairs.values()), first.start_mark, last.end_mark)
 
 
-class StrictLoader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses keys written twice, of which plain YAML takes the last, and merges that multiply."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -54,3 +55,13 @@ class StrictLoader(yaml.SafeLoader):
                 raise UserError(f"key '{key_node.value}' is given twice (line {line}): keep one")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+def load_yaml(source: str | IO[str]) -> Any:
+    """Return what a text or file says.
+
+    Raises:
+        UserError: a key is given twice or is no text, or merges make over ``MAX_MERGED_KEYS`` keys.
+        yaml.YAMLError: it is not YAML; for values of a type that they do not fit, also what its constructors raise.
+    """
+    return yaml.load(source, Loader=_StrictLoader)
