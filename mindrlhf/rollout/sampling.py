@@ -52,8 +52,11 @@ def sample_rows(probs: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.nd
     targets = draws * block_ends[:, -1]
     blocks = _first_above(block_ends, targets)
     targets -= block_ends[rows, blocks] - block_sums[rows, blocks]
-    columns = blocks[:, None] * _BLOCK + np.arange(min(_BLOCK, vocab_size))
-    inside = np.where(columns < vocab_size, probs[rows[:, None], np.minimum(columns, vocab_size - 1)], 0.0)
+    if split == vocab_size:
+        inside = probs.reshape(-1, _BLOCK)[rows * num_blocks + blocks]
+    else:
+        columns = blocks[:, None] * _BLOCK + np.arange(min(_BLOCK, vocab_size))
+        inside = np.where(columns < vocab_size, probs[rows[:, None], np.minimum(columns, vocab_size - 1)], 0.0)
     token_ids = blocks * _BLOCK + _first_above(np.cumsum(inside, axis=1, dtype=np.float64), targets)
     return token_ids, np.log(probs[rows, token_ids])
 

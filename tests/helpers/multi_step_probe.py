@@ -3,9 +3,10 @@
 usage: python tests/helpers/multi_step_probe.py < JSON of (config of an engine, cases by name)
 
 A case: "prompts", "num_samples", "max_tokens" of each, "sampling", and "interrupt", after how many passes of a step
-somebody interrupts it (0: nobody). Prints "probe" and JSON: whether tokens were planned "several" at a time at all; by
-case and by "one" or "several" the steps that vLLM planned and the samples, with digests of what must be equal bit for
-bit.
+somebody interrupts it (0: nobody). Prints "probe" and JSON: whether tokens were planned "several" at a time at all;
+whether the "decoder" of dense models is "used", was "given up" ("break_decoder" in the config makes it differ) or there
+is "none"; by case and by "one" or "several" the steps that vLLM planned and the samples, with digests of what must be
+equal bit for bit.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import sys
 import torch
 
 from mindrlhf.rollout.server.engine import build_engine
+from mindrlhf.rollout.server.linear import forget_copies
 
 
 def give_weights(model: torch.nn.Module) -> None:
@@ -24,6 +26,7 @@ def give_weights(model: torch.nn.Module) -> None:
     for _, parameter in sorted(model.named_parameters()):
         if parameter.ndim > 1:
             parameter.data.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    forget_copies(model)
 
 
 def run(engine, case, max_tokens) -> dict:
@@ -57,7 +60,11 @@ def run(engine, case, max_tokens) -> dict:
 
 
 def probe(config, cases) -> dict:
+    breaks_decoder = config.pop("break_decoder", False)
     engine = build_engine(config)
+    has_decoder = engine._steps._decoder is not None
+    if breaks_decoder:
+        engine._steps._decoder._epsilon *= 10
     model = engine._model_runner().get_model()
     if engine._weights_load_in_place:  # otherwise vLLM has packed them, and its random ones stay
         give_weights(model)
@@ -75,7 +82,9 @@ def probe(config, cases) -> dict:
     engine.step()
     engine.abort()
     results["after an abort"] = {"one": results[next(iter(cases))]["one"], "several": run(engine, case, several)}
-    return {"several": several > 1, "cases": results}
+    is_used = engine._steps._decoder is not None and engine._steps._decoder_is_checked
+    decoder = ("used" if is_used else "given up") if has_decoder else "none"
+    return {"several": several > 1, "decoder": decoder, "cases": results}
 
 
 if __name__ == "__main__":

@@ -75,6 +75,9 @@ def ask(python: str, directory: Path, model: dict, cases: dict[str, dict], **con
     return ask_probe("multi_step_probe.py", python, directory, cases, **config)
 
 
+QWEN3 = {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False}
+
+
 def check_equal(cases: dict) -> None:
     for name, words in cases.items():
         one, several = dict(words["one"]), dict(words["several"])
@@ -85,15 +88,27 @@ def check_equal(cases: dict) -> None:
 
 def test_samples_are_the_same(rollout_python, directory):
     result = ask(rollout_python, directory, QWEN, CASES)
-    assert result["several"]
+    assert result["several"] and result["decoder"] == "used"
     cases = result["cases"]
     check_equal(cases)
     steps = {name: [words["one"]["steps"], words["several"]["steps"]] for name, words in cases.items()}
-    # Every prompt is read with the first token; then 16 at a time, and what is left.
-    assert steps["plain"] == [MAX_TOKENS, 4]
+    # Every prompt is read with the first token; then come all others at a time.
+    assert steps["plain"] == [MAX_TOKENS, 2]
     assert steps["interrupted"] == [MAX_TOKENS, 14], "three tokens a step after the first"
     assert set(cases["stop tokens"]["one"]["reasons"]) == {"stop", "length"}
     assert all(several < one for one, several in steps.values())
+
+
+def test_heads_that_are_normalised_are_computed_alike(rollout_python, directory):
+    result = ask(rollout_python, directory, QWEN3, {"plain": CASES["plain"], "stop tokens": CASES["stop tokens"]})
+    assert result["several"] and result["decoder"] == "used"
+    check_equal(result["cases"])
+
+
+def test_a_decoder_that_differs_is_not_used(rollout_python, directory):
+    result = ask(rollout_python, directory, QWEN, {"plain": CASES["plain"]}, break_decoder=True)
+    assert result["several"] and result["decoder"] == "given up"
+    check_equal(result["cases"])
 
 
 def test_samples_that_wait_for_the_cache_are_the_same(rollout_python, directory):
@@ -114,7 +129,7 @@ def test_samples_that_wait_for_the_cache_are_the_same(rollout_python, directory)
 def test_experts_are_recorded_for_every_token(rollout_python, directory, dtype):
     cases = {name: CASES[name] for name in ("plain", "stop tokens")}
     result = ask(rollout_python, directory, EXPERTS, cases, record_routing=True, dtype=dtype)
-    assert result["several"]
+    assert result["several"] and result["decoder"] == "none", "experts are vLLM's"
     check_equal(result["cases"])
     assert all(words["several"]["has experts"] for words in result["cases"].values())
 

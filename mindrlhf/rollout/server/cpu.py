@@ -5,9 +5,7 @@ vLLM as it comes. Four changes are for every dtype: ``without_listeners`` for a 
 ``count_workers_as_devices`` for one over several nodes, ``do_without_lscpu``, and ``rotate_every_head``, without which
 DeepSeek's attention is wrong. The others are for a server of one process (``supports``), each for speed:
 
-1. In float32 linear weights stay plain matrices (stored column-major, which the BLAS prefers for few rows). vLLM
-   repacks them for oneDNN, which makes each weight update a rebuild of the model instead of a copy. Larger products
-   are oneDNN's all the same where MKL would hold back.
+1. In float32 linear weights stay plain matrices, which updates are copied into (``linear.py``).
 2. RMSNorm uses vLLM's own C kernel, which it leaves to GPUs, in place of eight small torch calls.
 3. Tokens are sampled by ``mindrlhf.rollout.sampling``.
 4. Attention layers are called as functions, not as registered torch operators.
@@ -17,7 +15,6 @@ DeepSeek's attention is wrong. The others are for a server of one process (``sup
 """
 
 import contextlib
-import functools
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,14 +36,11 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from mindrlhf.rollout.sampling import sample_rows, uniforms
-from mindrlhf.system.processor import mkl_holds_back
+from mindrlhf.rollout.server.linear import MAX_PACKED_BYTES, PlainLinear, wants_copy
 
 TESTED_VERSIONS = ("0.32.0",)
 _DTYPES = ("float32", "bfloat16")
 RMS_NORM_PROVIDER = "mindrlhf_cpu"
-# Multiplications of a product from which on oneDNN is worth its call, some 10 microseconds.
-_SMALL_PRODUCT = 1 << 20
-_mkl_holds_back = functools.cache(mkl_holds_back)
 _SILENT_BACKEND = torch.distributed.Backend.FAKE
 
 
@@ -114,37 +108,25 @@ def count_workers_as_devices(num_workers: int) -> None:
         current_platform.device_count = lambda: num_workers
 
 
-class PlainLinear:
-    """Multiply by the live weight, taken as a plain tensor: vLLM's parameter classes slow each torch call down."""
-
-    def __init__(self, weight: torch.Tensor):
-        self._weight = weight
-        self._onednn = torch.ops.mkldnn._linear_pointwise.default if _mkl_holds_back() else None
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        bias = None if bias is None else bias.data
-        if self._onednn is not None and x.numel() * self._weight.shape[0] > _SMALL_PRODUCT:
-            return self._onednn(x, self._weight, bias, "none", [], "")
-        return torch.nn.functional.linear(x, self._weight, bias)
-
-    def shares_memory(self, weight: torch.Tensor) -> bool:
-        return self._weight.data_ptr() == weight.data_ptr()
-
-
 def install_kernels() -> None:
     """Changes 1 and 2; to be called before the engine is built."""
     if RMS_NORM_PROVIDER in ir.ops.rms_norm.impls:
         return
     repack = linear_kernels.dispatch_cpu_unquantized_gemm
+    packed_bytes = 0
 
     def keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
             repack(layer, remove_weight)
             return
-        if remove_weight:  # embeddings keep theirs, since rows are looked up in it
+        nonlocal packed_bytes
+        packs = wants_copy(weight) and packed_bytes + weight.nbytes <= MAX_PACKED_BYTES
+        packed_bytes += packs * weight.nbytes
+        if remove_weight and not packs:  # embeddings keep theirs, since rows are looked up in it
+            # Column by column, which the BLAS prefers for few rows.
             weight.data = weight.data.t().contiguous().t()
-        layer.cpu_linear = PlainLinear(weight.data)
+        layer.cpu_linear = PlainLinear(weight.data, packs)
 
     linear_kernels.dispatch_cpu_unquantized_gemm = keep_plain
     current_platform.import_kernels()
@@ -241,10 +223,12 @@ class StreamSampler(torch.nn.Module):
         streams, starts = self.places()
         keys, positions = np.array([stream.key for stream in streams], np.uint64), np.array(starts, np.uint64)
         stops = frozenset().union(*{stream.stop_token_ids for stream in streams})
+        temperature = divisor(sampling_metadata)
         drawn = []
         while logits is not None:
             place = positions + np.uint64(len(drawn))
-            drawn.append(draw(probabilities(logits, sampling_metadata), keys, place, sampling_metadata.all_greedy))
+            probs = probabilities(logits, sampling_metadata, temperature)
+            drawn.append(draw(probs, keys, place, sampling_metadata.all_greedy))
             last = drawn[-1][0]
             logits = self.decode(last) if stops.isdisjoint(last.tolist()) else None
         token_ids = np.stack([tokens for tokens, _ in drawn], axis=1).astype(np.int32)
@@ -275,12 +259,19 @@ def draw(
     return sample_rows(probs.numpy(), uniforms(keys, positions))
 
 
-def probabilities(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+def divisor(metadata: SamplingMetadata) -> torch.Tensor | None:
+    """What logits are divided by before their softmax, float32 [rows, 1]; None where that is 1."""
+    if metadata.all_greedy:
+        return None
+    assert metadata.all_random, "one batch has one temperature"
+    return None if bool((metadata.temperature == 1.0).all()) else metadata.temperature.unsqueeze(1)
+
+
+def probabilities(logits: torch.Tensor, metadata: SamplingMetadata, temperature: torch.Tensor | None) -> torch.Tensor:
     """The distribution to sample from, float32 [rows, vocab]: temperature first, then top-k and top-p, as vLLM does."""
     logits = logits.to(torch.float32)
+    if temperature is not None:
+        logits = logits.div_(temperature)
     if not metadata.all_greedy:
-        assert metadata.all_random, "one batch has one temperature"
-        if not bool((metadata.temperature == 1.0).all()):
-            logits = logits.div_(metadata.temperature.unsqueeze(1))
         logits = apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
     return logits.softmax(dim=-1)

@@ -15,7 +15,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mindrlhf.rollout.drafts import GroupDrafts, num_drafted, num_kept
-from mindrlhf.rollout.server.cpu import StreamSampler, draw, probabilities
+from mindrlhf.rollout.server.cpu import StreamSampler, divisor, draw, probabilities
 
 # What vLLM reads as "no token".
 _NO_TOKEN = -1
@@ -89,7 +89,8 @@ class GuessChecker:
         keys = np.repeat(np.array([stream.key for stream in streams], np.uint64), nums_rows)
         within = np.arange(ends[-1]) - np.repeat(ends - nums_rows, nums_rows)
         row_positions = (np.repeat(positions, nums_rows) + within).astype(np.uint64)
-        probs = probabilities(logits, _of_rows(sampling_metadata, nums_rows))
+        metadata = _of_rows(sampling_metadata, nums_rows)
+        probs = probabilities(logits, metadata, divisor(metadata))
         token_ids, logprobs = draw(probs, keys, row_positions, sampling_metadata.all_greedy)
         guessed = guesses.draft_token_ids.tolist()
         kept = np.full((len(nums_rows), int(nums_rows.max())), _NO_TOKEN, np.int32)

@@ -7,6 +7,7 @@ them to drafts, ``num_lookahead_tokens``), and the model runs until they are ful
 tokens like accepted drafts. Each pass has the inputs that it would have had, so samples are the same bit for bit.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,16 @@ import numpy as np
 import torch
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from mindrlhf.rollout.server.cpu import StreamSampler
+from mindrlhf.rollout.server.dense import DenseDecoder
 
 # Of a step. More would gain little.
-MAX_TOKENS = 16
+MAX_TOKENS = 64
 
 
 class MultiStep:
@@ -37,9 +42,15 @@ class MultiStep:
         self._max_tokens = MAX_TOKENS if _is_plain(model_runner, core.scheduler) else 1
         self._left = 0  # passes of this step
         self._is_interrupted: Callable[[], bool] = lambda: False
+        self._decoder: DenseDecoder | None = None
         if self._max_tokens == 1:
             return
+        model = model_runner.get_model()
+        if DenseDecoder.supports(model):
+            self._decoder = DenseDecoder(model)
+        self._decoder_is_checked = False
         sampler.decode = self._decode
+        self._scheduler._update_request_with_output = self._take_tokens
         # What the last pass that vLLM planned ran with.
         self._attention: CommonAttentionMetadata | None = None
         self._context: ForwardContext | None = None
@@ -80,8 +91,15 @@ class MultiStep:
             room = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
             num_tokens = min(num_tokens, room)
         # Where blocks are short, vLLM chooses who has to wait for them.
-        num_blocks = len(running) * (num_tokens // scheduler.block_size + 2)
-        return num_tokens if num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
+        num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() // len(running)
+        return max(1, min(num_tokens, (num_free - 1) * scheduler.block_size - 1))
+
+    def _take_tokens(self, request: Request, token_ids: list[int], is_stale: bool = False) -> tuple[list[int], bool]:
+        """Give a request the tokens of a step, of which only the last can end it; vLLM looks at each."""
+        if not token_ids:
+            return token_ids, False
+        request.append_output_token_ids(token_ids)
+        return token_ids, check_stop(request, self._scheduler.max_model_len)
 
     def _decode(self, token_ids: np.ndarray) -> torch.Tensor | None:
         """Run the model on the tokens, int64 [samples], that were sampled last; return logits [samples, vocab]."""
@@ -95,11 +113,27 @@ class MultiStep:
         self._runner.input_batch.block_table.compute_slot_mapping(
             len(token_ids), attention.query_start_loc, inputs["positions"]
         )
-        context.attn_metadata = dict.fromkeys(context.attn_metadata, self._build(0, attention))
-        context.moe_layer_index = 0
-        with override_forward_context(context):
-            hidden = self._forward(**inputs)
+        built = self._build(0, attention)
+        if self._decoder is not None and self._decoder_is_checked:
+            hidden = self._decoder(inputs["input_ids"], inputs["positions"], built)
+        else:
+            context.attn_metadata = dict.fromkeys(context.attn_metadata, built)
+            context.moe_layer_index = 0
+            with override_forward_context(context):
+                hidden = self._forward(**inputs)
+            self._check_decoder(hidden, built)
         return self._runner.model.compute_logits(hidden)
+
+    def _check_decoder(self, expected: torch.Tensor, built: CPUAttentionMetadata) -> None:
+        """Compare the decoder with vLLM's layers, which have just computed ``expected``, once."""
+        if self._decoder is None:
+            return
+        hidden = self._decoder(self._inputs["input_ids"], self._inputs["positions"], built)
+        self._decoder_is_checked = True
+        if not torch.equal(hidden, expected):
+            largest = (hidden - expected).abs().max().item()
+            print(f"rollout server: vLLM's layers are used: dense.py differs from them by {largest}", file=sys.stderr)
+            self._decoder = None
 
     def _build_and_keep(self, common_prefix_len: int, attention: CommonAttentionMetadata, *args: Any, **kwargs: Any):
         self._attention = attention

@@ -11,6 +11,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
+from mindrlhf.rollout.server.linear import forget_copies
 from mindrlhf.rollout.server.needs import trace_reads, without_memory
 from mindrlhf.rollout.server.span import board_of_node, join_span
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
@@ -122,6 +123,7 @@ class WorkerExtension:
 def _load_in_place(model: torch.nn.Module, board: WeightBoard, loading: _Loading) -> None:
     with torch.inference_mode():
         loaded = model.load_weights(_torch_tensors(board, loading.version))
+    forget_copies(model)
     loading.names = None if loaded is None or loading.names is None else loading.names | loaded
     if loading.names is None or loading.num_buckets < board.num_buckets:
         return
