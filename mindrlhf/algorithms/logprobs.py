@@ -155,13 +155,14 @@ class TiledTokenLogProbs(nn.Cell):
         # A list, since MindSpore cells do not take plain arrays as attributes that change.
         self.bound: list[np.ndarray] = []
         bound = self.bound  # MindSpore keeps the functions: they must not keep the cell
+        kept = vocabulary.KeptPowers()
 
         def forward(hidden, labels, mask):
-            return vocabulary.forward(hidden, bound[0], labels, mask)
+            return vocabulary.forward(hidden, bound[0], labels, mask, kept=kept)
 
         def backward(hidden, labels, mask, entropy, log_normaliser, grad_logprobs, grad_entropy):
             results = (entropy, log_normaliser, grad_logprobs, grad_entropy)
-            return vocabulary.backward(hidden, bound[0], labels, mask, *results, weight_gradient)
+            return vocabulary.backward(hidden, bound[0], labels, mask, *results, weight_gradient, kept=kept)
 
         self.forward_kernel = ops.Custom(
             forward,

@@ -1,8 +1,9 @@
 """The vocabulary projection, log-softmax and entropy in one pass over tiles, with its gradient: NumPy.
 
 The CPU stand-in of a fused linear cross-entropy kernel. A tile of logits fits the cache and is thrown away
-at once, so neither the logits nor the probabilities of a batch are ever materialised; the backward pass
-computes the tiles again from the saved log-normaliser. Only positions whose mask is not 0 are computed.
+at once, so neither the logits nor the probabilities of a large batch are ever materialised; the backward pass
+computes the tiles again from the saved log-normaliser. What is small enough is kept for it instead. Only positions
+whose mask is not 0 are computed.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import numpy as np
 # Tile of logits: 512 x 1024 float32 = 2 MiB, about a core's share of cache.
 TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
+
+# What the forward pass may keep for the backward pass.
+MAX_KEPT_BYTES = 1 << 26
 
 # The least probability that all words but some have together. It is 1 - sum, a difference that is exact where it is
 # small (Sterbenz), of a sum that has an error of some 1e-7, as the normaliser adds up float32 numbers: below ten times
@@ -39,8 +43,48 @@ class HeadTile:
 WHOLE_HEAD = HeadTile()
 
 
+class KeptPowers:
+    """exp(logit - maximum) of a micro-batch, from its forward to its backward pass; nothing where that is too large.
+
+    The maximum is that of a token's logits up to and with those of the tile.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget it all."""
+        self._powers = np.zeros((0, 0), np.float32)  # [kept tokens, vocabulary]
+        self._maxima = np.zeros((0, 0), np.float32)  # [kept tokens, tiles]
+        self._places = np.zeros(0, np.int64)  # of each token among the kept ones
+
+    def begin(self, active: np.ndarray, num_tokens: int, vocabulary: int) -> None:
+        """Make room for the tokens whose numbers are ``active``, if there may be."""
+        self.clear()
+        if len(active) * vocabulary * self._powers.itemsize > MAX_KEPT_BYTES:
+            return
+        self._powers = np.empty((len(active), vocabulary), np.float32)
+        self._maxima = np.empty((len(active), -(-vocabulary // VOCABULARY_TILE)), np.float32)
+        self._places = np.zeros(num_tokens, np.int64)
+        self._places[active] = np.arange(len(active))
+
+    def of(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return powers [n, vocabulary] and maxima [n, tiles] of active tokens, views where they lie side by side."""
+        if not self._powers.size:
+            return None
+        places = self._places[tokens]
+        if len(places) and (np.diff(places) == 1).all():
+            places = slice(places[0], places[-1] + 1)
+        return self._powers[places], self._maxima[places]
+
+
 def forward(
-    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, mask: np.ndarray, words: np.ndarray | None = None
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    labels: np.ndarray,
+    mask: np.ndarray,
+    words: np.ndarray | None = None,
+    kept: KeptPowers | None = None,
 ) -> tuple[np.ndarray, ...]:
     """Compute log p(label), the entropy of p and the log-normaliser, p = softmax(hidden @ weight.T).
 
@@ -50,6 +94,7 @@ def forward(
         labels: int32 [tokens].
         mask: float32 [tokens]; 0 skips a position.
         words: int32 [tokens, k], of which the log-probabilities are asked too; those of a position all different.
+        kept: takes what :func:`backward` would compute again.
 
     Returns:
         float32 [tokens] each: log-probability, entropy (nats), log-normaliser; and where words are given float32
@@ -57,9 +102,13 @@ def forward(
     """
     outputs = [np.zeros(len(labels), np.float32) for _ in range(3)]
     outputs += [] if words is None else [np.zeros((len(words), words.shape[1] + 1), np.float32)]
-    for rows in _token_tiles(np.flatnonzero(mask)):
+    active = np.flatnonzero(mask)
+    if kept is not None:
+        kept.begin(active, len(labels), len(weight))
+    for rows in _token_tiles(active):
         given = None if words is None else _GivenWords(words[rows])
-        values = _forward_tile(hidden[rows], weight, labels[rows], given)
+        room = None if kept is None else kept.of(rows)
+        values = _forward_tile(hidden[rows], weight, labels[rows], given, room)
         if given is not None:
             values += (_with_rest(given.logits - values[2][:, None]),)
         for output, found in zip(outputs, values, strict=True):
@@ -166,7 +215,11 @@ def _places(words: np.ndarray, start: int, num_words: int) -> tuple[np.ndarray, 
 
 
 def _forward_tile(
-    hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray, watch: _GivenWords | _BestWords | None = None
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    labels: np.ndarray,
+    watch: _GivenWords | _BestWords | None = None,
+    room: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, ...]:
     num_tokens, vocabulary = len(hidden), len(weight)
     # Running maximum, sum of exp(z - maximum) and sum of z exp(z - maximum) over the tiles seen so far
@@ -176,10 +229,11 @@ def _forward_tile(
     weighted = np.zeros(num_tokens, np.float64)
     label_logits = np.einsum("th,th->t", hidden, weight[labels])
     logits = np.empty((num_tokens, min(VOCABULARY_TILE, vocabulary)), np.float32)
-    powers = np.empty_like(logits)
-    for start in range(0, vocabulary, VOCABULARY_TILE):
+    powers = np.empty_like(logits) if room is None else room[0]
+    for number, start in enumerate(range(0, vocabulary, VOCABULARY_TILE)):
         tile = weight[start : start + VOCABULARY_TILE]
-        z, e = logits[:, : len(tile)], powers[:, : len(tile)]
+        place = 0 if room is None else start
+        z, e = logits[:, : len(tile)], powers[:, place : place + len(tile)]
         np.matmul(hidden, tile.T, out=z)
         if watch is not None:
             watch.see(start, z)
@@ -189,6 +243,8 @@ def _forward_tile(
         normaliser = normaliser * rescale + e.sum(axis=1)
         weighted = weighted * rescale + np.einsum("tv,tv->t", e, z)
         maximum = new_maximum
+        if room is not None:
+            room[1][:, number] = maximum
     log_normaliser = maximum + np.log(normaliser)
     return label_logits - log_normaliser, log_normaliser - weighted / normaliser, log_normaliser
 
@@ -204,6 +260,7 @@ def backward(
     grad_entropy: np.ndarray,
     grad_weight: np.ndarray | None,
     given: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    kept: KeptPowers | None = None,
 ) -> np.ndarray:
     """Return the gradient of :func:`forward` with respect to ``hidden``; add that of ``weight`` to ``grad_weight``.
 
@@ -215,6 +272,7 @@ def backward(
         grad_logprobs, grad_entropy: float32 [tokens], the gradients of the loss.
         grad_weight: float32 [vocabulary, width], changed in place; None for a weight that is not trained.
         given: words that were, their results, and the gradients of these, float32 [tokens, k + 1].
+        kept: what :func:`forward` has put there for these inputs; it is forgotten then.
 
     Returns:
         float32 [tokens, width].
@@ -225,6 +283,12 @@ def backward(
         grad_words = _word_gradients(*given[1:])
         has_gradient |= (grad_words != 0).any(axis=1)
     for rows in _token_tiles(np.flatnonzero((mask != 0) & has_gradient)):
+        powers = None if kept is None or given is not None or grad_entropy[rows].any() else kept.of(rows)
+        if powers is not None:
+            grad_hidden[rows] = _backward_tile_of_powers(
+                hidden[rows], weight, labels[rows], log_normaliser[rows], grad_logprobs[rows], grad_weight, *powers
+            )
+            continue
         grad_hidden[rows] = _backward_tile(
             hidden[rows],
             weight,
@@ -236,7 +300,45 @@ def backward(
             grad_weight,
             None if given is None else (given[0][rows], grad_words[rows]),
         )
+    if kept is not None:
+        kept.clear()
     return grad_hidden
+
+
+def _backward_tile_of_powers(
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    labels: np.ndarray,
+    log_normaliser: np.ndarray,
+    grad_logprobs: np.ndarray,
+    grad_weight: np.ndarray | None,
+    powers: np.ndarray,
+    maxima: np.ndarray,
+) -> np.ndarray:
+    """What :func:`_backward_tile` does without entropy and words: a row of p is one of powers times a factor."""
+    grad_hidden = np.zeros_like(hidden)
+    factors = -grad_logprobs[:, None] * np.exp(maxima - log_normaliser[:, None])
+    for number, start in enumerate(range(0, len(weight), VOCABULARY_TILE)):
+        tile = weight[start : start + VOCABULARY_TILE]
+        power, factor = powers[:, start : start + len(tile)], factors[:, number, None]
+        grad_hidden += (power @ tile) * factor
+        if grad_weight is not None:
+            grad_weight[start : start + len(tile)] += power.T @ (hidden * factor)
+    _add_label_gradient(grad_hidden, hidden, weight, labels, grad_logprobs, grad_weight)
+    return grad_hidden
+
+
+def _add_label_gradient(
+    grad_hidden: np.ndarray,
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    labels: np.ndarray,
+    grad_logprobs: np.ndarray,
+    grad_weight: np.ndarray | None,
+) -> None:
+    grad_hidden += grad_logprobs[:, None] * weight[labels]
+    if grad_weight is not None:
+        np.add.at(grad_weight, labels, grad_logprobs[:, None] * hidden)
 
 
 def _backward_tile(
@@ -276,7 +378,5 @@ def _backward_tile(
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += z.T @ scaled_hidden
     grad_hidden *= row_scale
-    grad_hidden += grad_logprobs[:, None] * weight[labels]
-    if grad_weight is not None:
-        np.add.at(grad_weight, labels, grad_logprobs[:, None] * hidden)
+    _add_label_gradient(grad_hidden, hidden, weight, labels, grad_logprobs, grad_weight)
     return grad_hidden

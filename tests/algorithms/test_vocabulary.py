@@ -27,10 +27,10 @@ def draw(seed=0, num_tokens=NUM_TOKENS, vocabulary_size=VOCABULARY, scale=1.0):
     return hidden, weight, labels, mask
 
 
-def backward(hidden, weight, *others):
+def backward(hidden, weight, *others, kept=None):
     """Return the gradients of hidden states and weight."""
     grad_weight = np.zeros_like(weight)
-    return vocabulary.backward(hidden, weight, *others, grad_weight), grad_weight
+    return vocabulary.backward(hidden, weight, *others, grad_weight, kept=kept), grad_weight
 
 
 def draw_gradients(seed, mask):
@@ -45,13 +45,26 @@ def test_forward_equals_float64(tiles):
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=3e-6)
 
 
+def test_what_is_kept_changes_no_result(tiles):
+    inputs = draw(7, scale=3.0)
+    for alone, kept in zip(vocabulary.forward(*inputs), vocabulary.forward(*inputs, kept=vocabulary.KeptPowers())):
+        np.testing.assert_array_equal(alone, kept)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20], ids=["computed-again", "kept"])
+@pytest.mark.parametrize("silent", [0.0, 0.4], ids=["all", "some-without-gradient"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "logprobs-and-entropy"])
-def test_backward_equals_float64(tiles, with_entropy):
+def test_backward_equals_float64(tiles, monkeypatch, with_entropy, silent, room):
+    monkeypatch.setattr(vocabulary, "MAX_KEPT_BYTES", room)
     inputs = draw(1)
     grad_logprobs, grad_entropy = draw_gradients(1, inputs[3])
+    grad_logprobs = np.where(np.random.default_rng(8).random(NUM_TOKENS) < silent, np.float32(0.0), grad_logprobs)
     grad_entropy = grad_entropy * with_entropy
-    _, entropy, log_normaliser = vocabulary.forward(*inputs)
-    actual = backward(*inputs, entropy, log_normaliser, grad_logprobs, grad_entropy)
+    kept = vocabulary.KeptPowers()
+    _, entropy, log_normaliser = vocabulary.forward(*inputs, kept=kept)
+    assert (kept.of(np.flatnonzero(inputs[3])) is not None) == (room > 0)
+    actual = backward(*inputs, entropy, log_normaliser, grad_logprobs, grad_entropy, kept=kept)
+    assert kept.of(np.flatnonzero(inputs[3])) is None, "it is forgotten"
     expected = reference.backward(*inputs, grad_logprobs, grad_entropy)
     for name, ours, theirs in zip(("hidden", "weight"), actual, expected):
         assert ours.dtype == np.float32
