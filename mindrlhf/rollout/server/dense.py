@@ -40,7 +40,7 @@ class _Layer:
 
 
 class DenseDecoder:
-    """The layers of a model, from tokens to hidden states, for one token of each sample.
+    """A model, from tokens to logits, for one token of each sample.
 
     Args:
         model: one of which ``supports`` is true, in one process, with its cache in place.
@@ -52,6 +52,7 @@ class DenseDecoder:
         attention = first.self_attn
         self._embedding = decoder.embed_tokens.weight.data
         self._final_norm = decoder.norm.weight.data
+        self._head, self._num_words = _product(model.lm_head), model.logits_processor.org_vocab_size
         self._epsilon = decoder.norm.variance_epsilon
         self._head_size = attention.attn.head_size
         self._sizes = [attention.q_size, attention.kv_size, attention.kv_size]
@@ -61,14 +62,20 @@ class DenseDecoder:
 
     @staticmethod
     def supports(model: torch.nn.Module) -> bool:
-        """Whether this computes all that the layers of ``model`` do."""
+        """Whether this computes all that ``model`` does."""
         layer_class = _LAYERS.get(type(model))
-        return layer_class is not None and all(_is_plain(layer, layer_class) for layer in model.model.layers)
+        return (
+            layer_class is not None
+            and all(_is_plain(layer, layer_class) for layer in model.model.layers)
+            and isinstance(getattr(model.lm_head, "cpu_linear", None), PlainLinear)
+            and (model.logits_processor.scale, model.logits_processor.soft_cap) == (1.0, None)
+            and model.logits_processor.head_dtype in (None, torch.float32)
+        )
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: CPUAttentionMetadata
     ) -> torch.Tensor:
-        """Return hidden states, [samples, hidden]; keys and values of the tokens go into the cache.
+        """Return logits, float32 [samples, vocabulary]; keys and values of the tokens go into the cache.
 
         Args:
             token_ids: int32 [samples].
@@ -89,7 +96,7 @@ class DenseDecoder:
             gate, up = layer.gate_up(hidden).chunk(2, -1)
             hidden = layer.down(torch.nn.functional.silu(gate).mul_(up))
         add_and_norm(hidden, residual, self._final_norm, epsilon)
-        return hidden
+        return self._head(hidden)[:, : self._num_words]
 
     def _attend(
         self, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, attention: CPUAttentionMetadata
@@ -144,7 +151,8 @@ def _layer(layer: torch.nn.Module) -> _Layer:
 
 def _product(linear: Any) -> _Product:
     multiply, weight = linear.cpu_linear, linear.weight.data
-    bias = None if linear.bias is None else linear.bias.data
+    bias = getattr(linear, "bias", None)
+    bias = None if bias is None else bias.data
     return lambda x: multiply(x, weight, bias)
 
 

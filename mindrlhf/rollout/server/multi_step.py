@@ -110,28 +110,31 @@ class MultiStep:
         inputs["input_ids"].copy_(torch.from_numpy(token_ids))
         inputs["positions"].add_(1)
         attention.seq_lens.add_(1)
-        self._runner.input_batch.block_table.compute_slot_mapping(
-            len(token_ids), attention.query_start_loc, inputs["positions"]
-        )
+        blocks = self._runner.input_batch.block_table[0]
+        # vLLM's own call of it goes through what starts kernels of GPUs.
+        torch.ops._C.compute_slot_mapping_kernel_impl.default(
+            attention.query_start_loc, inputs["positions"], blocks.block_table.gpu, blocks.slot_mapping.gpu,
+            blocks.block_size,
+        )  # fmt: skip
         built = self._build(0, attention)
         if self._decoder is not None and self._decoder_is_checked:
-            hidden = self._decoder(inputs["input_ids"], inputs["positions"], built)
-        else:
-            context.attn_metadata = dict.fromkeys(context.attn_metadata, built)
-            context.moe_layer_index = 0
-            with override_forward_context(context):
-                hidden = self._forward(**inputs)
-            self._check_decoder(hidden, built)
-        return self._runner.model.compute_logits(hidden)
+            return self._decoder(inputs["input_ids"], inputs["positions"], built)
+        context.attn_metadata = dict.fromkeys(context.attn_metadata, built)
+        context.moe_layer_index = 0
+        with override_forward_context(context):
+            hidden = self._forward(**inputs)
+        logits = self._runner.model.compute_logits(hidden)
+        self._check_decoder(logits, built)
+        return logits
 
     def _check_decoder(self, expected: torch.Tensor, built: CPUAttentionMetadata) -> None:
         """Compare the decoder with vLLM's layers, which have just computed ``expected``, once."""
         if self._decoder is None:
             return
-        hidden = self._decoder(self._inputs["input_ids"], self._inputs["positions"], built)
+        logits = self._decoder(self._inputs["input_ids"], self._inputs["positions"], built)
         self._decoder_is_checked = True
-        if not torch.equal(hidden, expected):
-            largest = (hidden - expected).abs().max().item()
+        if not torch.equal(logits, expected):
+            largest = (logits - expected).abs().max().item()
             print(f"rollout server: vLLM's layers are used: dense.py differs from them by {largest}", file=sys.stderr)
             self._decoder = None
 
