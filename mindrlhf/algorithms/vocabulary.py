@@ -50,20 +50,25 @@ class KeptPowers:
     """
 
     def __init__(self) -> None:
+        # Kept from micro-batch to micro-batch: new memory would be filled with zeros by the system first.
+        self._memory = np.zeros(0, np.float32)
         self.clear()
 
     def clear(self) -> None:
         """Forget it all."""
-        self._powers = np.zeros((0, 0), np.float32)  # [kept tokens, vocabulary]
+        self._powers = self._memory[:0].reshape(0, 0)  # [kept tokens, vocabulary]
         self._maxima = np.zeros((0, 0), np.float32)  # [kept tokens, tiles]
         self._places = np.zeros(0, np.int64)  # of each token among the kept ones
 
     def begin(self, active: np.ndarray, num_tokens: int, vocabulary: int) -> None:
         """Make room for the tokens whose numbers are ``active``, if there may be."""
         self.clear()
-        if len(active) * vocabulary * self._powers.itemsize > MAX_KEPT_BYTES:
+        size = len(active) * vocabulary
+        if size * self._memory.itemsize > MAX_KEPT_BYTES:
             return
-        self._powers = np.empty((len(active), vocabulary), np.float32)
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.float32)
+        self._powers = self._memory[:size].reshape(len(active), vocabulary)
         self._maxima = np.empty((len(active), -(-vocabulary // VOCABULARY_TILE)), np.float32)
         self._places = np.zeros(num_tokens, np.int64)
         self._places[active] = np.arange(len(active))
