@@ -9,6 +9,8 @@ Both train a random Qwen2 on 4 prompts x 8 samples x 64 tokens, no KL, one updat
 gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what else the machine is
 doing falls on both sides. How the update grows with ranks, samples and lengths is measured by benchmark_update.py.
 
+Neither side writes TensorBoard files; ours writes its metrics and samples all the same, where TRL logs nothing.
+
 All processes of a side share one core: limits on threads would not be enough, since MindSpore computes elementwise work
 on a second thread however few it is allowed. ``--any-core`` leaves them free.
 """
@@ -113,6 +115,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
         "data.tokenizer_dir": directory / "model",
         "training.batch_size": case.micro_batch,
         "rollout.num_threads": 1,
+        "observe.tensorboard": "false",
     }
     return train(settings, case.num_warmup_steps, 64)
 
