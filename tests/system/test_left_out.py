@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mindrlhf.models.left_out import left_out
+from mindrlhf.system.left_out import left_out
 
 
 def test_a_placeholder_is_there_for_imports_and_refuses_calls():
@@ -34,7 +34,7 @@ def test_a_package_that_is_loaded_stays():
 IMPORT = """
 import sys, types
 from mindrlhf.models.context import UNUSED_PACKAGES, prepare_mindformers
-from mindrlhf.models.left_out import _Placeholder
+from mindrlhf.system.left_out import _Placeholder
 prepare_mindformers("cpu", sys.argv[1])
 loaded = sorted({name.partition(".")[0] for name in sys.modules} & set(UNUSED_PACKAGES))
 assert not loaded, f"{loaded} are loaded"
