@@ -12,6 +12,8 @@ from contextlib import contextmanager
 def left_out(packages: Collection[str]) -> Iterator[None]:
     """Have imports of ``packages`` that the body makes give placeholders, unless a package is loaded already.
 
+    A dotted name leaves out that part of a package.
+
     What is taken from a placeholder raises ImportError when it is called. After the body the packages can be imported
     as ever; only modules that were loaded in it keep placeholders.
     """
@@ -22,7 +24,11 @@ def left_out(packages: Collection[str]) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, _Placeholder)]:
-            del sys.modules[name]
+            placeholder = sys.modules.pop(name)
+            parent, _, last = name.rpartition(".")
+            whole = sys.modules.get(parent)
+            if whole is not None and vars(whole).get(last) is placeholder:
+                delattr(whole, last)
 
 
 class _Placeholder(types.ModuleType):
@@ -46,7 +52,8 @@ class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._packages = packages
 
     def find_spec(self, fullname, path, target=None):
-        if fullname.partition(".")[0] not in self._packages:
+        parts = fullname.split(".")
+        if not any(".".join(parts[:length]) in self._packages for length in range(1, len(parts) + 1)):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
