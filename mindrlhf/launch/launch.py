@@ -19,7 +19,7 @@ from typing import TextIO
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
-from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
+from mindrlhf.launch.joining import JoiningWatch, Rouser, may_be_a_strangers_doing
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.lean_msrun import msrun_argv
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
@@ -105,6 +105,8 @@ def launch(
             joining = JoiningWatch(num_workers, start_timeout_s, peers)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice, peers)
+            if computes_on_cpu and peers.num_nodes == 1:
+                run.rouser = Rouser(num_workers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
@@ -250,6 +252,7 @@ class _Watch:
         self._advice = advice
         self._port = port
         self._peers = peers
+        self.rouser = Rouser(0)
         self._num_handled_signals = 0
         self._is_ending = False  # rank 0 was asked to end the run
         self._is_ending_for_others = False  # by another node; this one may get the same signal yet
@@ -270,7 +273,9 @@ class _Watch:
     def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
             self._run.update()
-            self._follower.poll(activity=self._health.activities().get("rank 0", ""))
+            activities = self._health.activities()
+            self.rouser.rouse(activities, self._run.rank_pids())
+            self._follower.poll(activity=activities.get("rank 0", ""))
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1
                 if self._is_ending_for_others and number == signal.SIGTERM:
