@@ -54,11 +54,13 @@ class JoiningWatch:
         num_workers: how many there are on this node; one alone has nobody to wait for.
         limit_s: how long it may take from now on; 0 means for ever, and that the ranks need not say where they are.
         peers: the run's other nodes.
+        rouses: the ranks compute on CPU, so that ``rouser`` has something to do, on a node that knows them all.
     """
 
-    def __init__(self, num_workers: int, limit_s: float, peers: Peers = ALONE) -> None:
+    def __init__(self, num_workers: int, limit_s: float, peers: Peers = ALONE, *, rouses: bool = False) -> None:
         self._names = [rank_name(rank) for rank in peers.ranks(num_workers)]
         self.limit_s = limit_s
+        self.rouser = Rouser(num_workers if rouses and peers.num_nodes == 1 else 0)
         self._is_over = num_workers * peers.num_nodes == 1 or limit_s == 0
         self._time = WatchedTime()
         self._start_s = self._time.now_s()
@@ -94,7 +96,7 @@ class Rouser:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._num_left = _MAX_ROUSALS
+        self._num_left = _MAX_ROUSALS if num_workers else 0
         self._next_s = 0.0
 
     def rouse(self, activities: Mapping[str, str], pids: Mapping[str, int]) -> None:

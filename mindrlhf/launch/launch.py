@@ -19,9 +19,9 @@ from typing import TextIO
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
-from mindrlhf.launch.joining import JoiningWatch, Rouser, may_be_a_strangers_doing
-from mindrlhf.launch.logs import LogFollower
+from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
 from mindrlhf.launch.lean_msrun import msrun_argv
+from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
 from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
@@ -98,15 +98,12 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
-            rank_env = {**(env or {}), **peers.environment}
-            root = _start(command, num_workers, log_dir, rank_env, port, peers, computes_on_cpu)
+            root = _start(command, num_workers, log_dir, env or {}, port, peers, computes_on_cpu)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
             health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu, peers=peers)
-            joining = JoiningWatch(num_workers, start_timeout_s, peers)
+            joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice, peers)
-            if computes_on_cpu and peers.num_nodes == 1:
-                run.rouser = Rouser(num_workers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
                 return code
             say(f"starting the ranks once more, on another port; logs of the first start: {keep_logs(log_dir)}")
@@ -188,7 +185,9 @@ def _start(
     is_lean: bool,
 ) -> subprocess.Popen:
     """Start msrun, or the only rank itself; ``is_lean``: msrun and its scheduler may do without most of MindSpore."""
-    environment = worker_environment(num_workers, env) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
+    environment = worker_environment(num_workers, {**env, **peers.environment}) | {
+        heartbeat.DIRECTORY_VARIABLE: str(log_dir)
+    }
     if num_workers == 1 and peers.num_nodes == 1:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
@@ -252,7 +251,6 @@ class _Watch:
         self._advice = advice
         self._port = port
         self._peers = peers
-        self.rouser = Rouser(0)
         self._num_handled_signals = 0
         self._is_ending = False  # rank 0 was asked to end the run
         self._is_ending_for_others = False  # by another node; this one may get the same signal yet
@@ -274,7 +272,7 @@ class _Watch:
         while True:
             self._run.update()
             activities = self._health.activities()
-            self.rouser.rouse(activities, self._run.rank_pids())
+            self._joining.rouser.rouse(activities, self._run.rank_pids())
             self._follower.poll(activity=activities.get("rank 0", ""))
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1

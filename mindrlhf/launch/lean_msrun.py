@@ -4,6 +4,9 @@ msrun starts processes and waits for them. Its command imports all of MindSpore 
 processor time before any rank begins. Here its modules are loaded into packages that hold nothing else. Where they are
 not those that this was tried with, MSRUN, the script of the command, runs as it comes.
 
+Its scheduler, at which the ranks meet, is one more process of the ranks' program. It lives in MindSpore's compiled core
+and needs nothing else of it, nor the config of the run.
+
 For ranks on CPU only: on Ascend, MindSpore's import sets variables that msrun hands on to the ranks.
 """
 
@@ -17,6 +20,7 @@ from pathlib import Path
 from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.peers import Peers
 from mindrlhf.system.imports import hollow_mindspore, hollow_module, hollow_packages
+from mindrlhf.system.processes import LEAN_VARIABLE
 
 # Set for the rank managers of clusters, to which msrun talks through more of MindSpore.
 _MANAGER_VARIABLES = ("MS_ENABLE_TFT", "MS_ENABLE_THM")
@@ -55,6 +59,17 @@ def msrun_argv(
         "python",
         *command,
     ]
+
+
+def schedule_if_lean() -> None:
+    """In a scheduler whose launcher wants it lean, bring the ranks together, and end when all have gone."""
+    if os.environ.get("MS_ROLE") != "MS_SCHED" or LEAN_VARIABLE not in os.environ or not hollow_mindspore():
+        return
+    importlib.import_module("mindspore._c_expression").init_cluster()
+    # What the core would do at exit expects the Python around it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main() -> None:

