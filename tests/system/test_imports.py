@@ -72,10 +72,11 @@ def test_a_package_that_is_loaded_stays():
 
 IMPORT = """
 import sys, types
-from mindrlhf.models.context import UNUSED_PACKAGES, prepare_mindformers
+from mindrlhf.models.context import UNUSED_BY_MINDSPORE, UNUSED_PACKAGES, import_mindspore, prepare_mindformers
 from mindrlhf.system.imports import _Placeholder
+import_mindspore()
 prepare_mindformers("cpu", sys.argv[1])
-loaded = sorted({name.partition(".")[0] for name in sys.modules} & set(UNUSED_PACKAGES))
+loaded = sorted({name.partition(".")[0] for name in sys.modules} & {*UNUSED_PACKAGES, *UNUSED_BY_MINDSPORE})
 assert not loaded, f"{loaded} are loaded"
 holders = {
     name.partition(".")[0] for name, module in sys.modules.items() for value in list(vars(module).values())
