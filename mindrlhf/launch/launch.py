@@ -20,8 +20,8 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
+from mindrlhf.launch.lean_msrun import msrun_argv
 from mindrlhf.launch.logs import LogFollower
-from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
 from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUMP_TIME_S = 1.0
 _CLUSTER_VARIABLES = frozenset(
     {"MS_ROLE", "MS_NODE_ID", SECRET_VARIABLE, "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_TOPO_TIMEOUT"}
-    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID"}
+    | {"RANK_ID", "RANK_SIZE", "DEVICE_ID", processes.LEAN_VARIABLE}
 )
 _CLUSTER_DEFAULTS = {
     # Also the longest wait of a collective on CPU, so it must exceed the worst skew between ranks (one rank starts
@@ -98,10 +98,10 @@ def launch(
     with processes.adopting_orphans(), _recorded_signals() as received:
         while True:
             port = peers.scheduler_port or master_port or find_free_port()
-            root = _start(command, num_workers, log_dir, {**(env or {}), **peers.environment}, port, peers)
+            root = _start(command, num_workers, log_dir, env or {}, port, peers, computes_on_cpu)
             follower = _follower(log_dir, peers.ranks(num_workers), out or sys.stdout, says_stages)
             health = HealthMonitor(log_dir, hang_timeout_s, computes_on_cpu=computes_on_cpu, peers=peers)
-            joining = JoiningWatch(num_workers, start_timeout_s, peers)
+            joining = JoiningWatch(num_workers, start_timeout_s, peers, rouses=computes_on_cpu)
             ranks = RunProcesses(root, num_workers, log_dir, bystanders, peers)
             run = _Watch(ranks, follower, health, joining, port, received, rank_0_signals, log_dir, advice, peers)
             if (code := run.watch_to_the_end(grace_s, may_repeat=may_repeat)) is not None:
@@ -175,36 +175,25 @@ def find_free_port(host: str = "127.0.0.1") -> int:
     raise RunFailure(f"no free TCP port for the msrun scheduler among {len(candidates)} from 10000 on")
 
 
-def _msrun_argv(command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers) -> list[str]:
-    check_launcher(num_workers)
-    bin_dir = Path(sys.executable).parent
-    return [
-        sys.executable,
-        str(bin_dir / "msrun"),
-        f"--worker_num={num_workers * peers.num_nodes}",
-        f"--local_worker_num={num_workers}",
-        f"--node_rank={peers.node}",
-        f"--master_addr={peers.host}",
-        f"--master_port={master_port}",
-        "--join=True",
-        f"--log_dir={log_dir}",
-        # Ranks from 0 on would be shown by processes of msrun's own; this one does not exist.
-        f"--tail_worker_log={num_workers * peers.num_nodes}",
-        "python",
-        *command,
-    ]
-
-
 def _start(
-    command: Sequence[str], num_workers: int, log_dir: Path, env: Mapping[str, str], master_port: int, peers: Peers
+    command: Sequence[str],
+    num_workers: int,
+    log_dir: Path,
+    env: Mapping[str, str],
+    master_port: int,
+    peers: Peers,
+    is_lean: bool,
 ) -> subprocess.Popen:
-    """Start msrun, or the only rank itself."""
-    environment = worker_environment(num_workers, env) | {heartbeat.DIRECTORY_VARIABLE: str(log_dir)}
+    """Start msrun, or the only rank itself; ``is_lean``: msrun and its scheduler may do without most of MindSpore."""
+    environment = worker_environment(num_workers, {**env, **peers.environment}) | {
+        heartbeat.DIRECTORY_VARIABLE: str(log_dir)
+    }
     if num_workers == 1 and peers.num_nodes == 1:
         environment |= {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0"}
         argv, log_path = [sys.executable, *command], log_dir / "worker_0.log"
     else:
-        argv = _msrun_argv(command, num_workers, log_dir, master_port, peers)
+        argv = msrun_argv(command, num_workers, log_dir, master_port, peers, is_lean=is_lean)
+        environment |= {processes.LEAN_VARIABLE: "1"} if is_lean else {}
         log_path = log_dir / "msrun.log"
     launcher_pid = os.getpid()
     with log_path.open("wb") as log_file:
@@ -282,7 +271,9 @@ class _Watch:
     def _watch(self, *, may_repeat: bool) -> int | None:
         while True:
             self._run.update()
-            self._follower.poll(activity=self._health.activities().get("rank 0", ""))
+            activities = self._health.activities()
+            self._joining.rouser.rouse(activities, self._run.rank_pids())
+            self._follower.poll(activity=activities.get("rank 0", ""))
             for number in self._received_signals[self._num_handled_signals :]:
                 self._num_handled_signals += 1
                 if self._is_ending_for_others and number == signal.SIGTERM:

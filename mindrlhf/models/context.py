@@ -10,11 +10,20 @@ import warnings
 from collections.abc import Iterator
 
 from mindrlhf.errors import UserError
-from mindrlhf.models.left_out import left_out
+from mindrlhf.system.imports import left_out
 
 DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
 # MindFormers' metrics and readers of data sets import these; together they take 0.14 GB in every rank, and seconds.
-UNUSED_PACKAGES = ("datasets", "jieba", "nltk", "pandas", "rouge_chinese", "sklearn")
+UNUSED_PACKAGES = ("datasets", "jieba", "nltk", "pandas", "rouge_chinese", "scipy", "sklearn")
+
+# A metric of images imports it.
+UNUSED_BY_MINDSPORE = ("scipy",)
+
+
+def import_mindspore() -> types.ModuleType:
+    """Import MindSpore without what no rank uses of it."""
+    with left_out(UNUSED_BY_MINDSPORE):
+        return importlib.import_module("mindspore")
 
 
 def import_mindformers() -> types.ModuleType:

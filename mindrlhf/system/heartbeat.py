@@ -16,6 +16,7 @@ from pathlib import Path
 
 DIRECTORY_VARIABLE = "MINDRLHF_HEARTBEAT_DIR"
 DUMP_SIGNAL = signal.SIGUSR2  # has the rank write the stacks of all its threads to its log
+ROUSE_SIGNAL = signal.SIGURG  # has a rank that sleeps in its search for the others look again; else nothing
 INTERVAL_S = 1.0
 STARTING = "starting"
 JOINING = "joining the other ranks"  # the activity while MindSpore's ranks look for each other

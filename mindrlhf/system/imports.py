@@ -1,8 +1,16 @@
-"""Importing large libraries in less time."""
+"""Importing large libraries in less time, and without what nobody calls."""
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Collection, Iterator
+from typing import Any
+
+_HOLLOW_MINDSPORES = ("2.9.0",)
 
 
 @contextlib.contextmanager
@@ -20,3 +28,101 @@ def lasting_objects() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def hollow_mindspore() -> bool:
+    """Have MindSpore's modules imported without the package around them, in a process that needs a few and no more.
+
+    Returns:
+        Whether that was tried with the MindSpore that there is; where not, nothing is changed.
+    """
+    hollow_packages("mindspore")
+    if importlib.import_module("mindspore.version").__version__ in _HOLLOW_MINDSPORES:
+        return True
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mindspore"]:
+        del sys.modules[name]
+    return False
+
+
+def hollow_packages(*names: str) -> None:
+    """Give the program packages that hold nothing, so that their modules can be imported without the rest of them.
+
+    For a process that needs a few modules of a package whose ``__init__`` loads it whole, and for nothing else: it
+    lasts as long as the process. A package comes before those inside it.
+    """
+    for name in names:
+        found = importlib.util.find_spec(name)
+        package = types.ModuleType(name)
+        package.__spec__, package.__path__ = found, list(found.submodule_search_locations)
+        _enter(package)
+
+
+def hollow_module(name: str, **contents: Any) -> None:
+    """Put a module of ``contents`` in the place of one that would take long to load; see :func:`hollow_packages`."""
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    _enter(module)
+
+
+def _enter(module: types.ModuleType) -> None:
+    name = module.__name__
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+
+
+@contextlib.contextmanager
+def left_out(packages: Collection[str]) -> Iterator[None]:
+    """Have imports of ``packages`` that the body makes give placeholders, unless a package is loaded already.
+
+    A dotted name leaves out that part of a package.
+
+    What is taken from a placeholder raises ImportError when it is called. After the body the packages can be imported
+    as ever; only modules that were loaded in it keep placeholders.
+    """
+    finder = _PlaceholderFinder(frozenset(packages) - sys.modules.keys())
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Placeholder)]:
+            placeholder = sys.modules.pop(name)
+            parent, _, last = name.rpartition(".")
+            whole = sys.modules.get(parent)
+            if whole is not None and vars(whole).get(last) is placeholder:
+                delattr(whole, last)
+
+
+class _Placeholder(types.ModuleType):
+    """A module that has everything."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        whole_name = f"{self.__name__}.{name}"
+
+        def refuse(*arguments, **options):
+            raise ImportError(f"{whole_name} was left out of the import that asked for it")
+
+        return type(name, (), {"__new__": refuse})
+
+
+class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: frozenset[str]):
+        self._packages = packages
+
+    def find_spec(self, fullname, path, target=None):
+        parts = fullname.split(".")
+        if not any(".".join(parts[:length]) in self._packages for length in range(1, len(parts) + 1)):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return _Placeholder(spec.name)
+
+    def exec_module(self, module):
+        """There is nothing to run."""

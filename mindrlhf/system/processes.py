@@ -15,6 +15,7 @@ from pathlib import Path
 
 LAUNCHER_PID_VARIABLE = "MINDRLHF_LAUNCHER_PID"
 NUM_NODES_VARIABLE = "MINDRLHF_NUM_NODES"  # on how many machines the launchers of a run start ranks
+LEAN_VARIABLE = "MINDRLHF_LEAN"  # set where msrun and the scheduler may do without most of MindSpore
 # How the private directory of a rollout server begins, among temporary files.
 SERVER_PREFIX = "mindrlhf-server-"
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 
 from mindrlhf.errors import RunFailure, UserError, messages_of
+from mindrlhf.launch.lean_msrun import schedule_if_lean
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher
-from mindrlhf.training.runtime import num_ranks_from_environment
 
 TASKS = ("train", "sft", "dpo", "reward-model")
 
@@ -43,7 +43,9 @@ def guarded(program: str, run: Callable[[], None]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    schedule_if_lean()
     from mindrlhf.config.load import CONFIG_LOADERS
+    from mindrlhf.training.runtime import num_ranks_from_environment
 
     load_config = CONFIG_LOADERS[arguments.task]
     config = load_config(arguments.config, arguments.overrides, world_size=num_ranks_from_environment())

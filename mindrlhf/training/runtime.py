@@ -70,9 +70,9 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     if num_ranks_from_environment() == 1:
         heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
     with lasting_objects():
-        import mindspore as ms
+        from mindrlhf.models.context import DEVICE_TARGETS, import_mindspore, prepare_mindformers
 
-        from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers
+        ms = import_mindspore()
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(DEVICE_TARGETS[run.device])
@@ -87,9 +87,12 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     if world_size > 1:
         from mindspore.communication import get_rank, init
 
+        # Nothing is to be done but to be woken.
+        signal.signal(heartbeat.ROUSE_SIGNAL, lambda number, frame: None)
         heartbeat.enter(heartbeat.JOINING)
         init()
         heartbeat.enter(heartbeat.JOINED)
+        signal.signal(heartbeat.ROUSE_SIGNAL, signal.SIG_DFL)
         # MindSpore has put handlers of its own there, which end the process without cleaning up.
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.getsignal(number))

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from mindrlhf.launch.joining import JoiningWatch, Meeting, may_be_a_strangers_doing
+from mindrlhf.launch.joining import JoiningWatch, Meeting, Rouser, may_be_a_strangers_doing
 from mindrlhf.launch.processes import SCHEDULER
-from mindrlhf.system.heartbeat import JOINED, JOINING, STARTING
+from mindrlhf.system import processes
+from mindrlhf.system.heartbeat import JOINED, JOINING, ROUSE_SIGNAL, STARTING
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,27 @@ def test_the_limit_counts_until_all_have_met(monkeypatch):
 )
 def test_what_another_port_may_mend(name, returncode, looking, absent, expected):
     assert may_be_a_strangers_doing(name, returncode, Meeting(looking, absent)) == expected
+
+
+def test_only_ranks_that_look_for_others_who_are_there_are_woken_and_not_for_ever(monkeypatch):
+    now_s, woken = 0.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(processes, "signal_all", lambda pids, number: woken.append((tuple(pids), number)))
+    pids = {"rank 0": 10, "rank 1": 11}
+    rouser = Rouser(2)
+    for activities in ({}, {"rank 0": JOINING}, {"rank 0": JOINING, "rank 1": STARTING}):
+        rouser.rouse(activities, pids)
+    assert woken == []
+    rouser.rouse({"rank 0": JOINING, "rank 1": JOINING}, pids)
+    rouser.rouse({"rank 0": JOINING, "rank 1": JOINED}, pids)  # at the same moment
+    now_s += 1
+    rouser.rouse({"rank 0": JOINING, "rank 1": JOINED}, pids)
+    now_s += 1
+    rouser.rouse({"rank 0": JOINED, "rank 1": JOINED}, pids)
+    assert woken == [((10, 11), ROUSE_SIGNAL), ((10,), ROUSE_SIGNAL)]
+    for _ in range(100):
+        now_s += 1
+        rouser.rouse({"rank 0": JOINING, "rank 1": JOINING}, pids)
+    assert len(woken) == 20, "a rank has dozens of tries, and must not lose them all"
+    Rouser(0).rouse({"rank 0": JOINING, "rank 1": JOINING}, pids)
+    assert len(woken) == 20

@@ -1,11 +1,13 @@
-"""What is imported for good is left alone by the garbage collector, and the collector works as before afterwards."""
+"""What is imported for good, what is left out of imports (in fresh interpreters), and packages that hold nothing."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
 
-from mindrlhf.system.imports import lasting_objects
+from mindrlhf.system.imports import lasting_objects, left_out
 
 
 class Knot:
@@ -43,3 +45,101 @@ def test_a_collector_that_was_off_stays_off():
     with lasting_objects():
         pass
     assert not gc.isenabled()
+
+
+def test_a_placeholder_is_there_for_imports_and_refuses_calls():
+    with left_out(["left_out_example"]):
+        import left_out_example.part
+        from left_out_example.part import Thing, function
+
+        class Derived(Thing):
+            """Bases are no calls."""
+
+        assert left_out_example.part.other
+    for call in (function, Thing, Derived):
+        with pytest.raises(ImportError, match="left_out_example.part.* was left out"):
+            call(1, name=2)
+    with pytest.raises(ModuleNotFoundError):
+        __import__("left_out_example")
+
+
+def test_a_package_that_is_loaded_stays():
+    with left_out(["json", "xml"]):
+        import json
+
+        assert json.loads("[1]") == [1]
+
+
+IMPORT = """
+import sys, types
+from mindrlhf.models.context import UNUSED_BY_MINDSPORE, UNUSED_PACKAGES, import_mindspore, prepare_mindformers
+from mindrlhf.system.imports import _Placeholder
+import_mindspore()
+prepare_mindformers("cpu", sys.argv[1])
+loaded = sorted({name.partition(".")[0] for name in sys.modules} & {*UNUSED_PACKAGES, *UNUSED_BY_MINDSPORE})
+assert not loaded, f"{loaded} are loaded"
+holders = {
+    name.partition(".")[0] for name, module in sys.modules.items() for value in list(vars(module).values())
+    if isinstance(value, _Placeholder)
+}
+assert holders <= {"mindformers", "mindpet"}, f"{holders} have placeholders, and are used by others"
+import pandas
+assert pandas.DataFrame({"a": [1, 2]})["a"].sum() == 3, "it can be imported afterwards"
+"""
+
+
+def test_mindformers_is_imported_without_what_a_rank_does_not_need(tmp_path):
+    done = subprocess.run([sys.executable, "-c", IMPORT, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_part_of_a_package_is_left_out_and_can_be_had_afterwards():
+    sys.modules.pop("xml.dom.minidom", None)
+    import xml.dom
+
+    vars(xml.dom).pop("minidom", None)
+    with left_out(["xml.dom.minidom"]):
+        from xml.dom.minidom import Document
+
+        with pytest.raises(ImportError, match="xml.dom.minidom.Document was left out"):
+            Document()
+        from xml.dom import NotFoundErr  # noqa: F401 - the rest is there
+    from xml.dom import minidom
+
+    assert minidom.Document().createElement("a").tagName == "a"
+
+
+HOLLOW = """
+import sys
+from mindrlhf.system.imports import hollow_module, hollow_packages
+hollow_packages("xml", "xml.etree")
+hollow_module("xml.etree.cElementTree", parse=7)
+from xml.etree import ElementPath
+from xml.etree.cElementTree import parse
+assert ElementPath.find and parse == 7
+assert not hasattr(sys.modules["xml"], "__file__"), "nothing of the package itself was run"
+"""
+
+
+def test_modules_are_imported_without_the_packages_around_them():
+    done = subprocess.run([sys.executable, "-c", HOLLOW], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+LEAN = """
+import sys
+from mindrlhf.system import imports
+assert imports.hollow_mindspore() and not hasattr(sys.modules["mindspore"], "Tensor")
+"""
+UNKNOWN = """
+import sys
+from mindrlhf.system import imports
+imports._HOLLOW_MINDSPORES = ("0.0",)
+assert not imports.hollow_mindspore() and "mindspore" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("program", [LEAN, UNKNOWN])
+def test_mindspore_is_hollow_only_in_versions_that_were_tried(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -39,6 +39,7 @@ import numpy as np
 
 from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
+from mindrlhf.rollout.server.lean_imports import lean_imports
 from mindrlhf.rollout.server.span import prepare
 from mindrlhf.system import processes
 from mindrlhf.system.imports import lasting_objects
@@ -66,7 +67,7 @@ def main() -> None:
     os.set_inheritable(arguments.socket_fd, False)
     connection = socket.socket(fileno=arguments.socket_fd)
 
-    with lasting_objects():
+    with lasting_objects(), lean_imports(config["device"]):
         from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
 
     try:
@@ -85,7 +86,7 @@ def main() -> None:
 def _run_headless(config: dict[str, Any]) -> NoReturn:
     """Be the workers of another node's engine; such a process is ended from outside, or with one of them."""
     try:
-        with lasting_objects():
+        with lasting_objects(), lean_imports(config["device"]):
             from mindrlhf.rollout.server.engine import run_workers
 
         run_workers(config)
