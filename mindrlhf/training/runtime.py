@@ -69,10 +69,10 @@ def start_runtime(run: RunSection, log_dir: Path) -> Rank:
     """
     if num_ranks_from_environment() == 1:
         heartbeat.enter("loading MindSpore")  # of several, the launcher must see which has not begun to join
-    with lasting_objects():
-        import mindspore as ms
+    from mindrlhf.models.context import DEVICE_TARGETS, import_mindspore, prepare_mindformers
 
-        from mindrlhf.models.context import DEVICE_TARGETS, prepare_mindformers
+    with lasting_objects():
+        ms = import_mindspore()
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device(DEVICE_TARGETS[run.device])
