@@ -14,6 +14,32 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
 
+@ops.constexpr
+def _exchanged_rows(blocks: int, rows: int, columns: int) -> Tensor:
+    """The rows of `[blocks * rows * columns, d]` in the order of `[blocks, columns, rows]`."""
+    places = np.arange(blocks * rows * columns, dtype=np.int32).reshape(blocks, rows, columns)
+    return Tensor(places.swapaxes(1, 2).reshape(-1))
+
+
+class ExchangeAxes(nn.Cell):
+    """`[A, M, N, d]` to `[A, N, M, d]`, and back in the gradient, as a gather of whole rows.
+
+    MindSpore's kernel of transposition keeps 8 bytes for each element for as long as its graph is there, more than the
+    activations of a layer, and takes longer.
+    """
+
+    def construct(self, x):
+        return self._exchange(x)
+
+    def bprop(self, x, out, dout):
+        return (self._exchange(dout),)
+
+    def _exchange(self, x):
+        blocks, rows, columns, width = x.shape
+        moved = ops.gather(ops.reshape(x, (-1, width)), _exchanged_rows(blocks, rows, columns), 0)
+        return ops.reshape(moved, (blocks, columns, rows, width))
+
+
 class _RmsNormFunction(nn.Cell):
     """y = x / rms(x) * weight on rows `[N, H]`, and its gradient.
 
@@ -171,6 +197,7 @@ class SelfAttention(nn.Cell):
         self.rotate = Rotate(self.head_dim)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split_heads = ops.auto_generate.SplitWithSize()
+        self.exchange_axes = ExchangeAxes()
         self.attention = AttentionFunction()
 
     def _project(self, hidden_states, batch: int, length: int):
@@ -180,8 +207,9 @@ class SelfAttention(nn.Cell):
         else:
             heads = self.matmul_transpose_b(hidden_states, self.linear_qkv.weight)
         heads = self.linear_qkv(hidden_states, heads)
-        heads = ops.reshape(heads, (batch, length, self.num_groups, self.heads_per_group + 2, self.head_dim))
-        return self.split_heads(ops.transpose(heads, (0, 2, 3, 1, 4)), (self.heads_per_group, 1, 1), 2)
+        heads = self.exchange_axes(ops.reshape(heads, (batch, length, -1, self.head_dim)))
+        heads = ops.reshape(heads, (batch, self.num_groups, self.heads_per_group + 2, length, self.head_dim))
+        return self.split_heads(heads, (self.heads_per_group, 1, 1), 2)
 
     def construct(
         self, hidden_states, attention_mask=None, rotary_pos_emb=None, prefix_keys_values=None, actual_seq_len=None
@@ -200,12 +228,12 @@ class SelfAttention(nn.Cell):
             query, ops.reshape(key, shared_shape), ops.reshape(value, shared_shape), attention_mask
         )
         output = ops.reshape(output, (batch, self.num_groups * self.heads_per_group, length, self.head_dim))
-        output = ops.reshape(ops.transpose(output, (0, 2, 1, 3)), (-1, self.query_size))
+        output = ops.reshape(self.exchange_axes(output), (-1, self.query_size))
         return self.linear_proj(output, self.matmul_transpose_b(output, self.linear_proj.weight)), None
 
 
 class _GatedMlpFunction(nn.Cell):
-    """(silu(x @ gate^T) * (x @ up^T)) @ down^T on rows `[N, H]`, and its gradient.
+    """(silu(x @ gate^T) * (x @ up^T)) @ down^T on rows `[N, H]`, and its gradient; gate and up rows alternate.
 
     Shazeer 2020, arXiv:2002.05202, eq. 6.
     """
@@ -215,18 +243,22 @@ class _GatedMlpFunction(nn.Cell):
         self.matmul = ops.MatMul()
         self.matmul_transpose_a = ops.MatMul(transpose_a=True)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
+        self.split_rows = SplitRows()
+        self.concat = ops.Concat(1)
 
-    def construct(self, x, gate_weight, up_weight, down_weight):
+    def construct(self, x, pairs, down_weight):
+        gate_weight, up_weight = self.split_rows(pairs)
         gate = self.matmul_transpose_b(x, gate_weight)
         up = self.matmul_transpose_b(x, up_weight)
         sigmoid = ops.sigmoid(gate)
         activated = gate * sigmoid
         return self.matmul_transpose_b(activated * up, down_weight), gate, up
 
-    def bprop(self, x, gate_weight, up_weight, down_weight, out, dout):
-        # Three more products element by element, and as many arrays fewer that wait for the backward pass. Without the
-        # dependence the compiler would take those of the forward pass.
+    def bprop(self, x, pairs, down_weight, out, dout):
+        # Three more products element by element and a copy of the weights, and as many arrays fewer that wait for the
+        # backward pass. Without the dependence the compiler would take those of the forward pass.
         gate, up = ops.depend(out[1], dout[0]), out[2]
+        gate_weight, up_weight = self.split_rows(ops.depend(pairs, dout[0]))
         sigmoid = ops.sigmoid(gate)
         activated = gate * sigmoid
         product = activated * up
@@ -234,12 +266,27 @@ class _GatedMlpFunction(nn.Cell):
         dup = dproduct * activated
         # silu'(g) = sigmoid(g) * (1 + g - silu(g))
         dgate = dproduct * up * sigmoid * (gate - activated + 1.0)
+        shape = (down_weight.shape[1], 1, x.shape[1])
+        dgate_weight = ops.reshape(self.matmul_transpose_a(dgate, x), shape)
+        dup_weight = ops.reshape(self.matmul_transpose_a(dup, x), shape)
         return (
             self.matmul(dgate, gate_weight) + self.matmul(dup, up_weight),
-            self.matmul_transpose_a(dgate, x),
-            self.matmul_transpose_a(dup, x),
+            ops.reshape(self.concat((dgate_weight, dup_weight)), pairs.shape),
             self.matmul_transpose_a(dout[0], product),
         )
+
+
+class SplitRows(nn.Cell):
+    """The even and the odd rows of `[2 * I, H]`, copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.split = ops.Split(1, 2)
+
+    def construct(self, pairs):
+        size, width = pairs.shape[0] // 2, pairs.shape[1]
+        even, odd = self.split(ops.reshape(pairs, (size, 2, width)))
+        return ops.reshape(even, (size, width)), ops.reshape(odd, (size, width))
 
 
 class GatedMlp(nn.Cell):
@@ -251,18 +298,15 @@ class GatedMlp(nn.Cell):
         self.intermediate_size = intermediate_size or config.ffn_hidden_size
         self.linear_fc1 = Weights(config, (2 * self.intermediate_size, self.hidden_size), bias=False)
         self.linear_fc2 = Weights(config, (self.hidden_size, self.intermediate_size), bias=False)
-        self.split = ops.Split(0, 2)
+        self.split_rows = SplitRows()
         self.function = _GatedMlpFunction()
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
 
     def construct(self, hidden_states, extra_loss=0.0):
-        pairs = ops.reshape(self.linear_fc1.weight, (self.intermediate_size, 2, self.hidden_size))
-        gate_weight, up_weight = self.split(ops.transpose(pairs, (1, 0, 2)))
-        shape = (self.intermediate_size, self.hidden_size)
-        gate_weight, up_weight = ops.reshape(gate_weight, shape), ops.reshape(up_weight, shape)
         if self.linear_fc1.adapter is not None:
+            gate_weight, up_weight = self.split_rows(self.linear_fc1.weight)
             return self._adapted(hidden_states, gate_weight, up_weight), None, extra_loss
-        outputs = self.function(hidden_states, gate_weight, up_weight, self.linear_fc2.weight)
+        outputs = self.function(hidden_states, self.linear_fc1.weight, self.linear_fc2.weight)
         return outputs[0], None, extra_loss
 
     def _adapted(self, rows, gate_weight, up_weight):

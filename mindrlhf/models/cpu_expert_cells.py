@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Parameter, nn, ops
 from mindspore.common.initializer import initializer
 
-from mindrlhf.models.cpu_cells import GatedMlp
+from mindrlhf.models.cpu_cells import ExchangeAxes, GatedMlp
 
 # Larger than any score, so that experts outside the open groups come last.
 _CLOSED = 1e9
@@ -92,13 +92,14 @@ class Experts(nn.Cell):
         )
         self.weight2 = Parameter(config.init_method((self.num_experts * self.size, self.hidden_size)), name="weight2")
         self.matmul = ops.MatMul()
+        self.exchange_axes = ExchangeAxes()
         self.split = ops.Split(1, 2)
         self.gate_up_adapter = self.down_adapter = None  # of mindrlhf.models.lora.cpu_cells
 
     def construct(self, rows, weights):
         """rows `[N, H]`, weights `[N, E]` -> `[N, H]`."""
-        stacked = ops.reshape(self.weight1, (self.num_experts, self.hidden_size, 2 * self.size))
-        side_by_side = ops.reshape(ops.transpose(stacked, (1, 0, 2)), (self.hidden_size, -1))
+        stacked = ops.reshape(self.weight1, (1, self.num_experts, self.hidden_size, 2 * self.size))
+        side_by_side = ops.reshape(self.exchange_axes(stacked), (self.hidden_size, -1))
         gate_up = ops.reshape(self.matmul(rows, side_by_side), (-1, 2 * self.size))
         if self.gate_up_adapter is not None:
             gate_up = gate_up + self.gate_up_adapter(rows)

@@ -2,7 +2,7 @@
 
 from mindspore import nn, ops
 
-from mindrlhf.models.cpu_cells import AttentionFunction, RmsNorm, Rotate, Weights
+from mindrlhf.models.cpu_cells import AttentionFunction, ExchangeAxes, RmsNorm, Rotate, Weights
 
 
 class LatentSelfAttention(nn.Cell):
@@ -32,6 +32,7 @@ class LatentSelfAttention(nn.Cell):
         self.linear_proj = Weights(config, (config.hidden_size, self.num_heads * self.value_dim), bias=False)
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split = ops.auto_generate.SplitWithSize()
+        self.exchange_axes = ExchangeAxes()
         self.rotate = Rotate(self.rope_dim)
         self.concat = ops.Concat(-1)
         self.attention = AttentionFunction()
@@ -49,7 +50,7 @@ class LatentSelfAttention(nn.Cell):
         return weights(rows, self.matmul_transpose_b(rows, weights.weight))
 
     def _heads(self, rows, batch: int, length: int, first: int, second: int):
-        heads = ops.transpose(ops.reshape(rows, (batch, length, -1, first + second)), (0, 2, 1, 3))
+        heads = self.exchange_axes(ops.reshape(rows, (batch, length, -1, first + second)))
         return self.split(heads, (first, second), 3)
 
     def construct(
@@ -72,5 +73,5 @@ class LatentSelfAttention(nn.Cell):
         key_rope = self.rotate(ops.reshape(key_rope, (batch, 1, length, self.rope_dim)), cos, sin, turn)
         key = self.concat((key, ops.tile(key_rope, (1, self.num_heads, 1, 1))))
         output, _ = self.attention(query, key, value, attention_mask)
-        output = ops.reshape(ops.transpose(output, (0, 2, 1, 3)), (-1, self.num_heads * self.value_dim))
+        output = ops.reshape(self.exchange_axes(output), (-1, self.num_heads * self.value_dim))
         return self._product(output, self.linear_proj), attention_loss

@@ -7,6 +7,7 @@ constants, and the shapes of the inputs. Where anything is in doubt, the graph i
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import shutil
@@ -73,24 +74,19 @@ class GraphCache:
         self._dependencies = self._files / f"{role}{_DEPENDENCIES}"
         self._graph_name = f"{role}compile_cache_%d.mindir"
         self._num_compiled = 0  # with the cache on: MindSpore numbers its files so
-        self._seen: WeakKeyDictionary[nn.Cell, set] = WeakKeyDictionary()
         self.num_found = 0
         _make_room(root)
 
-    def run(self, cell: nn.Cell, inputs: Sequence[Any]) -> Any:
-        """Call a cell; the first call with inputs of these shapes takes the graph from the disk, or leaves it there."""
-        signature = ", ".join(map(_signature, inputs))
-        seen = self._seen.setdefault(cell, set())
-        if signature in seen:
-            return cell(*inputs)
-        seen.add(signature)
+    def compile(self, cell: nn.Cell, inputs: Sequence[Any], signature: str) -> None:
+        """Compile a cell for inputs of new shapes: take the graph from the disk, or leave it there."""
         key = _digest([*self._common, *describe(cell), signature])
         if key in self._keys:
             # Of an equal model that is gone: a graph is read once in a process, which is all that a run needs.
-            return cell(*inputs)
+            cell.compile(*inputs)
+            return
         self._keys.add(key)
         with self._compiling(key):
-            return cell(*inputs)
+            cell.compile(*inputs)
 
     @contextlib.contextmanager
     def _compiling(self, key: str) -> Iterator[None]:
@@ -139,6 +135,7 @@ class GraphCache:
 
 
 _cache: GraphCache | None = None
+_seen: WeakKeyDictionary[nn.Cell, set] = WeakKeyDictionary()  # the signatures of inputs that each cell was compiled for
 
 
 def open_graph_cache(facts: Sequence[str], rank: int = 0) -> None:
@@ -154,7 +151,21 @@ def open_graph_cache(facts: Sequence[str], rank: int = 0) -> None:
 
 def run_graph(cell: nn.Cell, *inputs: Any) -> Any:
     """Call a cell in graph mode, with its graph from the cache, if one is open."""
-    return cell(*inputs) if _cache is None else _cache.run(cell, inputs)
+    signature, seen = ", ".join(map(_signature, inputs)), _seen.setdefault(cell, set())
+    if signature not in seen:
+        seen.add(signature)
+        if _cache is None:
+            cell.compile(*inputs)
+        else:
+            _cache.compile(cell, inputs, signature)
+        _give_back_memory()
+    return cell(*inputs)
+
+
+def _give_back_memory() -> None:
+    """Give the system what the compiler has freed, before the run asks for more: glibc keeps pieces of its heap."""
+    with contextlib.suppress(AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def describe(cell: nn.Cell) -> Iterator[str]:

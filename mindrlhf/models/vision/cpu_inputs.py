@@ -61,7 +61,10 @@ class ImageDecoderInputs(DecoderInputs):
         angles = ops.matmul(positions, self.frequencies)
         angles = ops.reshape(ops.concat((angles, angles), 1), (batch, 1, 1, length, -1))
         cos, sin = ops.cos(angles), ops.sin(angles)
-        tables = (cos, sin, cos * self.scale, sin * self.scale, self.turn, self.scale) + added
+        tables = ()
+        for table, heads in zip((cos, sin, cos * self.scale, sin * self.scale), self.heads_of_tables):
+            tables += (self._for_all_heads(table, 1, heads),)
+        tables += (self.turn, self.scale) + added
         return hidden_states, self.mask(segment_ids), tables
 
 
