@@ -38,6 +38,7 @@ class Beat:
 
 class _Heartbeat:
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
         self._num_ticks = 0
         self._activity = STARTING
@@ -93,6 +94,17 @@ def tick() -> None:
     """Say that this process has moved on with what it does."""
     if _current is not None:
         _current.tick()
+
+
+def own_path() -> Path | None:
+    """Return the file of this process, None where it says nothing."""
+    return None if _current is None else _current.path
+
+
+def wait_while_joining(path: Path, poll_s: float = 0.05) -> None:
+    """Return once a rank has found the others, or does not look for them."""
+    while (beat := read_beat(path)) is not None and beat.activity in (STARTING, JOINING):
+        time.sleep(poll_s)
 
 
 def heartbeat_path(directory: Path, rank: int) -> Path:

@@ -21,7 +21,7 @@ from mindrlhf.rollout.vllm_options import (
     server_environment,
     write_plugin,
 )
-from mindrlhf.system import processes
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.files import take_directory
 from mindrlhf.system.log_tail import last_lines
 
@@ -88,6 +88,8 @@ class ServerProcess:
         } | {"private_dir": self.private_dir, "model_dir": os.path.abspath(options.model_dir)}
         self._board_file = Path(self.private_dir, _BOARD_NAME)
         config |= {"span": None if span is None else dataclasses.asdict(span), "board_file": str(self._board_file)}
+        starter = heartbeat.own_path() if options.device == "cpu" else None
+        config |= {"starter_heartbeat": str(starter or "")}
         python = os.path.abspath(shutil.which(options.python))  # links are kept: they say which environment it is
         command = [python, "-m", "mindrlhf.rollout.server", *arguments, "--config", json.dumps(config)]
         try:

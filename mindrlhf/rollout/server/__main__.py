@@ -33,6 +33,7 @@ import threading
 import time
 import traceback
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -41,7 +42,7 @@ from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.lean_imports import lean_imports
 from mindrlhf.rollout.server.span import prepare
-from mindrlhf.system import processes
+from mindrlhf.system import heartbeat, processes
 from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.weights.tensors import TensorInfo
@@ -60,6 +61,12 @@ def main() -> None:
     config = json.loads(arguments.config)
     signal.signal(signal.SIGTERM, lambda number, _: _leave(config["private_dir"], 128 + number))
     _end_with_parent(config["private_dir"])
+    if config["starter_heartbeat"]:
+        # On a CPU a rank hears from the others within a hundredth of a second, or tries again half a second later: it
+        # needs a free core. So what takes longest waits, after what it has time for until then.
+        with lasting_objects():
+            import torch  # noqa: F401
+        heartbeat.wait_while_joining(Path(config["starter_heartbeat"]))
     if config["span"] is not None:
         prepare(config["span"], config["tensor_parallel_size"], config["board_file"])
     if arguments.headless:
