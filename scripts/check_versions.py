@@ -27,7 +27,10 @@ SERVER = ROOT / "mindrlhf" / "rollout" / "server"
 WHEELS = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}
 # Runs with the versions in ``cpu.TESTED_VERSIONS`` only, which the tests of the CPU environment run for real; of these
 # the imports alone matter.
-CPU_ONLY = {"cpu.py": "*", "drafter.py": "*", "multi_step.py": "*", "engine.py": "CpuEngine"}
+CPU_ONLY = {
+    **dict.fromkeys(("cpu.py", "dense.py", "drafter.py", "lean_imports.py", "linear.py", "multi_step.py"), "*"),
+    "engine.py": "CpuEngine",
+}
 # What names in the server stand for: file, expression, classes that must have whatever is used of it.
 BINDINGS = (
     ("engine.py", "self._engine", ("vllm.LLMEngine",)),
