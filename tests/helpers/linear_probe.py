@@ -4,7 +4,7 @@ usage: python tests/helpers/linear_probe.py < JSON of (a config, unused; [[rows,
 
 Prints "probe" and JSON: of each shape the largest error against float64, relative to the largest result, before and
 after the weight was changed in place; and whether products with a packed copy still had the old weight until it was
-forgotten.
+forgotten. Last, of ten layers which have room for a packed copy, asked in turn and then again.
 """
 
 import json
@@ -13,7 +13,8 @@ import sys
 import numpy as np
 import torch
 
-from mindrlhf.rollout.server.linear import PlainLinear, forget_copies
+from mindrlhf.rollout.server import linear
+from mindrlhf.rollout.server.linear import PackedCopies, PlainLinear, forget_copies
 
 
 def error(kernel, x, weight, bias) -> float:
@@ -37,6 +38,14 @@ def probe(num_rows, num_in, num_out, has_bias, packs) -> dict:
     return {"before": before, "stale": is_stale, "after": error(layer.cpu_linear, x, weight, bias)}
 
 
+def room() -> list[list[bool]]:
+    linear._mkl_holds_back = lambda: True
+    linear.MAX_PACKED_BYTES = 3 * 4 << 20
+    copies, layers = PackedCopies(), [torch.nn.Module() for _ in range(10)]
+    weights = [torch.empty(1024, 1024 if number % 2 else 16) for number in range(10)]
+    return [[copies.wants(*one) for one in zip(layers, weights, strict=True)] for _ in range(2)]
+
+
 if __name__ == "__main__":
     _, shapes = json.load(sys.stdin)
-    print("probe", json.dumps([probe(*shape) for shape in shapes]), flush=True)
+    print("probe", json.dumps([*(probe(*shape) for shape in shapes), room()]), flush=True)

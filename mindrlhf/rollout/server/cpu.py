@@ -36,7 +36,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from mindrlhf.rollout.sampling import sample_rows, uniforms
-from mindrlhf.rollout.server.linear import MAX_PACKED_BYTES, PlainLinear, wants_copy
+from mindrlhf.rollout.server.linear import PackedCopies, PlainLinear
 
 TESTED_VERSIONS = ("0.32.0",)
 _DTYPES = ("float32", "bfloat16")
@@ -113,16 +113,14 @@ def install_kernels() -> None:
     if RMS_NORM_PROVIDER in ir.ops.rms_norm.impls:
         return
     repack = linear_kernels.dispatch_cpu_unquantized_gemm
-    packed_bytes = 0
+    copies = PackedCopies()
 
     def keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
             repack(layer, remove_weight)
             return
-        nonlocal packed_bytes
-        packs = wants_copy(weight) and packed_bytes + weight.nbytes <= MAX_PACKED_BYTES
-        packed_bytes += packs * weight.nbytes
+        packs = copies.wants(layer, weight)
         if remove_weight and not packs:  # embeddings keep theirs, since rows are looked up in it
             # Column by column, which the BLAS prefers for few rows.
             weight.data = weight.data.t().contiguous().t()

@@ -7,6 +7,7 @@ them best, from a packed copy that is made at the first product after an update:
 """
 
 import functools
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -55,9 +56,24 @@ class PlainLinear:
         self._packed = None
 
 
-def wants_copy(weight: torch.Tensor) -> bool:
-    """Whether products with a weight are faster from a packed copy."""
-    return _mkl_holds_back() and weight.numel() >= _SMALL_WEIGHT
+class PackedCopies:
+    """Which layers of a server multiply from a packed copy: those with large weights, while there is room.
+
+    It stays so for as long as a layer lives, however often vLLM sets its kernel up.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+        self._num_bytes = 0
+
+    def wants(self, layer: torch.nn.Module, weight: torch.Tensor) -> bool:
+        """Decide it for a layer, or say what was decided."""
+        if layer not in self._chosen:
+            fits = self._num_bytes + weight.nbytes <= MAX_PACKED_BYTES
+            packs = fits and _mkl_holds_back() and weight.numel() >= _SMALL_WEIGHT
+            self._chosen[layer] = packs
+            self._num_bytes += packs * weight.nbytes
+        return self._chosen[layer]
 
 
 def forget_copies(model: torch.nn.Module) -> None:
