@@ -10,7 +10,9 @@ from mindrlhf.system import heartbeat
 
 
 def say(path, activity):
-    path.write_text(json.dumps({"pid": 1, "num_ticks": 0, "activity": activity}))
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps({"pid": 1, "num_ticks": 0, "activity": activity}))
+    whole.replace(path)  # a reader never sees half of it, as of a real one
 
 
 @pytest.mark.parametrize("activity", [heartbeat.JOINED, "loading MindSpore", None])
