@@ -16,9 +16,9 @@ DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
 # MindFormers' metrics, trackers, tokenizers and readers of data sets import these, MindSpore's metrics SciPy; together
 # they take 0.19 GB in every rank, and seconds.
 UNUSED_PACKAGES = (
-    *("datasets", "jieba", "nltk", "pandas", "pyarrow", "rouge_chinese", "scipy", "sentencepiece", "sklearn"),
-    *("tensorboardX", "tiktoken"),
-)
+    "datasets", "jieba", "nltk", "pandas", "pyarrow", "rouge_chinese", "scipy", "sentencepiece", "sklearn",
+    "tensorboardX", "tiktoken",
+)  # fmt: skip
 
 
 def import_mindspore() -> types.ModuleType:

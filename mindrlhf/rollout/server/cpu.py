@@ -11,7 +11,8 @@ DeepSeek's attention is wrong. The others are for a server of one process (``sup
 4. Attention layers are called as functions, not as registered torch operators.
 5. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
    where tokens are sampled.
-6. Tokens are planned several at a time (``multi_step.py``).
+6. Tokens are planned several at a time (``multi_step.py``), and dense models compute them without vLLM's layers
+   (``dense.py``).
 """
 
 import contextlib

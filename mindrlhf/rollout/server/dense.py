@@ -109,7 +109,7 @@ class DenseDecoder:
                 self._norm_heads(heads, weight) for heads, weight in zip((query, key), layer.head_norms, strict=True)
             )
         kernels.rotary_embedding.default(positions, query, key, size, layer.rotation, self._rotates_halves)
-        query, key, value = query.view(-1, self._sizes[0] // size, size), _heads(key, size), _heads(value, size)
+        query, key, value = (_heads(states, size) for states in (query, key, value))
         kernels.cpu_attn_reshape_and_cache.default(
             key, value, *layer.caches, attention.slot_mapping, self._isa, 1.0, 1.0, "auto"
         )
