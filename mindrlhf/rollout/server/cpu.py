@@ -7,7 +7,7 @@ DeepSeek's attention is wrong. The others are for a server of one process (``sup
 
 1. In float32 linear weights stay plain matrices, which updates are copied into (``linear.py``).
 2. RMSNorm uses vLLM's own C kernel, which it leaves to GPUs, in place of eight small torch calls.
-3. Tokens are sampled by ``mindrlhf.rollout.sampling``.
+3. Tokens are sampled by ``sampler.py``.
 4. Attention layers are called as functions, not as registered torch operators.
 5. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
    where tokens are sampled.
@@ -17,10 +17,8 @@ DeepSeek's attention is wrong. The others are for a server of one process (``sup
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 import torch.distributed
 import vllm
@@ -32,11 +30,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
-from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from mindrlhf.rollout.sampling import sample_rows, uniforms
 from mindrlhf.rollout.server.linear import PackedCopies, PlainLinear
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -181,96 +175,3 @@ def weights_are_plain(model: torch.nn.Module) -> bool:
         if not plain:
             return False
     return True
-
-
-@dataclass
-class Stream:
-    """A sample in the making: the key of its random stream, and what was sampled so far."""
-
-    key: int
-    token_ids: np.ndarray  # int32 [max_tokens]
-    logprobs: np.ndarray  # float32 [max_tokens]
-    length: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-
-
-class StreamSampler(torch.nn.Module):
-    """Takes the place of vLLM's sampler in the model runner (change 3).
-
-    ``streams`` maps vLLM's request ids to their ``Stream``. Tokens and log-probabilities are stored by position, so
-    a token that vLLM discards (the last row of an unfinished prompt chunk) is overwritten by the one that counts.
-
-    Attributes:
-        decode: runs the model on tokens, int64 [samples], that were just sampled, and returns logits [samples, vocab];
-            or None, where they are the last of vLLM's step.
-    """
-
-    def __init__(self, model_runner):
-        super().__init__()
-        self.streams: dict[str, Stream] = {}
-        self.decode: Callable[[np.ndarray], torch.Tensor | None] = lambda token_ids: None
-        self._requests = model_runner.requests
-        self._input_batch = model_runner.input_batch
-
-    def forward(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        predict_bonus_token: bool = False,
-        logprobs_mode_override: str | None = None,
-    ) -> SamplerOutput:
-        streams, starts = self.places()
-        keys, positions = np.array([stream.key for stream in streams], np.uint64), np.array(starts, np.uint64)
-        stops = frozenset().union(*{stream.stop_token_ids for stream in streams})
-        temperature = divisor(sampling_metadata)
-        drawn = []
-        while logits is not None:
-            place = positions + np.uint64(len(drawn))
-            probs = probabilities(logits, sampling_metadata, temperature)
-            drawn.append(draw(probs, keys, place, sampling_metadata.all_greedy))
-            last = drawn[-1][0]
-            logits = self.decode(last) if stops.isdisjoint(last.tolist()) else None
-        token_ids = np.stack([tokens for tokens, _ in drawn], axis=1).astype(np.int32)
-        logprobs = np.stack([values for _, values in drawn], axis=1)
-        for stream, start, tokens, values in zip(streams, starts, token_ids, logprobs):
-            stream.length = start + len(drawn)
-            stream.token_ids[start : stream.length] = tokens
-            stream.logprobs[start : stream.length] = values
-        return SamplerOutput(sampled_token_ids=torch.from_numpy(token_ids), logprobs_tensors=None)
-
-    def places(self) -> tuple[list[Stream], list[int]]:
-        """The streams of vLLM's batch, in its order, and the position of the next token in each."""
-        names = self._input_batch.req_ids
-        return [self.streams[name] for name in names], [len(self._requests[name].output_token_ids) for name in names]
-
-
-def draw(
-    probs: torch.Tensor, keys: np.ndarray, positions: np.ndarray, is_greedy: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sample from each row of ``probs``, float32 [rows, vocab], by its key and position, uint64 [rows].
-
-    Returns:
-        Token ids int64 [rows] and their log-probabilities float32 [rows].
-    """
-    if is_greedy:
-        token_ids = probs.argmax(dim=-1).numpy()
-        return token_ids, np.log(np.take_along_axis(probs.numpy(), token_ids[:, None], axis=1)[:, 0])
-    return sample_rows(probs.numpy(), uniforms(keys, positions))
-
-
-def divisor(metadata: SamplingMetadata) -> torch.Tensor | None:
-    """What logits are divided by before their softmax, float32 [rows, 1]; None where that is 1."""
-    if metadata.all_greedy:
-        return None
-    assert metadata.all_random, "one batch has one temperature"
-    return None if bool((metadata.temperature == 1.0).all()) else metadata.temperature.unsqueeze(1)
-
-
-def probabilities(logits: torch.Tensor, metadata: SamplingMetadata, temperature: torch.Tensor | None) -> torch.Tensor:
-    """The distribution to sample from, float32 [rows, vocab]: temperature first, then top-k and top-p, as vLLM does."""
-    logits = logits.to(torch.float32)
-    if temperature is not None:
-        logits = logits.div_(temperature)
-    if not metadata.all_greedy:
-        logits = apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
-    return logits.softmax(dim=-1)

@@ -5,8 +5,6 @@ was guessed. So a guess is right when it is the token that would have been sampl
 samples are those of plain decoding, up to rounding in the kernels; no acceptance by chance is needed.
 """
 
-import dataclasses
-
 import numpy as np
 import torch
 from vllm.config import VllmConfig
@@ -15,10 +13,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mindrlhf.rollout.drafts import GroupDrafts, num_drafted, num_kept
-from mindrlhf.rollout.server.cpu import StreamSampler, divisor, draw, probabilities
-
-# What vLLM reads as "no token".
-_NO_TOKEN = -1
+from mindrlhf.rollout.server.sampler import NO_TOKEN, StreamSampler, divisor, draw, of_rows, probabilities
 
 
 class GroupDrafter:
@@ -89,11 +84,11 @@ class GuessChecker:
         keys = np.repeat(np.array([stream.key for stream in streams], np.uint64), nums_rows)
         within = np.arange(ends[-1]) - np.repeat(ends - nums_rows, nums_rows)
         row_positions = (np.repeat(positions, nums_rows) + within).astype(np.uint64)
-        metadata = _of_rows(sampling_metadata, nums_rows)
+        metadata = of_rows(sampling_metadata, np.repeat(np.arange(len(nums_rows)), nums_rows))
         probs = probabilities(logits, metadata, divisor(metadata))
         token_ids, logprobs = draw(probs, keys, row_positions, sampling_metadata.all_greedy)
         guessed = guesses.draft_token_ids.tolist()
-        kept = np.full((len(nums_rows), int(nums_rows.max())), _NO_TOKEN, np.int32)
+        kept = np.full((len(nums_rows), int(nums_rows.max())), NO_TOKEN, np.int32)
         for index, (stream, position) in enumerate(zip(streams, positions)):
             # Each sample before this one has a row more than guesses.
             row = int(ends[index] - nums_rows[index])
@@ -107,13 +102,3 @@ class GuessChecker:
             self._counts["drafted"] += len(own)
             self._counts["accepted"] += count - 1
         return SamplerOutput(sampled_token_ids=torch.from_numpy(kept), logprobs_tensors=None)
-
-
-def _of_rows(metadata: SamplingMetadata, nums_rows: np.ndarray) -> SamplingMetadata:
-    """The parameters of samples as those of their rows."""
-    nums = torch.from_numpy(nums_rows)
-    per_sample = {name: getattr(metadata, name) for name in ("temperature", "top_k", "top_p")}
-    return dataclasses.replace(
-        metadata,
-        **{name: None if value is None else value.repeat_interleave(nums) for name, value in per_sample.items()},
-    )

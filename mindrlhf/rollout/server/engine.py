@@ -23,6 +23,7 @@ from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.drafter import GroupDrafter, GuessChecker
 from mindrlhf.rollout.server.multi_step import MultiStep
 from mindrlhf.rollout.server.routing import RoutingRecorder
+from mindrlhf.rollout.server.sampler import Stream, StreamSampler
 from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.exchange.needs import merge_needs
@@ -289,7 +290,7 @@ class CpuEngine(VllmEngine):
         super().__init__(config)
         self._core = self._engine.engine_core.engine_core
         model_runner = self._model_runner()
-        self._sampler = model_runner.sampler = cpu.StreamSampler(model_runner)
+        self._sampler = model_runner.sampler = StreamSampler(model_runner)
         self._weights_load_in_place = cpu.weights_are_plain(model_runner.get_model())
         cpu.call_attention_directly(model_runner.get_model())
         self._params: tuple[dict[str, Any], SamplingParams] | None = None
@@ -354,7 +355,7 @@ class CpuEngine(VllmEngine):
         if self._params is None or self._params[0] != sampling:
             self._params = sampling, SamplingParams(**sampling, **_TOKENS_ONLY)
         max_tokens = sampling["max_tokens"]
-        self._sampler.streams[name] = cpu.Stream(
+        self._sampler.streams[name] = Stream(
             key,
             np.empty(max_tokens, np.int32),
             np.empty(max_tokens, np.float32),

@@ -1,12 +1,15 @@
 """Several tokens of each sample between two looks of vLLM's scheduler.
 
 vLLM plans every token: which samples go on, with which blocks of the cache, from which inputs. Of a small model that
-costs half as much as the model itself. While no sample waits and each has read its prompt, the plan of the next token
-is that of this one but for a position; so the scheduler is asked for the blocks of several tokens at once (as it gives
-them to drafts, ``num_lookahead_tokens``), and the model runs until they are full or a sample ends. Then vLLM takes the
-tokens like accepted drafts. Each pass has the inputs that it would have had, so samples are the same bit for bit.
+costs half as much as the model itself. While no sample can begin and each has read its prompt, the plan of the next
+token is that of this one but for a position; so the scheduler is asked for the blocks of several tokens at once (as it
+gives them to drafts, ``num_lookahead_tokens``), and the model runs until they are full. Then vLLM takes the tokens like
+accepted drafts. A sample that ends leaves the batch, the others go on in the order that vLLM would have given them;
+where another waits for its place, the step ends. Each pass has the inputs that it would have had, so samples are the
+same bit for bit.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +23,8 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from mindrlhf.rollout.server.cpu import StreamSampler
 from mindrlhf.rollout.server.dense import DenseDecoder
+from mindrlhf.rollout.server.sampler import StreamSampler
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64
@@ -49,6 +52,9 @@ class MultiStep:
         if DenseDecoder.supports(model):
             self._decoder = DenseDecoder(model)
         self._decoder_is_checked = False
+        self._others_wait = False  # for places in the batch
+        self._names: list[str] = []  # of the samples of the next pass, in its order
+        self._departures: list[list[str]] = []  # names of those that ended before the step did, by token
         sampler.decode = self._decode
         self._scheduler._update_request_with_output = self._take_tokens
         # What the last pass that vLLM planned ran with.
@@ -72,9 +78,10 @@ class MultiStep:
             num_more = max_tokens - 1 - self._left
         finally:
             self._scheduler.num_lookahead_tokens -= max_tokens - 1
-        # vLLM counts the token that it planned. Where there are more, nothing waited: all that run took part.
+        # vLLM counts the token that it planned. Where there are more, all that still run took part.
         for request in self._scheduler.running if num_more else ():
             request.num_computed_tokens += num_more
+        self._tell_departures()
         self._core.post_step(model_executed=model_executed)
         return outputs
 
@@ -82,14 +89,14 @@ class MultiStep:
         """How many tokens each running sample can get before vLLM has to plan again."""
         scheduler = self._scheduler
         running = scheduler.running
-        if not running or any(scheduler.get_request_counts()[1:]):
+        self._others_wait = any(scheduler.get_request_counts()[1:])
+        if not running or (self._others_wait and len(running) < scheduler.max_num_running_reqs):
             return 1
-        num_tokens = self._max_tokens
-        for request in running:
-            if request.num_tokens - request.num_computed_tokens != 1:  # its prompt is not read yet
-                return 1
-            room = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
-            num_tokens = min(num_tokens, room)
+        if any(request.num_tokens - request.num_computed_tokens != 1 for request in running):  # of a prompt, to be read
+            return 1
+        rooms = [request.max_tokens - request.num_output_tokens for request in running]
+        num_tokens = min(self._max_tokens, min(rooms) if self._others_wait else max(rooms))
+        num_tokens = min(num_tokens, min(scheduler.max_model_len - request.num_tokens for request in running))
         # Where blocks are short, vLLM chooses who has to wait for them.
         num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() // len(running)
         return max(1, min(num_tokens, (num_free - 1) * scheduler.block_size - 1))
@@ -101,31 +108,71 @@ class MultiStep:
         request.append_output_token_ids(token_ids)
         return token_ids, check_stop(request, self._scheduler.max_model_len)
 
-    def _decode(self, token_ids: np.ndarray) -> torch.Tensor | None:
-        """Run the model on the tokens, int64 [samples], that were sampled last; return logits [samples, vocab]."""
+    def _decode(self, token_ids: np.ndarray, ended: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None] | None:
+        """Run the model on the tokens, int64 [samples], that were sampled last.
+
+        Args:
+            ended: bool [samples], whether it was a sample's last.
+
+        Returns:
+            Logits [samples that go on, vocab], and which they are, int64 [samples that go on] (None: all); or None,
+            where vLLM has to plan again.
+        """
         if not self._left or self._is_interrupted():
             return None
+        kept = None
+        if ended.any():
+            if self._others_wait or ended.all() or self._decoder is None or not self._decoder_is_checked:
+                return None
+            kept = order_of_the_rest(ended)
+            self._leave(ended, kept)
+            token_ids = token_ids[kept]
         self._left -= 1
         inputs, attention, context = self._inputs, self._attention, self._context
         inputs["input_ids"].copy_(torch.from_numpy(token_ids))
         inputs["positions"].add_(1)
         attention.seq_lens.add_(1)
-        blocks = self._runner.input_batch.block_table[0]
         # vLLM's own call of it goes through what starts kernels of GPUs.
         torch.ops._C.compute_slot_mapping_kernel_impl.default(
-            attention.query_start_loc, inputs["positions"], blocks.block_table.gpu, blocks.slot_mapping.gpu,
-            blocks.block_size,
+            attention.query_start_loc, inputs["positions"], attention.block_table_tensor, attention.slot_mapping,
+            self._scheduler.block_size,
         )  # fmt: skip
         built = self._build(0, attention)
         if self._decoder is not None and self._decoder_is_checked:
-            return self._decoder(inputs["input_ids"], inputs["positions"], built)
+            return self._decoder(inputs["input_ids"], inputs["positions"], built), kept
         context.attn_metadata = dict.fromkeys(context.attn_metadata, built)
         context.moe_layer_index = 0
         with override_forward_context(context):
             hidden = self._forward(**inputs)
         logits = self._runner.model.compute_logits(hidden)
         self._check_decoder(logits, built)
-        return logits
+        return logits, kept
+
+    def _leave(self, ended: np.ndarray, kept: np.ndarray) -> None:
+        """Make the inputs those of the samples ``kept``, in that order."""
+        self._departures.append([name for name, is_last in zip(self._names, ended.tolist(), strict=True) if is_last])
+        self._names = [self._names[row] for row in kept]
+        rows, num_rows, attention = torch.from_numpy(kept), len(kept), self._attention
+        self._inputs = {name: self._inputs[name][rows] for name in ("input_ids", "positions")}
+        self._attention = dataclasses.replace(
+            attention,
+            num_reqs=num_rows,
+            num_actual_tokens=num_rows,
+            query_start_loc=attention.query_start_loc[: num_rows + 1],
+            seq_lens=attention.seq_lens[rows],
+            block_table_tensor=attention.block_table_tensor[rows],
+            slot_mapping=attention.slot_mapping[:num_rows].clone(),
+        )
+
+    def _tell_departures(self) -> None:
+        """Have vLLM's batch in the order of the last pass: vLLM would take all that left at once, in another."""
+        batch = self._runner.input_batch
+        for names in self._departures:
+            for name in names:
+                batch.remove_request(name)
+            batch.condense()
+            batch.refresh_metadata()
+        self._departures.clear()
 
     def _check_decoder(self, expected: torch.Tensor, built: CPUAttentionMetadata) -> None:
         """Compare the decoder with vLLM's layers, which have just computed ``expected``, once."""
@@ -144,7 +191,19 @@ class MultiStep:
 
     def _forward_and_keep(self, **inputs: Any):
         self._context, self._inputs = get_forward_context(), inputs
+        self._names = list(self._runner.input_batch.req_ids)
         return self._forward(**inputs)
+
+
+def order_of_the_rest(ended: np.ndarray) -> np.ndarray:
+    """Which samples go on, int64, in the order of vLLM's batch without those that ended, bool [samples].
+
+    Each gap is filled with the sample that is last (``InputBatch.condense`` of vLLM).
+    """
+    num_kept = len(ended) - int(ended.sum())
+    order = np.arange(num_kept)
+    order[ended[:num_kept]] = (num_kept + np.flatnonzero(~ended[num_kept:]))[::-1]
+    return order
 
 
 def _is_plain(model_runner: Any, scheduler: Any) -> bool:
