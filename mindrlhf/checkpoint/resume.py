@@ -73,6 +73,7 @@ YOUNGER_KEYS = {
     "tools.environment": "",
     "training.packing": "first_fit",
     "training.replay_routing": False,
+    "training.skip_zero_advantages": False,
 }
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})

@@ -44,6 +44,22 @@ def is_on_policy(config: GrpoConfig) -> bool:
     return is_single_update and (has_older_samples(config) or not config.algorithm.dynamic_sampling)
 
 
+def skips_zero_advantages(config: GrpoConfig) -> bool:
+    """Return whether updates leave out samples whose advantages are all 0: these have no gradient then.
+
+    A term of the loss without advantages has one, a critic learns from all, and whoever dumps a step wants it whole.
+    """
+    algorithm = config.algorithm
+    return (
+        config.training.skip_zero_advantages
+        and policy_losses.traits(algorithm.loss).needs_advantage
+        and algorithm.beta == 0
+        and algorithm.entropy_coefficient == 0
+        and not needs_critic(config)
+        and not config.msprobe.enabled
+    )
+
+
 def is_corrected(config: GrpoConfig) -> bool:
     """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
     correction = config.correction

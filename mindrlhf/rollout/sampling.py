@@ -55,8 +55,11 @@ def sample_rows(probs: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.nd
     if split == vocab_size:
         inside = probs.reshape(-1, _BLOCK)[rows * num_blocks + blocks]
     else:
-        columns = blocks[:, None] * _BLOCK + np.arange(min(_BLOCK, vocab_size))
-        inside = np.where(columns < vocab_size, probs[rows[:, None], np.minimum(columns, vocab_size - 1)], 0.0)
+        inside = np.zeros((num_rows, _BLOCK), np.float32)
+        in_last = blocks == num_blocks
+        others = np.flatnonzero(~in_last)
+        inside[in_last, : vocab_size - split] = probs[in_last, split:]
+        inside[others] = probs[:, :split].reshape(num_rows, num_blocks, _BLOCK)[others, blocks[others]]
     token_ids = blocks * _BLOCK + _first_above(np.cumsum(inside, axis=1, dtype=np.float64), targets)
     return token_ids, np.log(probs[rows, token_ids])
 

@@ -69,6 +69,7 @@ class Batch:
     """The rows of one optimiser update, cut into micro-batches that the ranks divide.
 
     Nothing depends on the cutting: the loss divides by ``num_tokens``, the generated tokens of the whole update.
+    Samples without a gradient may have been left out of the rows; their tokens count.
     """
 
     micro_batches: tuple[PackedRows, ...]
@@ -76,6 +77,11 @@ class Batch:
     placed: tuple[tuple[int, int, int, int], ...]  # per sequence: micro-batch, row, first position, last + 1
     ranks: tuple[int, ...] = ()  # of each micro-batch; empty: rank r computes ``micro_batches[r::num_ranks]``
     images: dict[str, np.ndarray] = field(default_factory=dict)  # digest -> uint8 [height, width, 3]
+
+    @property
+    def num_computed(self) -> int:
+        """The generated tokens that are in the rows."""
+        return sum(int((rows.mask > 0).sum()) for rows in self.micro_batches)
 
     def numbers(self, rank: int, num_ranks: int) -> list[int]:
         """Return the numbers of the micro-batches that a rank computes, in order."""
@@ -138,6 +144,12 @@ def images_of_ranks(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, 
             for number in batch.numbers(rank, num_ranks):
                 own.update(dict.fromkeys(batch.micro_batches[number].images))
     return [{"images": tuple(pixels[digest] for digest in own)} for own in digests]
+
+
+def make_update_batch(sequences: Sequence[TokenSequence], computed: np.ndarray, options: RowOptions) -> Batch:
+    """Make the batch of an update of ``sequences``, with rows for those that are ``computed``, bool [sequences]."""
+    batch = make_batch([one for one, is_computed in zip(sequences, computed, strict=True) if is_computed], options)
+    return replace(batch, num_tokens=sum(sequence.num_generated for sequence in sequences))
 
 
 def make_batch(sequences: Sequence[TokenSequence], options: RowOptions) -> Batch:

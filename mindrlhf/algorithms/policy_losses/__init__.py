@@ -4,6 +4,7 @@ Each module states in literals what the config must know before MindSpore may be
 
     RATIO: what the probability ratio spans: "token", "sequence", or "none" when there is none
     OPTIONS: the keys of the config's `algorithm` section that it reads, which are its keyword arguments
+    NEEDS_ADVANTAGE: False where a token of advantage 0 has a gradient too (True where it is not stated)
 
 and has one cell, ``Surrogate(**options)``, whose ``construct(logprobs, log_ratio, advantages, mask, segment_ids)``
 returns three float32 [rows, length]: the loss of each token, and 1 where a lower or an upper bound removed its
@@ -30,6 +31,7 @@ class Traits:
 
     ratio: str
     options: tuple[str, ...]
+    needs_advantage: bool
 
 
 def names() -> tuple[str, ...]:
@@ -44,9 +46,9 @@ def traits(name: str) -> Traits:
     literals = {
         statement.targets[0].id: ast.literal_eval(statement.value)
         for statement in tree.body
-        if isinstance(statement, ast.Assign) and statement.targets[0].id in ("RATIO", "OPTIONS")
+        if isinstance(statement, ast.Assign) and statement.targets[0].id in ("RATIO", "OPTIONS", "NEEDS_ADVANTAGE")
     }
-    return Traits(literals["RATIO"], literals["OPTIONS"])
+    return Traits(literals["RATIO"], literals["OPTIONS"], literals.get("NEEDS_ADVANTAGE", True))
 
 
 def surrogate(name: str, **options: float):

@@ -13,6 +13,7 @@ from mindrlhf.algorithms.sequences import sequence_sums
 
 RATIO = "sequence"
 OPTIONS = ("mirror_tau",)
+NEEDS_ADVANTAGE = False
 
 
 class Surrogate(nn.Cell):

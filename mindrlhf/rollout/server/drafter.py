@@ -13,6 +13,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mindrlhf.rollout.drafts import GroupDrafts, num_drafted, num_kept
+from mindrlhf.rollout.sampling import uniforms
 from mindrlhf.rollout.server.sampler import NO_TOKEN, StreamSampler, divisor, draw, of_rows, probabilities
 
 
@@ -86,7 +87,7 @@ class GuessChecker:
         row_positions = (np.repeat(positions, nums_rows) + within).astype(np.uint64)
         metadata = of_rows(sampling_metadata, np.repeat(np.arange(len(nums_rows)), nums_rows))
         probs = probabilities(logits, metadata, divisor(metadata))
-        token_ids, logprobs = draw(probs, keys, row_positions, sampling_metadata.all_greedy)
+        token_ids, logprobs = draw(probs, uniforms(keys, row_positions), sampling_metadata.all_greedy)
         guessed = guesses.draft_token_ids.tolist()
         kept = np.full((len(nums_rows), int(nums_rows.max())), NO_TOKEN, np.int32)
         for index, (stream, position) in enumerate(zip(streams, positions)):

@@ -41,7 +41,7 @@ class MultiStep:
 
     def __init__(self, core: Any, model_runner: Any, sampler: StreamSampler):
         self._core, self._scheduler = core, core.scheduler
-        self._runner = model_runner
+        self._runner, self._sampler = model_runner, sampler
         self._max_tokens = MAX_TOKENS if _is_plain(model_runner, core.scheduler) else 1
         self._left = 0  # passes of this step
         self._is_interrupted: Callable[[], bool] = lambda: False
@@ -72,6 +72,7 @@ class MultiStep:
         """
         max_tokens = self._room() if self._max_tokens > 1 else 1
         self._left, self._is_interrupted, num_more = max_tokens - 1, is_interrupted, 0
+        self._sampler.num_planned = max_tokens
         self._scheduler.num_lookahead_tokens += max_tokens - 1
         try:
             outputs, model_executed = self._core.step_fn()

@@ -36,12 +36,14 @@ class StreamSampler(torch.nn.Module):
         decode: what ``MultiStep`` makes of the tokens, int64 [samples], that were just sampled, and of which of their
             samples they end, bool [samples]: logits of the next tokens, float32 [samples that go on, vocab], and which
             those are, int64 [samples that go on], or None for all; None, where the tokens are the last of vLLM's step.
+        num_planned: the most tokens of each sample that vLLM's step may have.
     """
 
     def __init__(self, model_runner):
         super().__init__()
         self.streams: dict[str, Stream] = {}
         self.decode: Callable[[np.ndarray, np.ndarray], tuple[torch.Tensor, np.ndarray | None] | None] = _end_step
+        self.num_planned = 1
         self._requests = model_runner.requests
         self._input_batch = model_runner.input_batch
 
@@ -56,12 +58,12 @@ class StreamSampler(torch.nn.Module):
         keys, positions = np.array([stream.key for stream in streams], np.uint64), np.array(starts, np.uint64)
         limits = np.array([len(stream.token_ids) - start for stream, start in zip(streams, starts)])
         (stops,) = {stream.stop_token_ids for stream in streams}  # a batch has one sampling
+        draws = uniforms(keys[:, None], positions[:, None] + np.arange(self.num_planned, dtype=np.uint64))
         rows, metadata, temperature = np.arange(len(streams)), sampling_metadata, divisor(sampling_metadata)
         drawn = []
         while True:
-            place = positions[rows] + np.uint64(len(drawn))
             probs = probabilities(logits, metadata, temperature)
-            tokens, values = draw(probs, keys[rows], place, metadata.all_greedy)
+            tokens, values = draw(probs, draws[rows, len(drawn)], metadata.all_greedy)
             drawn.append((rows, tokens, values))
             ended = limits[rows] <= len(drawn)
             if not stops.isdisjoint(tokens.tolist()):
@@ -114,10 +116,8 @@ def of_rows(metadata: SamplingMetadata, rows: np.ndarray) -> SamplingMetadata:
     return dataclasses.replace(metadata, **taken)
 
 
-def draw(
-    probs: torch.Tensor, keys: np.ndarray, positions: np.ndarray, is_greedy: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sample from each row of ``probs``, float32 [rows, vocab], by its key and position, uint64 [rows].
+def draw(probs: torch.Tensor, draws: np.ndarray, is_greedy: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Sample from each row of ``probs``, float32 [rows, vocab], by a number in [0, 1), float64 [rows].
 
     Returns:
         Token ids int64 [rows] and their log-probabilities float32 [rows].
@@ -125,7 +125,7 @@ def draw(
     if is_greedy:
         token_ids = probs.argmax(dim=-1).numpy()
         return token_ids, np.log(np.take_along_axis(probs.numpy(), token_ids[:, None], axis=1)[:, 0])
-    return sample_rows(probs.numpy(), uniforms(keys, positions))
+    return sample_rows(probs.numpy(), draws)
 
 
 def divisor(metadata: SamplingMetadata) -> torch.Tensor | None:

@@ -132,6 +132,19 @@ class Objective:
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
         return self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
 
+    def baselines(self, samples: Sequence[Sample], greedy: Sequence[Sample]) -> np.ndarray | None:
+        """Return the reward of the greedy response to each sample's prompt, float64 [samples]; None where unneeded."""
+        if not self.needs_greedy:
+            return None
+        return np.array([greedy[sample.group].reward for sample in samples])
+
+    def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
+        """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""
+        found = np.array([bool(part.any()) for part in advantages])
+        if self._algorithm.overlong_filter:
+            found &= complete([sample.finish_reason for sample in samples])
+        return found
+
     def returns(
         self, samples: Sequence[Sample], values: Sequence[np.ndarray], penalties: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray]:

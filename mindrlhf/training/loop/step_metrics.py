@@ -16,14 +16,15 @@ from mindrlhf.training.batch import Batch
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import PolicyUpdate
 from mindrlhf.training.loop.sampling.in_step import SampledStep
+from mindrlhf.training.loop.step_rows import StepRows
 
 
 def step_metrics(
     config: GrpoConfig,
     objective: Objective,
     sampled: SampledStep,
+    rows: StepRows,
     version: int,
-    batches: Sequence[Batch],
     train_logprobs: Sequence[np.ndarray],
     updates: Sequence[PolicyUpdate],
     lr: float | None,
@@ -33,21 +34,22 @@ def step_metrics(
     Args:
         config, objective: of the run.
         sampled: of the step.
+        rows: of one pass over the used samples.
         version: of the weights that the step began with.
-        batches: of one pass over the used samples.
-        train_logprobs: float [generated tokens] of each used sample, under the weights that the step began with.
+        train_logprobs: float [generated tokens] of each computed sample, under the weights that the step began with.
         updates: of the step, passes in order.
         lr: learning rate of the last update, None when there was none.
     """
     samples = sampled.samples
     has_older = has_older_samples(config)
+    num_stale = rows.num_chosen(sampled.num_stale(version))
     return measure.combine_metrics(
         sample_metrics(samples.generated),
-        rollout_metrics(samples.used, train_logprobs, sampled.num_stale(version), has_older=has_older),
+        rollout_metrics(rows.chosen(samples.used), train_logprobs, num_stale, has_older=has_older),
         staleness_metrics(samples.used, version) if has_older else {},
         span_metrics(sampled) if config.rollout.span_tokens else {},
-        packing_metrics(batches),
-        update_metrics(config, objective, batches, updates, lr) if updates else {},
+        packing_metrics(rows.batches),
+        update_metrics(config, objective, rows.batches, updates, lr) if updates else {},
         tool_metrics(samples.generated) if config.tools.names or config.tools.environment else {},
     )
 
@@ -68,23 +70,23 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    used: Sequence[Sample], train_logprobs: Sequence[np.ndarray], num_stale: int, *, has_older: bool
+    trained: Sequence[Sample], train_logprobs: Sequence[np.ndarray], num_stale: int, *, has_older: bool
 ) -> dict[str, float]:
     """Return how far the log-probabilities of training are from those of the rollout; see ``step_metrics``.
 
     Args:
-        used: samples that the step trained on.
+        trained: samples of which the training cells computed the log-probabilities.
         num_stale: how many of them, at their head, are of older weights. They differ by the updates since as well, so
             that they do not count as differences of the generator. Where all are, there is none to report.
         has_older: the correction acts on the stale ones too, and so their ratios are reported.
     """
-    rollout = [sample.rollout_logprobs for sample in used]
+    rollout = [sample.rollout_logprobs for sample in trained]
     metrics: dict[str, float] = {}
-    if num_stale < len(used):
+    if num_stale < len(trained):
         tokens, trained = np.concatenate(rollout[num_stale:]), np.concatenate(train_logprobs[num_stale:])
         metrics |= measure.rollout_diff_metrics(tokens, trained, np.ones(len(tokens)))
     first = 0 if has_older else num_stale
-    if first < len(used):
+    if first < len(trained):
         metrics |= measure.rollout_ratio_metrics(rollout[first:], train_logprobs[first:])
     return metrics
 
@@ -117,8 +119,8 @@ def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:
 def update_metrics(
     config: GrpoConfig, objective: Objective, batches: Sequence[Batch], updates: Sequence[PolicyUpdate], lr: float
 ) -> dict[str, float]:
-    """Return the training scalars: means over the updates of the step; see ``step_metrics``."""
-    counts = [batches[position % len(batches)].num_tokens for position in range(len(updates))]
+    """Return the training scalars: means over the updates of the step, of the tokens in their rows."""
+    counts = [batches[position % len(batches)].num_computed for position in range(len(updates))]
     means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
     loss, *per_token = np.mean(means, axis=0)
     further = TOP_K_STATISTICS if objective.learns_words else ()

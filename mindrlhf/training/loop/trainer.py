@@ -19,7 +19,6 @@ from mindrlhf.observe.samples import TOKEN_VALUES, SampleRecord
 from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.rollout.samples import Sample, sample_parts, sample_record
 from mindrlhf.system import heartbeat
-from mindrlhf.training.batch import Batch, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import Steps
 from mindrlhf.training.loop.dynamic_sampling import SampleLedger, StepSamples
@@ -33,6 +32,7 @@ from mindrlhf.training.loop.sampling.in_step import SampledStep, SamplingInStep
 from mindrlhf.training.loop.sampling.spans import SamplingInSpans
 from mindrlhf.training.loop.step_metrics import performance_metrics, step_metrics
 from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step_rows import StepRows, make_step_rows
 from mindrlhf.training.loop.value_function import ValueFunction, value_metrics
 from mindrlhf.training.schedule import learning_rate
 
@@ -88,19 +88,23 @@ class Trainer(Steps):
         key_data = self._begin_key_data(index + 1)
         sampled = self.sampling.sample(index)
         samples = sampled.samples
-        batches = self._make_batches(samples.used)
+        baselines = self.objective.baselines(samples.used, sampled.greedy)
+        with self.timer.stage("pack"):
+            rows = make_step_rows(self.config, self.objective, samples.used, baselines, self.parts.rows)
+        batches = rows.batches
         with self.timer.stage("distribute"):
             self.policy.distribute(batches)
         trains_actor = index >= self.num_critic_steps
         old, reference = self._logprobs(needs_old=not trains_actor)
-        old_logprobs = self._old_logprobs(samples, old)
+        old_logprobs = self._old_logprobs(samples, rows, old)
         values = self.critic.values(batches) if self.critic else None
         with self.timer.stage("pack"):
-            metrics = self._send_advantages(samples.used, sampled.greedy, old_logprobs, reference, values)
+            metrics = self._send_advantages(samples.used, rows, baselines, old_logprobs, reference, values)
         if self.critic:
             metrics |= self.critic.update(batches, index)
         updates = self._update(len(batches), index) if trains_actor else []
-        record = StepRecord(index + 1, samples.used, batches, updates, self.objective.kl.coefficient, self._weights)
+        trained = rows.chosen(samples.used)
+        record = StepRecord(index + 1, trained, batches, updates, self.objective.kl.coefficient, self._weights)
         if key_data:
             with self.timer.stage("dump"):
                 key_data.finish(record)
@@ -113,7 +117,7 @@ class Trainer(Steps):
         logprobs = old or self.policy.responses(updates)
         if self.objective.learns_words:
             metrics |= self.objective.divergences(samples.used, logprobs, reference)[1]
-        return self._report(record, sampled, version, logprobs, metrics)
+        return self._report(record, sampled, rows, version, logprobs, metrics)
 
     def details(self) -> StepDetails | None:
         """Return rewards, lengths and a few samples of the last step."""
@@ -210,16 +214,6 @@ class Trainer(Steps):
         key_data.begin(step)
         return key_data
 
-    def _make_batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        """Return one batch of samples for each optimiser update of a pass."""
-        batches = []
-        with self.timer.stage("pack"):
-            for part in np.array_split(np.arange(len(samples)), self.config.training.num_minibatches):
-                if len(part):
-                    sequences = self.objective.sequences([samples[item] for item in part])
-                    batches.append(make_batch(sequences, self.parts.rows))
-        return batches
-
     def _logprobs(self, *, needs_old: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Have the ranks compute the old log-probabilities and the reference's, where needed; return them by sample.
 
@@ -234,18 +228,18 @@ class Trainer(Steps):
                 reference = self.policy.logprobs("reference_logprobs")
         return old, reference
 
-    def _old_logprobs(self, step_samples: StepSamples, old: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the log-probabilities under the policy that generated each sample, as the loss takes them.
+    def _old_logprobs(self, step_samples: StepSamples, rows: StepRows, old: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the log-probabilities under the policy that generated each computed sample, as the loss takes them.
 
         Those of stale samples are the generator's, since the weights that generated them are gone; the ranks are told.
         Where samples are older by plan they are the trainer's for all: the correction accounts for their age.
         """
-        rollout_logprobs = [sample.rollout_logprobs for sample in step_samples.used]
+        rollout_logprobs = [sample.rollout_logprobs for sample in rows.chosen(step_samples.used)]
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
             return rollout_logprobs
         if has_older_samples(self.config):
             return old
-        num_stale = step_samples.num_stale
+        num_stale = rows.num_chosen(step_samples.num_stale)
         logprobs = rollout_logprobs[:num_stale] + old[num_stale:]
         if num_stale:
             self.policy.send_tokens("old_logprobs", logprobs)
@@ -254,22 +248,27 @@ class Trainer(Steps):
     def _send_advantages(
         self,
         samples: Sequence[Sample],
-        greedy: Sequence[Sample],
+        rows: StepRows,
+        baselines: np.ndarray | None,
         old_logprobs: Sequence[np.ndarray],
         reference: Sequence[np.ndarray],
         values: Sequence[np.ndarray] | None,
     ) -> dict[str, float]:
-        """Compute the advantages of the whole step and send every rank those of its rows; return metrics of them."""
+        """Compute the advantages of the whole step and send every rank those of its rows; return metrics of them.
+
+        Log-probabilities and values are of the samples in ``rows``: all, where an advantage needs them.
+        """
         metrics: dict[str, float] = {}
-        penalties = baselines = None
+        penalties = None
         if self.objective.kl_in_reward:
             penalties, kl = self.objective.penalties(samples, old_logprobs, reference)
             metrics |= kl
-        if self.objective.needs_greedy:
-            baselines = np.array([greedy[sample.group].reward for sample in samples])
+        if baselines is not None:
             metrics["reward/greedy"] = float(baselines.mean())
-        advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines, values=values)
-        self.policy.send_tokens("advantages", advantages)
+        advantages = rows.advantages
+        if advantages is None:
+            advantages = self.objective.advantages(samples, penalties=penalties, baselines=baselines, values=values)
+        self.policy.send_tokens("advantages", rows.chosen(advantages))
         self._advantages = advantages
         if values is not None:
             returns = self.objective.returns(samples, values, penalties)
@@ -302,6 +301,7 @@ class Trainer(Steps):
         self,
         record: StepRecord,
         sampled: SampledStep,
+        rows: StepRows,
         version: int,
         train_logprobs: Sequence[np.ndarray],
         metrics: dict[str, float],
@@ -309,22 +309,21 @@ class Trainer(Steps):
         """Have a step that is done written down and reviewed; return its metrics, with those that it has already.
 
         Args:
+            rows: of the samples that ``train_logprobs`` are of.
             version: of the weights that the step began with.
         """
         samples = sampled.samples
         config, observers, state = self.config, self.parts.observers, self.progress.algorithm
-        shown = record.samples[: config.observe.samples_per_step]
+        shown = samples.used[: config.observe.samples_per_step]
         observers.samples.write(self._sample_records(shown, record.step, train_logprobs))
         self._details = StepDetails(
-            rewards=np.array([sample.reward for sample in record.samples], np.float64),
-            lengths=np.array([len(sample.response_ids) for sample in record.samples]),
+            rewards=np.array([sample.reward for sample in samples.used], np.float64),
+            lengths=np.array([len(sample.response_ids) for sample in samples.used]),
             samples=[f"{one.prompt}\n--- reward {one.reward:g}\n{one.completion}" for one in shown],
         )
         num_updates = (record.step - self.num_critic_steps) * self.updates_per_step
         lr = self.learning_rate(num_updates - 1) if record.updates else None
-        measured = step_metrics(
-            config, self.objective, sampled, version, record.batches, train_logprobs, record.updates, lr
-        )
+        measured = step_metrics(config, self.objective, sampled, rows, version, train_logprobs, record.updates, lr)
         timings = self.timer.finish_step()
         performance = performance_metrics(config, timings, sampled, self.parts.team.num_devices)
         if config.observe.performance_stats:
@@ -336,7 +335,7 @@ class Trainer(Steps):
         metrics |= observers.guards.review(record, metrics.get("rollout_diff/mean_abs"))
         state.guards = observers.guards.state()
         course = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
-        self._write_fingerprint(sample_parts(record.samples) | course)
+        self._write_fingerprint(sample_parts(samples.used) | course)
         if "kl" in metrics and np.isfinite(metrics["kl"]):
             self.objective.kl.update(metrics["kl"])
             state.kl = KlState(**self.objective.kl.state())
