@@ -33,6 +33,7 @@ FREE_KEYS = frozenset(
         "reward.num_workers",
         "reward.timeout_s",
         "parallel_config",
+        "training.skip_zero_advantages",  # like the layout: what is summed, not what comes of it but for rounding
         "memory",
         "evaluation",
         "checkpoint",
@@ -73,7 +74,6 @@ YOUNGER_KEYS = {
     "tools.environment": "",
     "training.packing": "first_fit",
     "training.replay_routing": False,
-    "training.skip_zero_advantages": False,
 }
 # A learning rate that decays reaches its end at the last step: the number of steps is then part of its course.
 DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs", "preference.epochs"})

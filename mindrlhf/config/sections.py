@@ -359,11 +359,7 @@ class TrainingSection:
         "shared_prompts does so, and samples of one prompt in a row have it once; see docs/performance.md",
         choices=PACKINGS,
     )
-    skip_zero_advantages: bool = key(
-        True,
-        "do not compute updates of samples whose advantages are all 0, such as those of a group of equal rewards, "
-        "where they have no gradient; see docs/performance.md",
-    )
+    skip_zero_advantages: bool = key(True, "leave samples without a gradient out of updates; see docs/performance.md")
     replay_routing: bool = key(False, "route tokens to experts as the generator did; see docs/algorithms.md")
     num_minibatches: int = key(1, "optimiser updates that one pass over a step's samples is split into", minimum=1)
     num_iterations: int = key(1, "passes over a step's samples", minimum=1)

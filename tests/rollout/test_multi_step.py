@@ -58,6 +58,7 @@ CASES = {
     "other limits": case(limits=(1, 17, 40)),
     "more than slots": case(num_prompts=9, stop_token_ids=[3, 4, 5]),
     "interrupted": case(interrupt=3),
+    "interrupted among ends": case(interrupt=4, num_prompts=3, stop_token_ids=list(range(30))),
     "to the end of the model's length": case(lengths=(84, 60), limits=(12, 36)),
 }
 
@@ -94,6 +95,9 @@ def test_samples_are_the_same(rollout_python, directory):
     steps = {name: [words["one"]["steps"], words["several"]["steps"]] for name, words in cases.items()}
     # Every prompt is read with the first token; then come all others at a time.
     assert steps["plain"] == [MAX_TOKENS, 2]
+    # A sample that ends leaves the others to go on.
+    assert [steps[name][1] for name in ("other limits", "stop tokens", "nucleus")] == [2, 2, 2]
+    assert len({len(tokens) for tokens in cases["stop tokens"]["one"]["tokens"]}) > 5
     assert steps["interrupted"] == [MAX_TOKENS, 14], "three tokens a step after the first"
     assert set(cases["stop tokens"]["one"]["reasons"]) == {"stop", "length"}
     assert all(several < one for one, several in steps.values())

@@ -173,6 +173,7 @@ class MultiStep:
                 batch.remove_request(name)
             batch.condense()
             batch.refresh_metadata()
+        assert not self._departures or batch.req_ids == self._names
         self._departures.clear()
 
     def _check_decoder(self, expected: torch.Tensor, built: CPUAttentionMetadata) -> None:

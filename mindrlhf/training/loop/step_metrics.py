@@ -49,6 +49,7 @@ def step_metrics(
         staleness_metrics(samples.used, version) if has_older else {},
         span_metrics(sampled) if config.rollout.span_tokens else {},
         packing_metrics(rows.batches),
+        {"packing/computed": float(rows.computed.mean())},
         update_metrics(config, objective, rows.batches, updates, lr) if updates else {},
         tool_metrics(samples.generated) if config.tools.names or config.tools.environment else {},
     )

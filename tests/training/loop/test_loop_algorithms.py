@@ -152,3 +152,28 @@ def test_bypass_takes_the_rollout_logprobs_for_the_old_ones():
     assert not [entry for entry in run.journal if entry.startswith("old_logprobs")]
     for rows in run.ranks[0].updates[0][2]:
         np.testing.assert_array_equal(rows.tokens["old_logprobs"], -1.0 * rows.mask)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_without_a_gradient_are_not_sent_to_the_ranks(world_size, skips):
+    """Prompt 0 earns the same for all three responses; of prompt 1's the middle one has just the mean."""
+    run = Run(num_prompts=2, world_size=world_size, training={"skip_zero_advantages": skips})
+    metrics = run()[1]
+    rows = [rows for rank in run.ranks for rows in rank.updates[0][2]]
+    tokens = sum(int((each.mask > 0).sum()) for each in rows)
+    assert tokens == (1 + 3 if skips else 12)
+    # The loss is that of all 12 tokens, the statistics are means over those that were computed.
+    assert {num_tokens for rank in run.ranks for _, num_tokens, _ in rank.updates} == {12}
+    given = np.sort(advantages_of(run))
+    deviation = np.std([2.5, 4.5, 6.5], ddof=1) + 1e-6
+    ends = [-2 / deviation, *[2 / deviation] * 3]
+    np.testing.assert_allclose(given, sorted(ends if skips else ends + [0.0] * 8), rtol=1e-5)
+    assert metrics["loss"] == pytest.approx(4 * (2 / deviation) ** 2 / 12)
+    assert metrics["entropy"] == pytest.approx(3.0)
+    assert metrics["rollout_diff/mean_abs"] == pytest.approx(0.5)
+    # What was generated is reported whole.
+    assert metrics["reward/mean"] == pytest.approx((3 * 2.5 + 2.5 + 4.5 + 6.5) / 6)
+    record = run.memory.reviewed[0][0]
+    assert [one.group for one in record.samples] == ([1, 1] if skips else [0, 0, 0, 1, 1, 1])
+    assert record.samples_of(0) == record.samples

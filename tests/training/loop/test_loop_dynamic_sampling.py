@@ -51,8 +51,9 @@ def test_rounds_go_on_until_all_groups_teach_and_the_rest_is_left_over():
     assert len(set(seeds)) == len(seeds), "no two requests of a run share a random stream"
 
 
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, monkeypatch):
+def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, skips, monkeypatch):
     compute = Rank.compute_logprobs
 
     def compute_and_keep(self, name, batch):
@@ -63,6 +64,7 @@ def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, monk
 
     monkeypatch.setattr(Rank, "compute_logprobs", compute_and_keep)
     options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "batch_size": 4, "epochs": 50}}
+    options["training"]["skip_zero_advantages"] = skips
     run = Run(steps=2, world_size=world_size, **options)
     run.trainer.warm_up()
     metrics = run()
@@ -84,6 +86,7 @@ def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, monk
                     seen.setdefault(prompt, set()).update(values.tolist())
     # The generator says -1.0, the trainer's forward pass -1.25.
     assert seen == {1: {-1.0}, 2: {-1.25}, 3: {-1.25}}
+    assert metrics[2]["packing/computed"] == (pytest.approx(2 / 3) if skips else 1.0), "the middle one of each group"
     assert metrics[2]["rollout_diff/max_abs"] == 0.25, "only samples of the step's own weights are compared"
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.training.batch import Batch, RowOptions, make_batch
+from mindrlhf.training.batch import Batch, RowOptions, make_batch, make_update_batch
 from mindrlhf.training.worker.cells import BUCKET_ELEMENTS, bucket_ranges
 
 VOCABULARY = 96
@@ -43,7 +43,7 @@ CUTTINGS = {
 class Gradients:
     """The loss of reinforcement learning over a random model, and its accumulated gradients."""
 
-    def __init__(self, token_logprobs_device: str = "cpu"):
+    def __init__(self, token_logprobs_device: str = "cpu", kl_estimator: str = "k3"):
         import mindspore as ms
 
         from mindrlhf.algorithms import policy_losses
@@ -60,7 +60,7 @@ class Gradients:
         self.head_name = network.head_weight.name
         self.accumulators = make_accumulators(self.parameters)
         surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
-        loss = PolicyLoss(self.policy, surrogate, on_policy=False, kl_estimator="k3")
+        loss = PolicyLoss(self.policy, surrogate, on_policy=False, kl_estimator=kl_estimator)
         loss.set_train(True)
         self.accumulate = AccumulateGradients(loss, ms.ParameterTuple(self.parameters), self.accumulators)
 
@@ -158,6 +158,26 @@ def test_the_order_of_the_samples_changes_nothing(gradients, plain, sequences):
     batch = make_batch(sequences[::-1], CUTTINGS["packed, padding rows"])
     totals, statistics, _ = gradients.of(batch, 1)
     assert_same((totals, statistics, plain[2]), plain)
+
+
+@pytest.mark.parametrize("cutting", ["packed, padding rows", "two ranks"])
+def test_samples_without_an_advantage_can_be_left_out(sequences, cutting):
+    gradients, options = Gradients(kl_estimator=""), CUTTINGS[cutting]
+    has_advantage = np.array([True, False, True, False, False, True, False])
+    given = []
+    for sequence, has_any in zip(sequences, has_advantage):
+        advantages = sequence.values["advantages"] * np.float32(has_any)
+        given.append(
+            TokenSequence(sequence.prompt_ids, sequence.response_ids, {**sequence.values, "advantages": advantages})
+        )
+    everything = gradients.of(make_batch(given, CUTTINGS["one row at a time"]), 1)
+    batch = make_update_batch(given, has_advantage, options)
+    totals, statistics, _ = gradients.of(batch, options.num_ranks)
+    # The loss is the same, and so is every gradient; entropy and clips are of the tokens that were computed.
+    assert statistics[0] == pytest.approx(everything[1][0], rel=1e-5) and statistics[0] != 0
+    assert_same((totals, everything[1], everything[2]), everything)
+    chosen = make_batch([one for one, has_any in zip(given, has_advantage) if has_any], options)
+    np.testing.assert_allclose(statistics[1:], gradients.of(chosen, options.num_ranks)[1][1:], rtol=1e-5)
 
 
 def test_tiled_and_plain_log_probabilities_give_the_same_gradients(plain, sequences):
