@@ -15,7 +15,7 @@ TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
 
 # What the forward pass may keep for the backward pass.
-MAX_KEPT_BYTES = 1 << 26
+MAX_KEPT_BYTES = 384 << 20
 
 # The least probability that all words but some have together. It is 1 - sum, a difference that is exact where it is
 # small (Sterbenz), of a sum that has an error of some 1e-7, as the normaliser adds up float32 numbers: below ten times
@@ -56,31 +56,32 @@ class KeptPowers:
 
     def clear(self) -> None:
         """Forget it all."""
-        self._powers = self._memory[:0].reshape(0, 0)  # [kept tokens, vocabulary]
+        self._powers = self._memory[:0].reshape(0, 0, 0)  # [tiles, kept tokens, words of a tile], the last not full
         self._maxima = np.zeros((0, 0), np.float32)  # [kept tokens, tiles]
         self._places = np.zeros(0, np.int64)  # of each token among the kept ones
 
     def begin(self, active: np.ndarray, num_tokens: int, vocabulary: int) -> None:
         """Make room for the tokens whose numbers are ``active``, if there may be."""
         self.clear()
-        size = len(active) * vocabulary
+        num_tiles, width = -(-vocabulary // VOCABULARY_TILE), min(VOCABULARY_TILE, vocabulary)
+        size = num_tiles * len(active) * width
         if size * self._memory.itemsize > MAX_KEPT_BYTES:
             return
         if len(self._memory) < size:
             self._memory = np.empty(size, np.float32)
-        self._powers = self._memory[:size].reshape(len(active), vocabulary)
-        self._maxima = np.empty((len(active), -(-vocabulary // VOCABULARY_TILE)), np.float32)
+        self._powers = self._memory[:size].reshape(num_tiles, len(active), width)
+        self._maxima = np.empty((len(active), num_tiles), np.float32)
         self._places = np.zeros(num_tokens, np.int64)
         self._places[active] = np.arange(len(active))
 
     def of(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return powers [n, vocabulary] and maxima [n, tiles] of active tokens, views where they lie side by side."""
+        """Return powers [tiles, n, words] and maxima [n, tiles] of active tokens, views where they lie side by side."""
         if not self._powers.size:
             return None
         places = self._places[tokens]
         if len(places) and (np.diff(places) == 1).all():
             places = slice(places[0], places[-1] + 1)
-        return self._powers[places], self._maxima[places]
+        return self._powers[:, places], self._maxima[places]
 
 
 def forward(
@@ -234,11 +235,10 @@ def _forward_tile(
     weighted = np.zeros(num_tokens, np.float64)
     label_logits = np.einsum("th,th->t", hidden, weight[labels])
     logits = np.empty((num_tokens, min(VOCABULARY_TILE, vocabulary)), np.float32)
-    powers = np.empty_like(logits) if room is None else room[0]
+    powers = np.empty_like(logits)
     for number, start in enumerate(range(0, vocabulary, VOCABULARY_TILE)):
         tile = weight[start : start + VOCABULARY_TILE]
-        place = 0 if room is None else start
-        z, e = logits[:, : len(tile)], powers[:, place : place + len(tile)]
+        z, e = logits[:, : len(tile)], (powers if room is None else room[0][number])[:, : len(tile)]
         np.matmul(hidden, tile.T, out=z)
         if watch is not None:
             watch.see(start, z)
@@ -325,7 +325,7 @@ def _backward_tile_of_powers(
     factors = -grad_logprobs[:, None] * np.exp(maxima - log_normaliser[:, None])
     for number, start in enumerate(range(0, len(weight), VOCABULARY_TILE)):
         tile = weight[start : start + VOCABULARY_TILE]
-        power, factor = powers[:, start : start + len(tile)], factors[:, number, None]
+        power, factor = powers[number, :, : len(tile)], factors[:, number, None]
         grad_hidden += (power @ tile) * factor
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += power.T @ (hidden * factor)
