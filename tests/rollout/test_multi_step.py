@@ -40,14 +40,16 @@ EXPERTS = {
 }
 
 
-def case(num_prompts=3, num_samples=4, lengths=(5, 32, 33), limits=(MAX_TOKENS,), interrupt=0, **sampling) -> dict:
+def case(
+    num_prompts=3, num_samples=4, lengths=(5, 32, 33), limits=(MAX_TOKENS,), interrupt=0, delay=1e9, **sampling
+) -> dict:
     """Prompts within one block of the cache, on its edge, and over two."""
     random = np.random.default_rng(num_prompts)
     prompts = [random.integers(10, VOCABULARY, lengths[i % len(lengths)]).tolist() for i in range(num_prompts)]
     max_tokens = [limits[i % len(limits)] for i in range(num_prompts)]
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": [], **sampling}
     shape = {"prompts": prompts, "num_samples": num_samples, "max_tokens": max_tokens}
-    return {**shape, "sampling": sampling, "interrupt": interrupt}
+    return {**shape, "sampling": sampling, "interrupt": interrupt, "delay": delay}
 
 
 CASES = {
@@ -58,6 +60,7 @@ CASES = {
     "other limits": case(limits=(1, 17, 40)),
     "more than slots": case(num_prompts=9, stop_token_ids=[3, 4, 5]),
     "interrupted": case(interrupt=3),
+    "without delay": case(stop_token_ids=list(range(10)), delay=0),
     "interrupted among ends": case(interrupt=4, num_prompts=3, stop_token_ids=list(range(30))),
     "to the end of the model's length": case(lengths=(84, 60), limits=(12, 36)),
 }
@@ -97,6 +100,7 @@ def test_samples_are_the_same(rollout_python, directory):
     assert steps["plain"] == [MAX_TOKENS, 2]
     # A sample that ends leaves the others to go on.
     assert [steps[name][1] for name in ("other limits", "stop tokens", "nucleus")] == [2, 2, 2]
+    assert 2 < steps["without delay"][1] < steps["without delay"][0]
     assert len({len(tokens) for tokens in cases["stop tokens"]["one"]["tokens"]}) > 5
     assert steps["interrupted"] == [MAX_TOKENS, 14], "three tokens a step after the first"
     assert set(cases["stop tokens"]["one"]["reasons"]) == {"stop", "length"}

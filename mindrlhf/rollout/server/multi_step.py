@@ -6,11 +6,12 @@ token is that of this one but for a position; so the scheduler is asked for the 
 gives them to drafts, ``num_lookahead_tokens``), and the model runs until they are full. Then vLLM takes the tokens like
 accepted drafts. A sample that ends leaves the batch, the others go on in the order that vLLM would have given them;
 where another waits for its place, the step ends. Each pass has the inputs that it would have had, so samples are the
-same bit for bit.
+same bit for bit, however many tokens a step has.
 """
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ from mindrlhf.rollout.server.sampler import StreamSampler
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64
+# How long a sample that has ended waits for the end of the step, so that its reward can be computed beside the others.
+MAX_DELAY_S = 0.1
 
 
 class MultiStep:
@@ -45,6 +48,11 @@ class MultiStep:
         self._max_tokens = MAX_TOKENS if _is_plain(model_runner, core.scheduler) else 1
         self._left = 0  # passes of this step
         self._is_interrupted: Callable[[], bool] = lambda: False
+        self._others_wait = False  # for places in the batch
+        self._names: list[str] = []  # of the samples of the next pass, in its order
+        self._departures: list[list[str]] = []  # names of those that ended before the step did, by token
+        self._first_departure = 0.0  # seconds of the monotonic clock
+        self._max_delay_s = MAX_DELAY_S
         self._decoder: DenseDecoder | None = None
         if self._max_tokens == 1:
             return
@@ -52,9 +60,6 @@ class MultiStep:
         if DenseDecoder.supports(model):
             self._decoder = DenseDecoder(model)
         self._decoder_is_checked = False
-        self._others_wait = False  # for places in the batch
-        self._names: list[str] = []  # of the samples of the next pass, in its order
-        self._departures: list[list[str]] = []  # names of those that ended before the step did, by token
         sampler.decode = self._decode
         self._scheduler._update_request_with_output = self._take_tokens
         # What the last pass that vLLM planned ran with.
@@ -79,6 +84,7 @@ class MultiStep:
             num_more = max_tokens - 1 - self._left
         finally:
             self._scheduler.num_lookahead_tokens -= max_tokens - 1
+            self._left = 0
         # vLLM counts the token that it planned. Where there are more, all that still run took part.
         for request in self._scheduler.running if num_more else ():
             request.num_computed_tokens += num_more
@@ -119,7 +125,8 @@ class MultiStep:
             Logits [samples that go on, vocab], and which they are, int64 [samples that go on] (None: all); or None,
             where vLLM has to plan again.
         """
-        if not self._left or self._is_interrupted():
+        is_late = self._departures and time.monotonic() > self._first_departure + self._max_delay_s
+        if not self._left or is_late or self._is_interrupted():
             return None
         kept = None
         if ended.any():
@@ -136,7 +143,7 @@ class MultiStep:
         # vLLM's own call of it goes through what starts kernels of GPUs.
         torch.ops._C.compute_slot_mapping_kernel_impl.default(
             attention.query_start_loc, inputs["positions"], attention.block_table_tensor, attention.slot_mapping,
-            self._scheduler.block_size,
+            self._runner.input_batch.block_table[0].block_size,
         )  # fmt: skip
         built = self._build(0, attention)
         if self._decoder is not None and self._decoder_is_checked:
@@ -151,6 +158,8 @@ class MultiStep:
 
     def _leave(self, ended: np.ndarray, kept: np.ndarray) -> None:
         """Make the inputs those of the samples ``kept``, in that order."""
+        if not self._departures:
+            self._first_departure = time.monotonic()
         self._departures.append([name for name, is_last in zip(self._names, ended.tolist(), strict=True) if is_last])
         self._names = [self._names[row] for row in kept]
         rows, num_rows, attention = torch.from_numpy(kept), len(kept), self._attention
