@@ -1,13 +1,17 @@
 """One step of GRPO side by side: MindRLHF against Hugging Face TRL, same sizes, one core each, in one run.
 
     bash scripts/setup.sh && bash scripts/setup_benchmark.sh
-    .venv/bin/python scripts/benchmark.py [--case small|medium|large ...] [--repeats 3] [--out benchmark.json]
+    .venv/bin/python scripts/benchmark.py [--case NAME] [--case NAME] [--repeats 3] [--out benchmark.json]
 
 Both train a random Qwen2 on 4 prompts x 8 samples x 64 tokens, no KL, one update a step. "small" has 4 layers, hidden
 128, 512 vocabulary entries and one micro-batch of 32; "large" has 151,936 entries and micro-batches of 8; "medium" has
-12 layers, hidden 512, 32,000 entries (62M parameters) and micro-batches of 8. The two sides take turns, and each turn
-gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what else the machine is
-doing falls on both sides. How the update grows with ranks, samples and lengths is measured by benchmark_update.py.
+12 layers, hidden 512, 32,000 entries (62M parameters) and micro-batches of 8. In these two many samples earn what all
+of their group earn, and have no gradient: ours leaves them out, TRL does not; in "medium_all" and "large_all" ours
+computes them too.
+
+The two sides take turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one
+measurement, so what else the machine is doing falls on both sides. How the update grows with ranks, samples and lengths
+is measured by benchmark_update.py.
 
 Neither side writes TensorBoard files; ours writes its metrics and samples all the same, where TRL logs nothing.
 
@@ -41,13 +45,16 @@ class Case:
     num_steps: int
     num_warmup_steps: int
     model: dict = field(default_factory=dict)  # keys of config.json that are not as in examples/sanity
+    skips: bool = True  # samples without a gradient, which TRL computes
 
 
 MEDIUM = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
 CASES = {
     "small": Case(512, 32, 20, 5),
     "medium": Case(32_000, 8, 3, 2, MEDIUM),
+    "medium_all": Case(32_000, 8, 3, 2, MEDIUM, skips=False),
     "large": Case(151_936, 8, 3, 2),
+    "large_all": Case(151_936, 8, 3, 2, skips=False),
 }
 
 
@@ -114,6 +121,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
         "data.train_file": directory / "prompts.mindrecord",
         "data.tokenizer_dir": directory / "model",
         "training.batch_size": case.micro_batch,
+        "training.skip_zero_advantages": str(case.skips).lower(),
         "rollout.num_threads": 1,
         "observe.tensorboard": "false",
     }
