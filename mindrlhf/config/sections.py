@@ -144,7 +144,7 @@ class RolloutSection:
     gpu_memory_utilization: float = key(
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
-    kv_cache_gib: int = key(1, "key-value cache of a server on CPU, in GiB", minimum=1)
+    kv_cache_gib: int = key(1, "key-value cache of a server on CPU at most, in GiB", minimum=1)
     board_gib: float = key(
         0.0,
         "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: room for all",

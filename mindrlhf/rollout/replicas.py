@@ -12,7 +12,7 @@ from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.pool import GeneratorPool, Unfinished
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
-from mindrlhf.rollout.vllm_options import VllmOptions, devices_of
+from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of
 from mindrlhf.system import heartbeat
 from mindrlhf.weights.exchange.plan import Needs
 from mindrlhf.weights.tensors import TensorInfo
@@ -165,7 +165,7 @@ def server_options(
         num_threads=rollout.num_threads,
         tensor_parallel_size=rollout.tensor_parallel,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_gib=rollout.kv_cache_gib if device == "cpu" else None,
+        kv_cache_gib=cpu_cache_gib(rollout, model_dir, max_model_len) if device == "cpu" else None,
         enable_sleep=device == "ascend",
         profile_dir=str((profile_dir / f"rollout_{index}").absolute()) if profile_dir else "",
         env={**rollout.env, **devices},

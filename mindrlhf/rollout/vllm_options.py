@@ -15,6 +15,9 @@ from mindrlhf.weights.hf import read_hf_config
 PACKAGES_NAME, TEMPORARY_NAME = "packages", "tmp"
 # vLLM 0.32's, of models without latent attention.
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# For the size of a cache: batches of sequences that it holds; tokens that are planned ahead of each, and the rest of
+# its last block; bytes of a number, in bfloat16 it is less.
+_CACHED_BATCHES, _PLANNED_TOKENS, _NUMBER_BYTES = 4, 128, 4
 # Of CANN: the devices that a process sees, which it then counts from 0.
 DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 # Variables that would make the server take itself for a training rank, or load the trainer's libraries.
@@ -120,6 +123,20 @@ def check_head_size(model_dir: str, device: str) -> None:
             f"the model in {model_dir} has heads of {dims.head_dim} channels, but vLLM's attention on a CPU is for "
             f"{', '.join(map(str, _CPU_HEAD_SIZES))}: take a model with one of these"
         )
+
+
+def cpu_cache_gib(rollout: RolloutSection, model_dir: str, max_model_len: int) -> float:
+    """Return the size of a server's KV cache on a CPU: `rollout.kv_cache_gib`, or less where less is always enough.
+
+    All of it is allocated at the start and gone through after each update, so a small model has no use for more than
+    what several times as many sequences as run at once need, which leaves room for prefixes of those that wait.
+    """
+    hf_config = read_hf_config(model_dir)
+    dims = find_spec(hf_config).dims(hf_config)
+    if dims.latent is not None:  # whose cache vLLM may lay out in another way
+        return rollout.kv_cache_gib
+    num_tokens = _CACHED_BATCHES * rollout.max_num_seqs * (max_model_len + _PLANNED_TOKENS)
+    return min(rollout.kv_cache_gib, num_tokens * dims.cached_numbers() * _NUMBER_BYTES / 2**30)
 
 
 def sees_images(model_dir: str) -> bool:

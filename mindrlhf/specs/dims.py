@@ -194,6 +194,15 @@ class ModelDims:
     num_draft_layers: int = 0
     vision: VisionDims | None = None
 
+    def cached_numbers(self, tensor_parallel: int = 1) -> int:
+        """How many numbers one token takes in the KV cache of each of ``tensor_parallel`` devices, in all layers.
+
+        Key and value heads are cut down to one per device; of latent attention every device caches the whole latent.
+        """
+        if self.latent is not None:
+            return (self.latent.kv_rank + self.latent.rope_dim) * self.num_layers
+        return 2 * -(-self.num_kv_heads // tensor_parallel) * self.head_dim * self.num_layers
+
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""

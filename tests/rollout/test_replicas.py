@@ -1,6 +1,7 @@
 """Replicas over scripted generators: what a death costs, and what a restart brings back."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout import replicas as replicas_module
 from mindrlhf.rollout.replicas import Replicas, find_rollout_python, start_replicas
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.vllm_options import cpu_cache_gib
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -199,6 +201,18 @@ def test_the_interpreter_is_looked_for_in_order(monkeypatch, tmp_path):
     assert find_rollout_python() == str(beside)
 
 
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 def start(monkeypatch, rollout: RolloutSection, fails_at: int | None = None, **options):
     started = []
 
@@ -211,7 +225,10 @@ def start(monkeypatch, rollout: RolloutSection, fails_at: int | None = None, **o
             return started[-1][0]
 
     monkeypatch.setattr(replicas_module, "VllmGenerator", Started)
-    fixed = {"model_dir": "models/m", "max_model_len": 96, "seed": 5, "device": "cpu", "load_weights": False}
+    model_dir = options["log_dir"] / "model"
+    model_dir.mkdir(exist_ok=True)
+    (model_dir / "config.json").write_text(json.dumps(MODEL))
+    fixed = {"model_dir": str(model_dir), "max_model_len": 96, "seed": 5, "device": "cpu", "load_weights": False}
     try:
         start_replicas(rollout, **{**fixed, **options})
     except UserError as error:
@@ -226,9 +243,26 @@ def test_the_config_reaches_every_server(monkeypatch, tmp_path):
     assert [entry.pop("log_path") for entry in options] == [str(tmp_path / f"rollout_{i}.log") for i in (0, 1)]
     assert options[0] == options[1]
     wanted = {"python": "/p", "max_model_len": 96, "max_num_seqs": 9, "num_threads": 3, "seed": 5, "env": {"A": "b"}}
-    assert options[0].items() >= {**wanted, "load_format": "dummy", "kv_cache_gib": 1, "enable_sleep": False}.items()
+    assert options[0].items() >= {**wanted, "load_format": "dummy", "enable_sleep": False}.items()
     ((_, loaded),), _ = start(monkeypatch, RolloutSection(), load_weights=True, device="ascend", log_dir=tmp_path)
     assert (loaded.load_format, loaded.enable_sleep, loaded.kv_cache_gib) == ("auto", True, None)
+
+
+@pytest.mark.parametrize(
+    "max_num_seqs, max_model_len, gib",
+    [
+        # Keys and values of 2 layers, 2 heads and 32 channels in float32: 1 KiB a token. 4 batches of sequences, each
+        # with room for 128 tokens more.
+        (9, 96, 4 * 9 * 224 / 2**20),
+        (256, 896, 1.0),
+        (257, 896, 1.0),  # more would be 1.004
+        (250, 896, 4 * 250 * 1024 / 2**20),
+    ],
+)
+def test_the_cache_of_a_small_model_is_no_larger_than_it_can_use(tmp_path, max_num_seqs, max_model_len, gib):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    rollout = RolloutSection(max_num_seqs=max_num_seqs, kv_cache_gib=1)
+    assert cpu_cache_gib(rollout, str(tmp_path), max_model_len) == pytest.approx(gib, rel=1e-12)
 
 
 def test_servers_on_ascend_share_no_device(monkeypatch, tmp_path):

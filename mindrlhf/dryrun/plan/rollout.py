@@ -70,12 +70,5 @@ def rollout_weight_elements(tensor_parallel: int, spec: KnownRules, dims: ModelD
 
 
 def kv_token_bytes(rollout: RolloutSection, dims: ModelDims) -> int:
-    """Return the bytes that one token takes in a device's KV cache, over all layers.
-
-    Key and value heads are cut down to one per device; of latent attention every device caches the whole latent.
-    """
-    if dims.latent is not None:
-        channels = dims.latent.kv_rank + dims.latent.rope_dim
-    else:
-        channels = 2 * -(-dims.num_kv_heads // rollout.tensor_parallel) * dims.head_dim
-    return channels * dims.num_layers * ELEMENT_BYTES[rollout.dtype]
+    """Return the bytes that one token takes in a device's KV cache, over all layers."""
+    return dims.cached_numbers(rollout.tensor_parallel) * ELEMENT_BYTES[rollout.dtype]
