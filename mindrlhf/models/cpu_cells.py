@@ -252,20 +252,19 @@ class _GatedMlpFunction(nn.Cell):
         up = self.matmul_transpose_b(x, up_weight)
         sigmoid = ops.sigmoid(gate)
         activated = gate * sigmoid
-        return self.matmul_transpose_b(activated * up, down_weight), gate, up
+        product = activated * up
+        # d(silu(g) * u) / dg, where silu'(g) = sigmoid(g) + silu(g) * (1 - sigmoid(g)).
+        slope = product + sigmoid * (up - product)
+        return self.matmul_transpose_b(product, down_weight), activated, product, slope
 
     def bprop(self, x, pairs, down_weight, out, dout):
-        # Three more products element by element and a copy of the weights, and as many arrays fewer that wait for the
-        # backward pass. Without the dependence the compiler would take those of the forward pass.
-        gate, up = ops.depend(out[1], dout[0]), out[2]
+        # Three arrays wait for the backward pass, the fewest from which it has nothing to compute again. The weights
+        # are copied again: without the dependence the compiler would take the copies of the forward pass.
+        _, activated, product, slope = out
         gate_weight, up_weight = self.split_rows(ops.depend(pairs, dout[0]))
-        sigmoid = ops.sigmoid(gate)
-        activated = gate * sigmoid
-        product = activated * up
         dproduct = self.matmul(dout[0], down_weight)
         dup = dproduct * activated
-        # silu'(g) = sigmoid(g) * (1 + g - silu(g))
-        dgate = dproduct * up * sigmoid * (gate - activated + 1.0)
+        dgate = dproduct * slope
         shape = (down_weight.shape[1], 1, x.shape[1])
         dgate_weight = ops.reshape(self.matmul_transpose_a(dgate, x), shape)
         dup_weight = ops.reshape(self.matmul_transpose_a(dup, x), shape)
