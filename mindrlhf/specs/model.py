@@ -1,5 +1,6 @@
 """One `ModelSpec` per architecture: how MindFormers builds it, its weight names, and how each weight is sharded."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,8 +108,8 @@ class ModelSpec:
 
     def rules(self, dims: ModelDims) -> list[ParameterRule]:
         """Every rule of a model of these dimensions, `{layer}` filled in, in the order of the forward pass."""
-        tower = _filled_in(self.vision_rules, dims, dims.vision.depth) if dims.vision else []
-        return tower + _filled_in(self.parameter_rules, dims, dims.num_layers)
+        tower = _filled_in(self.vision_rules, dims, dims.vision.depth) if dims.vision else ()
+        return [*tower, *_filled_in(self.parameter_rules, dims, dims.num_layers)]
 
     def mcore_config(self, dims: ModelDims) -> dict:
         """`TransformerConfig` arguments that depend on the architecture alone (no dtypes, no parallelism)."""
@@ -148,7 +149,8 @@ def with_num_layers(hf_config: dict, num_layers: int) -> dict:
     return changed
 
 
-def _filled_in(rules: tuple[ParameterRule, ...], dims: ModelDims, num_layers: int) -> list[ParameterRule]:
+@functools.lru_cache(maxsize=16)  # asked for with each publication
+def _filled_in(rules: tuple[ParameterRule, ...], dims: ModelDims, num_layers: int) -> tuple[ParameterRule, ...]:
     """Return the rules with those of a layer once for each layer, where the first of them is."""
     present = [rule for rule in rules if rule.present(dims)]
     per_layer = [rule for rule in present if "{layer}" in rule.mf_name]
@@ -158,7 +160,7 @@ def _filled_in(rules: tuple[ParameterRule, ...], dims: ModelDims, num_layers: in
     inside = [
         rule.for_layer(layer, dims) for layer in range(num_layers) for rule in per_layer if rule.in_layer(dims, layer)
     ]
-    return before + inside + after
+    return (*before, *inside, *after)
 
 
 def _head_dim(hf_config: dict, num_heads: int) -> int:

@@ -11,6 +11,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
+from mindrlhf.rollout.server.in_place import InPlaceLoader
 from mindrlhf.rollout.server.linear import forget_copies
 from mindrlhf.rollout.server.needs import trace_reads, without_memory
 from mindrlhf.rollout.server.span import board_of_node, join_span
@@ -71,7 +72,7 @@ class WorkerExtension:
         loading.num_buckets += 1
         model = self.model_runner.get_model()
         if in_place:
-            _load_in_place(model, board, loading)
+            self._load_in_place(model, board, loading)
         elif board.num_buckets == 1:
             _forget_kernels(model)
             self.model_runner.reload_weights(weights_iterator=_torch_tensors(board, version))
@@ -110,6 +111,18 @@ class WorkerExtension:
         known = {(info.name, info.shape) for info in infos}
         return {info.name: needs[info.name] if (info.name, info.shape) in known else None for info in board.infos}
 
+    def _load_in_place(self, model: torch.nn.Module, board: WeightBoard, loading: _Loading) -> None:
+        loader = getattr(self, "_loader", None)
+        if loader is None:
+            self._loader = loader = InPlaceLoader(model)
+        loaded = loader.load(board, _torch_tensors(board, loading.version))
+        forget_copies(model)
+        loading.names = None if loaded is None or loading.names is None else loading.names | loaded
+        if loading.names is None or loading.num_buckets < board.num_buckets:
+            return
+        if missing := {name for name, _ in model.named_parameters()} - loading.names:
+            raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
+
     def _attached_board(self, path: str) -> WeightBoard:
         path = board_of_node(path)
         board = getattr(self, "_board", None)
@@ -118,17 +131,6 @@ class WorkerExtension:
                 board.close()
             self._board = board = WeightBoard.attach(path)
         return board
-
-
-def _load_in_place(model: torch.nn.Module, board: WeightBoard, loading: _Loading) -> None:
-    with torch.inference_mode():
-        loaded = model.load_weights(_torch_tensors(board, loading.version))
-    forget_copies(model)
-    loading.names = None if loaded is None or loading.names is None else loading.names | loaded
-    if loading.names is None or loading.num_buckets < board.num_buckets:
-        return
-    if missing := {name for name, _ in model.named_parameters()} - loading.names:
-        raise WeightBoardError(f"the weight board lacks tensors for {', '.join(sorted(missing)[:5])}")
 
 
 def _forget_kernels(model: torch.nn.Module) -> None:

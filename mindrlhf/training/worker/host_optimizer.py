@@ -123,8 +123,9 @@ class HostOptimizerStep:
             float(value.asnumpy()[0]) for value in (optimizer.beta1, optimizer.beta2, optimizer.eps)
         )
         lr = float(optimizer.learning_rate.asnumpy())
-        rate = lr / (1.0 - beta1 ** int(step[0]))
-        correction = 1.0 - beta2 ** int(step[0])
+        # Both corrections of the moments' bias in the two numbers, so that no pass over the elements is for them.
+        correction = math.sqrt(1.0 - beta2 ** int(step[0]))
+        rate, epsilon = lr * correction / (1.0 - beta1 ** int(step[0])), epsilon * correction
         scratch = np.empty(BLOCK_ELEMENTS, np.float32)
         states = [
             (_flat(parameter), gradient, _flat(mean), _flat(square), decay)
@@ -138,17 +139,19 @@ class HostOptimizerStep:
                 block = slice(start, min(start + BLOCK_ELEMENTS, piece.last))
                 weights, grad, first, second = (array[block] for array in arrays)
                 update = scratch[: len(grad)]
-                grad *= np.float32(scale)
+                if scale != 1.0:
+                    grad *= np.float32(scale)
                 first *= np.float32(beta1)
                 first += np.multiply(grad, np.float32(1.0 - beta1), out=update)
                 second *= np.float32(beta2)
                 grad *= grad
                 second += np.multiply(grad, np.float32(1.0 - beta2), out=update)
-                np.sqrt(np.divide(second, np.float32(correction), out=update), out=update)
+                np.sqrt(second, out=update)
                 update += np.float32(epsilon)
                 np.divide(first, update, out=update)
                 update *= np.float32(rate)
-                weights *= np.float32(1.0 - lr * decay)
+                if decay:
+                    weights *= np.float32(1.0 - lr * decay)
                 weights -= update
                 grad[...] = 0.0
 

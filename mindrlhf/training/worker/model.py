@@ -171,6 +171,8 @@ class WholeModel(RankModel):
 
 def frozen_tensors(network: CausalLM) -> dict[str, str]:
     """Return the Hugging Face names of the parameters of a vision tower that stay as they are, by their own."""
+    if network.dims.vision is None:
+        return {}
     rules = {rule.mf_name: rule.hf_names[0] for rule in network.spec.rules(network.dims) if not rule.trained}
     named = (parameter for parameter in network.get_parameters() if parameter.name.startswith(VISION_PREFIX))
     return {parameter.name: rules[parameter.name] for parameter in named if not parameter.requires_grad}
