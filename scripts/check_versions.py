@@ -51,7 +51,9 @@ VALUES = (
     ("vllm_ascend.worker.worker.NPUWorker", "kv_cache"),
     ("vllm_ascend.worker.worker.NPUWorker", "weights"),
 )
-_OWN_ATTRIBUTES = {"_attached_board", "_board", "_known_needs", "_loading", "_needs", "load_board"}  # WorkerExtension's
+_OWN_ATTRIBUTES = {  # WorkerExtension's
+    "_attached_board", "_board", "_known_needs", "_load_in_place", "_loader", "_loading", "_needs", "load_board",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
