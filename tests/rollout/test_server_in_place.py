@@ -7,11 +7,12 @@ from rollout_probes import ask_probe
 
 
 def test_copies_are_made_again_and_all_else_is_left_to_the_loader(rollout_python):
-    cases = [("copies", 1), ("copies", 2), *((way, 1) for way in ("computes", "converts", "changes", "overwrites"))]
+    num_asked = {("copies", 1): 2, ("copies", 2): 4, ("skips", 1): 2, ("skips", 2): 2 + 5}
+    cases = [*num_asked, *((way, 1) for way in ("computes", "converts", "changes", "overwrites"))]
     with tempfile.TemporaryDirectory(prefix="in-place-") as directory:
         answers = ask_probe("in_place_probe.py", rollout_python, Path(directory), cases)
     for (way, num_buckets), (differences, names, num_loads) in zip(cases, answers, strict=True):
         assert differences == [0.0] * 5, way
         assert names == ["fused", "words"]
-        # Each of two boards is loaded once by the loader where that only copies, else each version is.
-        assert num_loads == (2 * num_buckets if way == "copies" else 5), way
+        # Each bucket of two boards is loaded once by the loader where that only copies, else each version is.
+        assert num_loads == num_asked.get((way, num_buckets), 5), way

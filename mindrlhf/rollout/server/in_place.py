@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mindrlhf.rollout.server.needs import storage_of, tensors_in
 from mindrlhf.weights.board import WeightBoard
 
 _ATEN = torch.ops.aten
@@ -57,7 +57,7 @@ class InPlaceLoader:
             given = list(tensors)
             with _CopyRecorder([tensor for _, tensor in given]) as recorder:
                 names = self._model.load_weights(iter(given))
-            if recorder.saw_all(list(self._model.parameters())):
+            if recorder.targets and recorder.saw_all(list(self._model.parameters())):
                 self._plans[board.bucket] = _Plan(recorder.targets, recorder.sources, names)
             return names
 
@@ -69,32 +69,28 @@ class _CopyRecorder(TorchDispatchMode):
         super().__init__()
         self.targets: list[torch.Tensor] = []
         self.sources: list[torch.Tensor] = []
-        self._given = set(map(_storage, tensors))
+        self._given = set(map(storage_of, tensors))
         self._is_all = True
 
     def saw_all(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these copies, made again, load the same: into live parameters, where nothing came later."""
-        live = set(map(_storage, parameters))
+        live = set(map(storage_of, parameters))
         return (
             self._is_all
-            and all(_storage(target) in live for target in self.targets)
+            and all(storage_of(target) in live for target in self.targets)
             and all(torch.equal(target, source.to(target.dtype)) for target, source in zip(self.targets, self.sources))
         )
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        if function is _ATEN.copy_.default and _storage(arguments[1]) in self._given:
+        if function is _ATEN.copy_.default and storage_of(arguments[1]) in self._given:
             self.targets.append(arguments[0])
             self.sources.append(arguments[1])
         elif function._schema.is_mutable:
             # Padding is set once, and stays.
             self._is_all = self._is_all and function in _SET_TO_CONSTANTS
         else:
-            made = {_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-            read = {_storage(leaf) for leaf in tree_leaves((arguments, options)) if isinstance(leaf, torch.Tensor)}
-            self._is_all = self._is_all and (read & self._given) <= made  # a view, and nothing computed
+            # Views are made of them, and nothing is computed.
+            read = self._given.intersection(map(storage_of, tensors_in((arguments, options))))
+            self._is_all = self._is_all and read.issubset(map(storage_of, tensors_in(result)))
         return result
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -113,13 +113,13 @@ class _ReadRecorder(TorchDispatchMode):
     def feed(self) -> Iterator[tuple[str, torch.Tensor]]:
         for info in self._infos:
             tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta")
-            self._info_of[_storage(tensor)] = info
+            self._info_of[storage_of(tensor)] = info
             self._storages[info.name] = StorageWeakRef(tensor.untyped_storage())
             yield info.name, tensor
             del tensor
 
     def has_filled(self, parameter: torch.Tensor) -> bool:
-        return _storage(parameter) in self._filled
+        return storage_of(parameter) in self._filled
 
     def reads(self) -> dict[str, list[Box] | None]:
         # Whoever still holds a tensor may read it later.
@@ -133,25 +133,23 @@ class _ReadRecorder(TorchDispatchMode):
             target, source = arguments[:2]
             self._read_whole(target)
             self._read(source)
-            self._filled.add(_storage(target))
+            self._filled.add(storage_of(target))
             if source.is_meta and not target.is_meta:
                 raise TypeError(f"a tensor {tuple(source.shape)} is loaded into one that has memory")
             return function(*arguments, **options)
         result = function(*arguments, **options)
-        made = {_storage(tensor) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}
-        for tensor in tree_leaves((arguments, options)):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        made = set(map(storage_of, tensors_in(result)))
+        for tensor in tensors_in((arguments, options)):
             if function._schema.is_mutable:
-                self._filled.add(_storage(tensor))
+                self._filled.add(storage_of(tensor))
             if function in _COPIES:
                 self._read(tensor)
-            elif function._schema.is_mutable or _storage(tensor) not in made:
+            elif function._schema.is_mutable or storage_of(tensor) not in made:
                 self._read_whole(tensor)
         return result
 
     def _read(self, tensor: torch.Tensor) -> None:
-        info = self._info_of.get(_storage(tensor))
+        info = self._info_of.get(storage_of(tensor))
         if info is None:
             return
         boxes = None
@@ -163,7 +161,7 @@ class _ReadRecorder(TorchDispatchMode):
             self._boxes[info.name] += boxes
 
     def _read_whole(self, tensor: torch.Tensor) -> None:
-        info = self._info_of.get(_storage(tensor))
+        info = self._info_of.get(storage_of(tensor))
         if info is not None:
             self._whole.add(info.name)
 
@@ -221,5 +219,11 @@ def _runs(first: int, walks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]
     return [run for (run,) in merge_boxes((run,) for run in runs)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that tells a tensor's storage from all others that are there."""
     return tensor.untyped_storage()._cdata
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operator."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
