@@ -14,6 +14,9 @@ import numpy as np
 TOKEN_TILE = 512
 VOCABULARY_TILE = 1024
 
+# An exponent whose power can be multiplied with room to spare in float32, where exp(88) is near the largest number.
+_FAR = 60.0
+
 # What the forward pass may keep for the backward pass.
 MAX_KEPT_BYTES = 384 << 20
 
@@ -320,16 +323,28 @@ def _backward_tile_of_powers(
     powers: np.ndarray,
     maxima: np.ndarray,
 ) -> np.ndarray:
-    """What :func:`_backward_tile` does without entropy and words: a row of p is one of powers times a factor."""
+    """What :func:`_backward_tile` does without entropy and words: a row of p is one of powers times a factor.
+
+    The powers are changed: with 1 divided by that factor taken from the label's, a row is one of p - onehot(label).
+    Labels for which that would be too large for a float32 are added by themselves.
+    """
     grad_hidden = np.zeros_like(hidden)
-    factors = -grad_logprobs[:, None] * np.exp(maxima - log_normaliser[:, None])
+    distances = log_normaliser[:, None] - maxima
+    factors = -grad_logprobs[:, None] * np.exp(-distances)
+    is_near = distances[np.arange(len(labels)), labels // VOCABULARY_TILE] < _FAR
     for number, start in enumerate(range(0, len(weight), VOCABULARY_TILE)):
         tile = weight[start : start + VOCABULARY_TILE]
         power, factor = powers[number, :, : len(tile)], factors[:, number, None]
+        labelled = np.flatnonzero(is_near & (labels >= start) & (labels < start + len(tile)))
+        power[labelled, labels[labelled] - start] -= np.exp(distances[labelled, number])
         grad_hidden += (power @ tile) * factor
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += power.T @ (hidden * factor)
-    _add_label_gradient(grad_hidden, hidden, weight, labels, grad_logprobs, grad_weight)
+    if not is_near.all():
+        far = np.flatnonzero(~is_near)
+        added = np.zeros((len(far), hidden.shape[1]), np.float32)
+        _add_label_gradient(added, hidden[far], weight, labels[far], grad_logprobs[far], grad_weight)
+        grad_hidden[far] += added
     return grad_hidden
 
 

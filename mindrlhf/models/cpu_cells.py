@@ -245,6 +245,7 @@ class _GatedMlpFunction(nn.Cell):
         self.matmul_transpose_b = ops.MatMul(transpose_b=True)
         self.split_rows = SplitRows()
         self.concat = ops.Concat(1)
+        self.lerp = ops.Lerp()
 
     def construct(self, x, pairs, down_weight):
         gate_weight, up_weight = self.split_rows(pairs)
@@ -254,7 +255,7 @@ class _GatedMlpFunction(nn.Cell):
         activated = gate * sigmoid
         product = activated * up
         # d(silu(g) * u) / dg, where silu'(g) = sigmoid(g) + silu(g) * (1 - sigmoid(g)).
-        slope = product + sigmoid * (up - product)
+        slope = self.lerp(product, up, sigmoid)  # product + sigmoid * (up - product), in one pass over memory
         return self.matmul_transpose_b(product, down_weight), activated, product, slope
 
     def bprop(self, x, pairs, down_weight, out, dout):

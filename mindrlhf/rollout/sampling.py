@@ -14,7 +14,8 @@ import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_BLOCK = 256
+_BLOCK, _SMALL_BLOCK = 256, 64
+_SMALL_VOCABULARY = 2048
 
 
 def stream_key(seed: int, sample_index: int) -> int:
@@ -42,9 +43,10 @@ def sample_rows(probs: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.nd
         Token ids int64 [rows], never one of probability zero, and their log-probabilities float32 [rows].
     """
     num_rows, vocab_size = probs.shape
-    num_blocks = vocab_size // _BLOCK
-    split = num_blocks * _BLOCK
-    block_sums = probs[:, :split].reshape(num_rows, num_blocks, _BLOCK).sum(-1).astype(np.float64)
+    block = _SMALL_BLOCK if vocab_size <= _SMALL_VOCABULARY else _BLOCK
+    num_blocks = vocab_size // block
+    split = num_blocks * block
+    block_sums = probs[:, :split].reshape(num_rows, num_blocks, block).sum(-1).astype(np.float64)
     if split < vocab_size:
         block_sums = np.concatenate([block_sums, probs[:, split:].sum(1, dtype=np.float64, keepdims=True)], axis=1)
     rows = np.arange(num_rows)
@@ -53,14 +55,14 @@ def sample_rows(probs: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.nd
     blocks = _first_above(block_ends, targets)
     targets -= block_ends[rows, blocks] - block_sums[rows, blocks]
     if split == vocab_size:
-        inside = probs.reshape(-1, _BLOCK)[rows * num_blocks + blocks]
+        inside = probs.reshape(-1, block)[rows * num_blocks + blocks]
     else:
-        inside = np.zeros((num_rows, _BLOCK), np.float32)
+        inside = np.zeros((num_rows, block), np.float32)
         in_last = blocks == num_blocks
         others = np.flatnonzero(~in_last)
         inside[in_last, : vocab_size - split] = probs[in_last, split:]
-        inside[others] = probs[:, :split].reshape(num_rows, num_blocks, _BLOCK)[others, blocks[others]]
-    token_ids = blocks * _BLOCK + _first_above(np.cumsum(inside, axis=1, dtype=np.float64), targets)
+        inside[others] = probs[:, :split].reshape(num_rows, num_blocks, block)[others, blocks[others]]
+    token_ids = blocks * block + _first_above(np.cumsum(inside, axis=1, dtype=np.float64), targets)
     return token_ids, np.log(probs[rows, token_ids])
 
 

@@ -71,6 +71,19 @@ def test_backward_equals_float64(tiles, monkeypatch, with_entropy, silent, room)
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("scale", [20.0, 80.0])
+def test_words_of_almost_no_probability_have_their_gradient(tiles, scale):
+    """Logits so far apart that a label's own place among what is kept could not be told in float32."""
+    inputs = draw(5, scale=scale)
+    grad_logprobs, _ = draw_gradients(5, inputs[3])
+    nothing, kept = np.zeros_like(grad_logprobs), vocabulary.KeptPowers()
+    logprobs, entropy, log_normaliser = vocabulary.forward(*inputs, kept=kept)
+    assert scale < 80.0 or logprobs.min() < -88.0, "exp would be 0"
+    actual = backward(*inputs, entropy, log_normaliser, grad_logprobs, nothing, kept=kept)
+    for ours, theirs in zip(actual, reference.backward(*inputs, grad_logprobs, nothing)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5 * np.abs(theirs).max())
+
+
 def test_backward_equals_central_differences():
     """The float64 reference too, so that both cannot share a wrong formula."""
     hidden, weight, labels, mask = draw(2, num_tokens=5, vocabulary_size=9)

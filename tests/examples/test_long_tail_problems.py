@@ -37,11 +37,20 @@ def test_answers_count_down_and_name_the_colour_or_not(records):
 def test_numbers_are_log_normal(records):
     numbers = [int(record["question"].split()[0]) for record in records]
     logarithms = [math.log(number) for number in numbers]
-    assert statistics.median(numbers) == pytest.approx(24, abs=1.5)
+    assert statistics.median(numbers) == pytest.approx(48, abs=3)
     # Between the quartiles of a normal distribution lie 1.349 standard deviations; cut ends do not move them.
     low, _, high = statistics.quantiles(logarithms, n=4)
     assert (high - low) / 1.349 == pytest.approx(1.0, abs=0.07)
-    assert min(numbers) >= 2 and max(numbers) <= 400
+    assert min(numbers) >= 2 and max(numbers) == 800
+
+
+def test_other_lengths_can_be_asked_for(tmp_path):
+    numbers = [
+        int(record["question"].split()[0])
+        for record in make(tmp_path, "--num-train", "2000", "--median", "24", "--largest", "100")
+    ]
+    assert statistics.median(numbers) == pytest.approx(24, abs=2)
+    assert max(numbers) == 100
 
 
 def test_the_tokenizer_has_a_token_for_each_word(records, tmp_path):

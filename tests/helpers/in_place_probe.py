@@ -18,6 +18,7 @@ from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
 HEIGHTS, WIDTH, PADDED = {"q": 6, "k": 3, "words": 10}, 4, 16
+LARGE = 16411  # times as high: copied in several parts, the last one smaller
 
 
 class Model(torch.nn.Module):
@@ -26,7 +27,10 @@ class Model(torch.nn.Module):
     def __init__(self, way: str):
         super().__init__()
         self.way, self.num_loads = way, 0
-        self.fused = torch.nn.Parameter(torch.full((9, WIDTH), torch.nan), requires_grad=False)
+        self.scale = LARGE if way == "columns" else 1
+        fused = torch.full((9 * self.scale, WIDTH), torch.nan)
+        fused = fused.t().contiguous().t() if way == "columns" else fused
+        self.fused = torch.nn.Parameter(fused, requires_grad=False)
         self.words = torch.nn.Parameter(torch.full((PADDED, WIDTH), torch.nan), requires_grad=False)
 
     def load_weights(self, weights) -> set[str]:
@@ -41,7 +45,9 @@ class Model(torch.nn.Module):
                 tensor = tensor * 2.0
             elif self.way == "converts":
                 tensor = tensor.to(torch.float64).to(torch.float32)
-            target = {"q": self.fused.data[:6], "k": self.fused.data.narrow(0, 6, 3), "words": self.words.data[:10]}
+            rows = 6 * self.scale, 3 * self.scale
+            target = {"q": self.fused.data[: rows[0]], "k": self.fused.data.narrow(0, *rows)}
+            target["words"] = self.words.data[:10]
             target[name].copy_(tensor)
             if name == "words":
                 self.words.data[10:].fill_(0)
@@ -63,13 +69,14 @@ def run(way: str, num_buckets: int) -> list:
     model = Model(way)
     loader = InPlaceLoader(model)
     random = np.random.default_rng(num_buckets)
-    infos = [TensorInfo(name, "float32", (height, WIDTH)) for name, height in HEIGHTS.items()]
+    heights = {name: height * (1 if name == "words" else model.scale) for name, height in HEIGHTS.items()}
+    infos = [TensorInfo(name, "float32", (height, WIDTH)) for name, height in heights.items()]
     differences, names = [], set()
     for version in range(5):
         if version in (0, 3):
             board = WeightBoard.create(infos, bucket_bytes=200 if num_buckets > 1 else 0)
             assert board.num_buckets == num_buckets
-        tensors = {name: random.standard_normal((height, WIDTH), np.float32) for name, height in HEIGHTS.items()}
+        tensors = {name: random.standard_normal((height, WIDTH), np.float32) for name, height in heights.items()}
         for bucket in range(num_buckets):
             board.begin(version, bucket)
             for name, tensor in tensors.items():

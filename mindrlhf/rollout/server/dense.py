@@ -87,11 +87,12 @@ class DenseDecoder:
         # Each layer adds to the residual in place; the first one's is not the embedding itself.
         residual = self._embedding.index_select(0, token_ids)
         hidden = torch.empty_like(residual)
+        seen = residual.new_empty(len(token_ids), self._sizes[0])
         rms_norm(hidden, residual, self._layers[0].input_norm, epsilon)
         for number, layer in enumerate(self._layers):
             if number:
                 add_and_norm(hidden, residual, layer.input_norm, epsilon)
-            hidden = layer.output(self._attend(layer, layer.qkv(hidden), positions, attention))
+            hidden = layer.output(self._attend(layer, layer.qkv(hidden), positions, attention, seen))
             add_and_norm(hidden, residual, layer.mlp_norm, epsilon)
             gate, up = layer.gate_up(hidden).chunk(2, -1)
             hidden = layer.down(torch.nn.functional.silu(gate).mul_(up))
@@ -99,9 +100,14 @@ class DenseDecoder:
         return self._head(hidden)[:, : self._num_words]
 
     def _attend(
-        self, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, attention: CPUAttentionMetadata
+        self,
+        layer: _Layer,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        attention: CPUAttentionMetadata,
+        seen: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what the heads saw, [samples, query heads * head size]."""
+        """Return ``seen``, [samples, query heads * head size], with what the heads see of these tokens."""
         kernels, size = torch.ops._C, self._head_size
         query, key, value = torch.split_with_sizes(qkv, self._sizes, -1)
         if layer.head_norms is not None:
@@ -113,12 +119,11 @@ class DenseDecoder:
         kernels.cpu_attn_reshape_and_cache.default(
             key, value, *layer.caches, attention.slot_mapping, self._isa, 1.0, 1.0, "auto"
         )
-        output = torch.empty(query.shape, dtype=query.dtype)
         kernels.cpu_attention_with_kv_cache.default(
-            query, *layer.caches, output, attention.query_start_loc, attention.seq_lens, self._scale, True, None, -1,
-            attention.block_table, 0.0, attention.scheduler_metadata, None, None, 1.0, 1.0, "auto",
+            query, *layer.caches, _heads(seen, size), attention.query_start_loc, attention.seq_lens, self._scale, True,
+            None, -1, attention.block_table, 0.0, attention.scheduler_metadata, None, None, 1.0, 1.0, "auto",
         )  # fmt: skip
-        return output.view(-1, self._sizes[0])
+        return seen
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = heads.reshape(-1, self._head_size)
@@ -150,10 +155,8 @@ def _layer(layer: torch.nn.Module) -> _Layer:
 
 
 def _product(linear: Any) -> _Product:
-    multiply, weight = linear.cpu_linear, linear.weight.data
     bias = getattr(linear, "bias", None)
-    bias = None if bias is None else bias.data
-    return lambda x: multiply(x, weight, bias)
+    return linear.cpu_linear.of_rows(None if bias is None else bias.data)
 
 
 def _is_plain(layer: torch.nn.Module, layer_class: type) -> bool:

@@ -16,6 +16,7 @@ from mindrlhf.weights.board import WeightBoard
 
 _ATEN = torch.ops.aten
 _SET_TO_CONSTANTS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
+_TURNED_AT_ONCE = 1 << 17  # elements: they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,17 @@ class _Plan:
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
     names: set[str] | None
+
+    def run(self) -> None:
+        """Make the copies, in any order: no two are into the same elements."""
+        plain_targets, plain_sources = [], []
+        for target, source in zip(self.targets, self.sources):
+            if _is_turned(target, source):
+                _turn(target, source)
+            else:
+                plain_targets.append(target)
+                plain_sources.append(source)
+        torch._foreach_copy_(plain_targets, plain_sources)
 
 
 class InPlaceLoader:
@@ -52,7 +64,7 @@ class InPlaceLoader:
             self._board, self._plans = board, {}
         with torch.inference_mode():
             if plan := self._plans.get(board.bucket):
-                torch._foreach_copy_(plan.targets, plan.sources)
+                plan.run()
                 return plan.names
             given = list(tensors)
             with _CopyRecorder([tensor for _, tensor in given]) as recorder:
@@ -94,3 +106,24 @@ class _CopyRecorder(TorchDispatchMode):
             read = self._given.intersection(map(storage_of, tensors_in((arguments, options))))
             self._is_all = self._is_all and read.issubset(map(storage_of, tensors_in(result)))
         return result
+
+
+def _is_turned(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a large matrix that lies row by row is copied into one that lies column by column."""
+    return (
+        source.ndim == 2
+        and source.dtype == target.dtype
+        and source.numel() >= _TURNED_AT_ONCE
+        and source.is_contiguous()
+        and target.stride(0) == 1 < target.stride(1)
+    )
+
+
+def _turn(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy such a matrix by whole columns of some rows: element by element PyTorch takes three times as long."""
+    num_rows = max(1, _TURNED_AT_ONCE // source.shape[1])
+    scratch = torch.empty(num_rows * source.shape[1], dtype=source.dtype)
+    for first in range(0, source.shape[0], num_rows):
+        columns = source[first : first + num_rows].t()
+        turned = scratch[: columns.numel()].view(columns.shape).copy_(columns)
+        target[first : first + num_rows].t().copy_(turned)

@@ -7,6 +7,7 @@ them best, from a packed copy that is made at the first product after an update:
 """
 
 import functools
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +48,15 @@ class PlainLinear:
         if self._onednn is not None and x.numel() * self._weight.shape[0] > _SMALL_PRODUCT:
             return self._onednn(x, self._weight, bias, "none", [], "")
         return torch.nn.functional.linear(x, self._weight, bias)
+
+    def of_rows(self, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what computes the same for rows [rows, in], with fewer calls on the way where it can be."""
+        if self._packs or self._onednn is not None:
+            return lambda x: self(x, self._weight, bias)
+        turned = self._weight.t()
+        if bias is None:
+            return functools.partial(torch.mm, mat2=turned)
+        return lambda x: torch.addmm(bias, x, turned)
 
     def shares_memory(self, weight: torch.Tensor) -> bool:
         return self._weight.data_ptr() == weight.data_ptr()
