@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the model and the prompts of the long tail, in runs/long_tail: about six minutes.
+# Makes the model and the prompts of the long tail, in runs/long_tail: about eight minutes.
 #     bash examples/long_tail/make_model.sh [MEDIAN LARGEST]    of the lengths, 48 and 800; at most 800
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
