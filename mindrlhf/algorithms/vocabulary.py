@@ -340,25 +340,22 @@ def _backward_tile_of_powers(
         grad_hidden += (power @ tile) * factor
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += power.T @ (hidden * factor)
-    if not is_near.all():
-        far = np.flatnonzero(~is_near)
-        added = np.zeros((len(far), hidden.shape[1]), np.float32)
-        _add_label_gradient(added, hidden[far], weight, labels[far], grad_logprobs[far], grad_weight)
-        grad_hidden[far] += added
+    far = np.flatnonzero(~is_near)
+    grad_hidden[far] += _label_gradient(hidden[far], weight, labels[far], grad_logprobs[far], grad_weight)
     return grad_hidden
 
 
-def _add_label_gradient(
-    grad_hidden: np.ndarray,
+def _label_gradient(
     hidden: np.ndarray,
     weight: np.ndarray,
     labels: np.ndarray,
     grad_logprobs: np.ndarray,
     grad_weight: np.ndarray | None,
-) -> None:
-    grad_hidden += grad_logprobs[:, None] * weight[labels]
+) -> np.ndarray:
+    """Return what the labels' logits add to the gradient of ``hidden``, and add that of ``weight``."""
     if grad_weight is not None:
         np.add.at(grad_weight, labels, grad_logprobs[:, None] * hidden)
+    return grad_logprobs[:, None] * weight[labels]
 
 
 def _backward_tile(
@@ -397,6 +394,4 @@ def _backward_tile(
         grad_hidden += z @ tile
         if grad_weight is not None:
             grad_weight[start : start + len(tile)] += z.T @ scaled_hidden
-    grad_hidden *= row_scale
-    _add_label_gradient(grad_hidden, hidden, weight, labels, grad_logprobs, grad_weight)
-    return grad_hidden
+    return grad_hidden * row_scale + _label_gradient(hidden, weight, labels, grad_logprobs, grad_weight)
