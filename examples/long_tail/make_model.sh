@@ -10,6 +10,7 @@ if (( largest > 800 )); then
     echo "make_model.sh: LARGEST is $largest; the model has numbers up to 800 only" >&2
     exit 1
 fi
+longest=$(( largest + 48 )) # with the question and the end
 rm -rf "$work"/{data,habit,model,warmup}
 mkdir -p "$work/model"
 cp "$recipe/model_config.json" "$work/model/config.json"
@@ -22,9 +23,9 @@ build() { # FILE OPTIONS
     .venv/bin/mindrlhf data build --input "$1.jsonl" --output "$1.mindrecord" --tokenizer "$work/model" \
         --handler gsm8k --template qwen --max-prompt-length 32 "${@:2}"
 }
-build "$work/habit/train" --task sft --max-length $(( largest + 48 ))
+build "$work/habit/train" --task sft --max-length "$longest"
 build "$work/data/train"
 build "$work/data/test"
 .venv/bin/mindrlhf sft examples/quickstart/sft.yaml run.output_dir="$work/warmup" model.path="$work/model" \
     model.random_init=true data.train_file="$work/habit/train.mindrecord" data.tokenizer_dir="$work/model" \
-    supervised.rows_per_step=16 supervised.batch_size=4 supervised.row_lengths="[$(( largest + 48 ))]" supervised.epochs=5
+    supervised.rows_per_step=16 supervised.batch_size=4 supervised.row_lengths="[$longest]" supervised.epochs=5

@@ -23,20 +23,16 @@ _TURNED_AT_ONCE = 1 << 17  # elements: they stay in the cache
 class _Plan:
     """What there is to copy from a bucket of a board, and the names of the parameters that this loads, or None."""
 
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]  # target and source
+    turned: list[tuple[torch.Tensor, torch.Tensor]]  # those for which ``_is_turned`` is true
     names: set[str] | None
 
     def run(self) -> None:
         """Make the copies, in any order: no two are into the same elements."""
-        plain_targets, plain_sources = [], []
-        for target, source in zip(self.targets, self.sources):
-            if _is_turned(target, source):
-                _turn(target, source)
-            else:
-                plain_targets.append(target)
-                plain_sources.append(source)
-        torch._foreach_copy_(plain_targets, plain_sources)
+        for target, source in self.turned:
+            _turn(target, source)
+        if self.copies:  # PyTorch takes no empty lists
+            torch._foreach_copy_(*map(list, zip(*self.copies, strict=True)))
 
 
 class InPlaceLoader:
@@ -70,7 +66,9 @@ class InPlaceLoader:
             with _CopyRecorder([tensor for _, tensor in given]) as recorder:
                 names = self._model.load_weights(iter(given))
             if recorder.targets and recorder.saw_all(list(self._model.parameters())):
-                self._plans[board.bucket] = _Plan(recorder.targets, recorder.sources, names)
+                pairs = list(zip(recorder.targets, recorder.sources, strict=True))
+                copies, turned = ([pair for pair in pairs if _is_turned(*pair) == is_so] for is_so in (False, True))
+                self._plans[board.bucket] = _Plan(copies, turned, names)
             return names
 
 
