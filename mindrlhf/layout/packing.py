@@ -57,7 +57,9 @@ def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: Row
     """Assign every piece to exactly one row, such that the rows cost little.
 
     Rows are planned once for each length as the longest, alone and with the shorter ones, and the cheapest plan is
-    taken. Each row has the shortest of its plan's lengths that holds it; pieces of one group are neighbours in it.
+    taken. With shorter ones there are two plans: all rows are opened with the longest, or each with the shortest that
+    holds what it begins with (a few long samples, whose pairs of positions cost most, then make few long rows). Each
+    row has the shortest of its plan's lengths that holds it; pieces of one group are neighbours in it.
 
     Args:
         pieces: of the samples, in order.
@@ -77,20 +79,24 @@ def plan_best_fit(pieces: Sequence[Piece], row_lengths: Sequence[int], cost: Row
     if needed > row_lengths[-1]:
         raise ValueError(f"sample {largest} takes {needed} tokens, more than the longest row, {row_lengths[-1]}")
     lengths = [length for length in row_lengths if length >= needed]
-    choices = [[short for short in row_lengths if short <= length] for length in lengths]
-    choices += [[length] for length in lengths if length > row_lengths[0]]
-    plans = [_plan(pieces, choice) for choice in choices]
+    mixed = [[short for short in row_lengths if short <= length] for length in lengths]
+    plans = [_plan(pieces, choice) for choice in mixed]
+    plans += [_plan(pieces, [length]) for length in lengths if length > row_lengths[0]]
+    plans += [_plan(pieces, choice, is_tight=True) for choice in mixed if len(choice) > 1]
     best = min(plans, key=lambda rows: sum(cost.of(row.length) for row in rows))
     return sorted(best, key=lambda row: (row.length, row.items))
 
 
-def _plan(pieces: Sequence[Piece], row_lengths: Sequence[int]) -> list[Row]:
-    """Plan rows of at most the last of ``row_lengths``: one after the other, each filled as far as it can be."""
+def _plan(pieces: Sequence[Piece], row_lengths: Sequence[int], *, is_tight: bool = False) -> list[Row]:
+    """Plan rows of at most the last of ``row_lengths``: one after the other, each filled as far as it can be.
+
+    A tight plan opens a row no longer than the largest bundle that is left, which it begins with.
+    """
     left = _bundles(pieces, row_lengths[-1])
     rows: list[_OpenRow] = []
     while left:
         left.sort(key=lambda bundle: (-bundle.used, bundle.items[0]))
-        row = _OpenRow(row_lengths[-1])
+        row = _OpenRow(_shortest(row_lengths, left[0].used) if is_tight else row_lengths[-1])
         rows.append(row)
         while chosen := _choose(left, row, pieces):
             bundle, items = chosen

@@ -1,6 +1,7 @@
 """Requests and completions as the arrays of a message (:mod:`mindrlhf.system.wire`), to a server or to another node."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,14 +26,15 @@ def unpack_sampling(values: Mapping[str, Any]) -> SamplingParams:
 
 def pack_requests(requests: Sequence[GenerationRequest], sampling: SamplingParams) -> dict[str, np.ndarray]:
     """Return the arrays of requests."""
-    lengths = [len(request.prompt_ids) for request in requests]
+    prompts = [request.prompt_ids for request in requests]
+    lengths = [len(prompt) for prompt in prompts]
     return {
         "request_ids": np.array([request.request_id for request in requests], np.int64),
         "num_samples": np.array([request.num_samples for request in requests], np.int32),
         "seeds": np.array([request.seed for request in requests], np.int64),
         "max_tokens": np.array([request.token_limit(sampling) for request in requests], np.int32),
         "prompt_lengths": np.array(lengths, np.int64),
-        "prompt_ids": np.fromiter((i for r in requests for i in r.prompt_ids), np.int32, sum(lengths)),
+        "prompt_ids": np.fromiter(itertools.chain.from_iterable(prompts), np.int32, sum(lengths)),
     } | pack_images([request.images for request in requests])
 
 

@@ -10,7 +10,11 @@ same numbers. The function is SplitMix64 (Steele, Lea and Flood, "Fast splittabl
 OOPSLA 2014).
 """
 
+from typing import TypeVar
+
 import numpy as np
+
+_Word = TypeVar("_Word", int, np.ndarray)  # 64 bits: of one number, or uint64 of each
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -20,7 +24,7 @@ _SMALL_VOCABULARY = 2048
 
 def stream_key(seed: int, sample_index: int) -> int:
     """The key of the random stream of sample ``sample_index`` of a request, an integer in [0, 2**64)."""
-    return int(_mix(_mix(np.array([seed & _MASK], np.uint64)) + np.uint64(sample_index))[0])
+    return _mix((_mix(seed & _MASK) + sample_index) & _MASK)
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -76,7 +80,7 @@ def _first_above(ends: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return above.argmax(axis=1)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix(x: _Word) -> _Word:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 31)

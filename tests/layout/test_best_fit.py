@@ -85,6 +85,19 @@ def test_by_hand():
     assert plan_best_fit([], (8,), COST) == []
 
 
+def test_a_long_sample_makes_no_other_row_long():
+    # 9 pieces of 4 and one of 30: filled as far as they can be, rows of 32 are 2, for 2 x (32 + 1024) with the cost
+    # below. One of 32 with the long piece and rows of two small ones cost 32 + 1024 + 5 x (8 + 64).
+    pieces = [Piece(30, group=0), *[Piece(4, group=number) for number in range(1, 10)]]
+    rows = plan_best_fit(pieces, (8, 32), RowCost(1.0, 1.0))
+    assert [(row.length, row.items) for row in rows] == [
+        (8, (1, 2)), (8, (3, 4)), (8, (5, 6)), (8, (7, 8)), (8, (9,)), (32, (0,))
+    ]  # fmt: skip
+    # Room that the long row has anyway is filled.
+    rows = plan_best_fit([Piece(28, group=0), *pieces[1:]], (8, 32), RowCost(1.0, 1.0))
+    assert [row.items for row in rows] == [(2, 3), (4, 5), (6, 7), (8, 9), (0, 1)]
+
+
 def test_a_sample_that_fits_no_row_is_named():
     with pytest.raises(ValueError, match="sample 1 takes 97 tokens"):
         plan_best_fit([Piece(3), Piece(50, 47, 1)], ROW_LENGTHS, COST)

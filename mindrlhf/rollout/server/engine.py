@@ -29,8 +29,9 @@ from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.exchange.needs import merge_needs
 from mindrlhf.weights.tensors import TensorInfo
 
-# vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32.
-_CPU_BLOCK_SIZE = 32
+# vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32. Prompts are read up to so
+# many tokens at once: of a small model another pass for the rest costs as much as 1,000 tokens.
+_CPU_BLOCK_SIZE, _CPU_READ_TOKENS = 32, 4096
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
     if config["kv_cache_gib"] is not None:
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
     if config["device"] == "cpu":
-        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
+        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "max_num_batched_tokens": _CPU_READ_TOKENS}
         if not cpu.supports(config["dtype"], config["tensor_parallel_size"]):
             # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
-            whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, config["max_model_len"])}
-            arguments |= whole
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(_CPU_READ_TOKENS, config["max_model_len"])
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
