@@ -232,6 +232,11 @@ class SelfAttention(nn.Cell):
         return self.linear_proj(output, self.matmul_transpose_b(output, self.linear_proj.weight)), None
 
 
+@ops.constexpr
+def _every_second_row(first: int, num_rows: int) -> Tensor:
+    return Tensor(np.arange(first, num_rows, 2, dtype=np.int32))
+
+
 class _GatedMlpFunction(nn.Cell):
     """(silu(x @ gate^T) * (x @ up^T)) @ down^T on rows `[N, H]`, and its gradient; gate and up rows alternate.
 
@@ -260,9 +265,12 @@ class _GatedMlpFunction(nn.Cell):
 
     def bprop(self, x, pairs, down_weight, out, dout):
         # Three arrays wait for the backward pass, the fewest from which it has nothing to compute again. The weights
-        # are copied again: without the dependence the compiler would take the copies of the forward pass.
+        # are copied again, or the copies of the forward pass would wait too: by numbers of rows that depend on the
+        # gradient, since the compiler copies a whole parameter once more where that itself is made to wait.
         _, activated, product, slope = out
-        gate_weight, up_weight = self.split_rows(ops.depend(pairs, dout[0]))
+        gate_weight, up_weight = (
+            ops.gather(pairs, ops.depend(_every_second_row(first, pairs.shape[0]), dout[0]), 0) for first in (0, 1)
+        )
         dproduct = self.matmul(dout[0], down_weight)
         dup = dproduct * activated
         dgate = dproduct * slope
