@@ -7,6 +7,7 @@ time first (Graham 1969, "Bounds on multiprocessing timing anomalies"). All is a
 order of the input.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -94,36 +95,58 @@ def _plan(pieces: Sequence[Piece], row_lengths: Sequence[int], *, is_tight: bool
     """
     left = _bundles(pieces, row_lengths[-1])
     rows: list[_OpenRow] = []
+    are_ordered = False  # the bundles, the largest first
     while left:
-        left.sort(key=lambda bundle: (-bundle.used, bundle.items[0]))
+        if not are_ordered:
+            left.sort(key=lambda bundle: (-bundle.used, bundle.items[0]))
         row = _OpenRow(_shortest(row_lengths, left[0].used) if is_tight else row_lengths[-1])
         rows.append(row)
-        while chosen := _choose(left, row, pieces):
-            bundle, items = chosen
-            for item in items:
-                bundle.remove(item, pieces[item])
-                row.add(item, pieces[item])
-            if not bundle.items:
-                left.remove(bundle)
+        are_ordered = _fill(row, left, pieces)
     for row in rows:
         row.length = _shortest(row_lengths, row.used)
     _close_nearly_empty(rows, pieces, row_lengths)
     return [Row(row.length, row.ordered(pieces)) for row in rows]
 
 
-def _choose(
-    left: "Sequence[_OpenRow]", row: "_OpenRow", pieces: Sequence[Piece]
-) -> "tuple[_OpenRow, list[int]] | None":
-    """Return what to add to a row, and the bundle that it is of: the largest that fits, else the largest part of one.
+def _fill(row: "_OpenRow", left: "list[_OpenRow]", pieces: Sequence[Piece]) -> bool:
+    """Move to an empty row what fits of the bundles ``left``: the largest that does, else the largest part of one.
 
     A part leaves its prefix to be repeated, but takes room that nothing else would.
+
+    Returns:
+        Whether the bundles that are left are still in order: no part was taken.
     """
-    whole = next((bundle for bundle in left if bundle.used <= row.room), None)
-    if whole is not None:
-        return whole, list(whole.items)
+    are_ordered, first = True, 0
+    while True:
+        room = row.room
+        # Bundles before the last choice were too large for more room than there is now.
+        place = next((number for number in range(first, len(left)) if left[number].used <= room), None)
+        if place is not None:
+            for item in left.pop(place).items:
+                row.add(item, pieces[item])
+            first = place
+            continue
+        part = _largest_part(left, row, pieces)
+        if part is None:
+            return are_ordered
+        bundle, items = part
+        for item in items:
+            bundle.remove(item, pieces[item])
+            row.add(item, pieces[item])
+        if not bundle.items:
+            left.remove(bundle)
+        are_ordered, first = False, 0
+
+
+def _largest_part(
+    left: "Sequence[_OpenRow]", row: "_OpenRow", pieces: Sequence[Piece]
+) -> "tuple[_OpenRow, list[int]] | None":
+    """Return a bundle that does not fit and the most of its pieces that do."""
     best, most, free = None, 0, 0
     for bundle in left:
         first = pieces[bundle.items[0]]
+        if len(bundle.items) == 1 and first.group not in row.members:
+            continue  # its only part is all of it
         room = row.room - (row.need(first) - first.size)
         if room > most:
             size = largest_sum([pieces[item].size for item in bundle.items], room)
@@ -210,7 +233,10 @@ def _shortest(row_lengths: Sequence[int], used: int) -> int:
 
 def _close_nearly_empty(rows: list[_OpenRow], pieces: Sequence[Piece], row_lengths: Sequence[int]) -> None:
     """Move pieces out of the emptiest rows into room that others have, where that closes or shortens a row."""
+    rooms = [row.room for row in rows]
     for row in sorted(rows, key=lambda row: row.used):
+        if not _may_be_shortened(row, pieces, row_lengths, rooms):
+            continue
         moved = []
         for item in sorted(row.items, key=lambda item: (-pieces[item].size, item)):
             piece = pieces[item]
@@ -228,6 +254,18 @@ def _close_nearly_empty(rows: list[_OpenRow], pieces: Sequence[Piece], row_lengt
             for item, target in moved:
                 target.remove(item, pieces[item])
                 row.add(item, pieces[item])
+            continue
+        rooms = [other.room for other in rows]
+
+
+def _may_be_shortened(row: _OpenRow, pieces: Sequence[Piece], row_lengths: Sequence[int], rooms: Sequence[int]) -> bool:
+    """Whether others, of all of whose ``rooms`` one is the row's, could take enough: most are full, few pieces fit."""
+    excess = row.used - max((length for length in row_lengths if length < row.length), default=0)
+    largest, second = heapq.nlargest(2, (*rooms, 0))
+    most_room = second if row.room == largest else largest
+    movable = [pieces[item] for item in row.items if pieces[item].size <= most_room]
+    prefixes = sum(piece.prefix_size for piece in movable)
+    return prefixes + min(sum(piece.size for piece in movable), sum(rooms) - row.room) >= excess
 
 
 def deal_rows(costs: Sequence[float], num_ranks: int, *, most: int | None = None) -> list[list[int]]:
