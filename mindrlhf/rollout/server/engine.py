@@ -80,8 +80,8 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "max_num_batched_tokens": _CPU_READ_TOKENS}
         if not cpu.supports(config["dtype"], config["tensor_parallel_size"]):
             # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(_CPU_READ_TOKENS, config["max_model_len"])
+            most = max(_CPU_READ_TOKENS, config["max_model_len"])
+            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
