@@ -77,11 +77,11 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
     if config["kv_cache_gib"] is not None:
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
     if config["device"] == "cpu":
-        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "max_num_batched_tokens": _CPU_READ_TOKENS}
+        most = max(config["max_num_seqs"], min(_CPU_READ_TOKENS, config["max_num_seqs"] * config["max_model_len"]))
+        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "max_num_batched_tokens": most}
         if not cpu.supports(config["dtype"], config["tensor_parallel_size"]):
             # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
-            most = max(_CPU_READ_TOKENS, config["max_model_len"])
-            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
+            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(most, config["max_model_len"])}
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
