@@ -6,7 +6,8 @@ import signal
 
 import sanity_inputs
 
-RECIPE = {"run__max_steps": 40, "checkpoint__every_steps": 1}
+# It must not end before the others have been refused, however fast its steps are.
+RECIPE = {"run__max_steps": 10_000, "training__epochs": 10_000, "checkpoint__every_steps": 1}
 
 
 def test_a_second_run_in_the_directory_of_a_living_one_is_refused_and_changes_nothing(
@@ -15,7 +16,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused_and_changes_no
     output_dir = tmp_path / "run"
     job = start_job(output_dir, **RECIPE)
     job.wait_until(lambda: job.num_steps() >= 2)
-    arguments = sanity_inputs.overrides(fault_inputs_dir, output_dir, run__max_steps=40)
+    arguments = sanity_inputs.overrides(fault_inputs_dir, output_dir, **RECIPE)
     for command in (("train",), ("train", "--resume"), ("train", "--max-restarts", "2")):
         name, *options = command
         second = sanity_inputs.run(name, "examples/sanity/config.yaml", *arguments, *options, timeout_s=120)
