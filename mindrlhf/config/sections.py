@@ -349,7 +349,7 @@ class TrainingSection:
     row_lengths: tuple[int, ...] = key(
         (),
         "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "
-        "first_fit two, the longer for twice as much",
+        "first_fit two: see docs/performance.md",
         minimum=8,
     )
     pack: bool = key(True, "put several samples into one row")

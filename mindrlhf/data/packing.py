@@ -18,6 +18,8 @@ class Row:
 
 # Rows are a multiple of this: on Ascend it is what its cube takes; on a CPU, a vector of AVX2.
 ROW_MULTIPLES = {"ascend": 16, "cpu": 8}
+# Tokens of the longest sample up to which rows are chosen that hold two of it.
+_LONGEST_IN_PAIRS = 2048
 
 
 def choose_row_length(
@@ -26,7 +28,9 @@ def choose_row_length(
     """Return the row lengths to use, ascending; an empty choice becomes one that fits ``longest`` tokens.
 
     With ``is_fitted``, for rows that are filled by best fit, it becomes two lengths: one that fits twice as many, so
-    that the samples of a prompt meet in it, and one that is an eighth shorter, for what does not fill the other.
+    that the samples of a prompt meet in it, and one that is an eighth shorter, for what does not fill the other. Where
+    samples may be long, that would cost more attention, which is quadratic, than it saves of padding: then one length
+    is for the longest, and one for a quarter of it, as most samples are shorter by far.
 
     Raises:
         UserError: no row is long enough for ``longest``; ``what`` says what is that long.
@@ -35,6 +39,8 @@ def choose_row_length(
         multiple = ROW_MULTIPLES[device]
         if not is_fitted:
             return (-(-longest // multiple) * multiple,)
+        if longest > _LONGEST_IN_PAIRS:
+            return (-(-longest // 64) * 16, -(-longest // 16) * 16)
         whole = -(-2 * longest // 16) * 16
         shorter = whole - -(-whole // 128) * 16
         return (shorter, whole) if shorter >= longest else (whole,)

@@ -129,4 +129,10 @@ def test_lengths_for_best_fit_hold_two_of_the_longest_sample_and_a_little_less()
     assert choose_row_length((), 85, "", "cpu", is_fitted=True) == (144, 176)
     assert choose_row_length((), 128, "", "cpu", is_fitted=True) == (224, 256)
     assert choose_row_length((), 5, "", "cpu", is_fitted=True) == (16,)
+    assert choose_row_length((), 2048, "", "ascend", is_fitted=True) == (3584, 4096)
     assert choose_row_length((64,), 30, "", "cpu", is_fitted=True) == (64,)
+
+
+def test_lengths_for_best_fit_of_long_samples_hold_one_and_a_quarter():
+    assert choose_row_length((), 2049, "", "ascend", is_fitted=True) == (528, 2064)
+    assert choose_row_length((), 16384, "", "cpu", is_fitted=True) == (4096, 16384)
