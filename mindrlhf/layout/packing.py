@@ -7,7 +7,6 @@ time first (Graham 1969, "Bounds on multiprocessing timing anomalies"). All is a
 order of the input.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -93,28 +92,27 @@ def _plan(pieces: Sequence[Piece], row_lengths: Sequence[int], *, is_tight: bool
 
     A tight plan opens a row no longer than the largest bundle that is left, which it begins with.
     """
-    left = _bundles(pieces, row_lengths[-1])
+    left = sorted(_bundles(pieces, row_lengths[-1]), key=_largest_first)
     rows: list[_OpenRow] = []
-    are_ordered = False  # the bundles, the largest first
     while left:
-        if not are_ordered:
-            left.sort(key=lambda bundle: (-bundle.used, bundle.items[0]))
         row = _OpenRow(_shortest(row_lengths, left[0].used) if is_tight else row_lengths[-1])
         rows.append(row)
-        are_ordered = _fill(row, left, pieces)
+        _fill(row, left, pieces)
     for row in rows:
         row.length = _shortest(row_lengths, row.used)
     _close_nearly_empty(rows, pieces, row_lengths)
     return [Row(row.length, row.ordered(pieces)) for row in rows]
 
 
-def _fill(row: "_OpenRow", left: "list[_OpenRow]", pieces: Sequence[Piece]) -> bool:
+def _largest_first(bundle: "_OpenRow") -> tuple[int, int]:
+    return -bundle.used, bundle.items[0]
+
+
+def _fill(row: "_OpenRow", left: "list[_OpenRow]", pieces: Sequence[Piece]) -> None:
     """Move to an empty row what fits of the bundles ``left``: the largest that does, else the largest part of one.
 
-    A part leaves its prefix to be repeated, but takes room that nothing else would.
-
-    Returns:
-        Whether the bundles that are left are still in order: no part was taken.
+    A part leaves its prefix to be repeated, but takes room that nothing else would. The bundles are in order, the
+    largest first, and are left so.
     """
     are_ordered, first = True, 0
     while True:
@@ -128,7 +126,7 @@ def _fill(row: "_OpenRow", left: "list[_OpenRow]", pieces: Sequence[Piece]) -> b
             continue
         part = _largest_part(left, row, pieces)
         if part is None:
-            return are_ordered
+            break
         bundle, items = part
         for item in items:
             bundle.remove(item, pieces[item])
@@ -136,6 +134,8 @@ def _fill(row: "_OpenRow", left: "list[_OpenRow]", pieces: Sequence[Piece]) -> b
         if not bundle.items:
             left.remove(bundle)
         are_ordered, first = False, 0
+    if not are_ordered:
+        left.sort(key=_largest_first)
 
 
 def _largest_part(
@@ -233,7 +233,7 @@ def _shortest(row_lengths: Sequence[int], used: int) -> int:
 
 def _close_nearly_empty(rows: list[_OpenRow], pieces: Sequence[Piece], row_lengths: Sequence[int]) -> None:
     """Move pieces out of the emptiest rows into room that others have, where that closes or shortens a row."""
-    rooms = [row.room for row in rows]
+    rooms = _rooms(rows)
     for row in sorted(rows, key=lambda row: row.used):
         if not _may_be_shortened(row, pieces, row_lengths, rooms):
             continue
@@ -255,14 +255,18 @@ def _close_nearly_empty(rows: list[_OpenRow], pieces: Sequence[Piece], row_lengt
                 target.remove(item, pieces[item])
                 row.add(item, pieces[item])
             continue
-        rooms = [other.room for other in rows]
+        rooms = _rooms(rows)
+
+
+def _rooms(rows: Sequence[_OpenRow]) -> list[int]:
+    """Return the rooms of the rows, the largest first, and that of no row."""
+    return [*sorted((row.room for row in rows), reverse=True), 0]
 
 
 def _may_be_shortened(row: _OpenRow, pieces: Sequence[Piece], row_lengths: Sequence[int], rooms: Sequence[int]) -> bool:
-    """Whether others, of all of whose ``rooms`` one is the row's, could take enough: most are full, few pieces fit."""
+    """Whether other rows could take enough of a row, one of those of the ``rooms``: most are full, few pieces fit."""
     excess = row.used - max((length for length in row_lengths if length < row.length), default=0)
-    largest, second = heapq.nlargest(2, (*rooms, 0))
-    most_room = second if row.room == largest else largest
+    most_room = rooms[1] if row.room == rooms[0] else rooms[0]  # of another
     movable = [pieces[item] for item in row.items if pieces[item].size <= most_room]
     prefixes = sum(piece.prefix_size for piece in movable)
     return prefixes + min(sum(piece.size for piece in movable), sum(rooms) - row.room) >= excess
