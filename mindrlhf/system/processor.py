@@ -18,6 +18,15 @@ def maker() -> str:
     return _of_first_processor("vendor_id")
 
 
+def has_avx2(flags: Collection[str] | None = None) -> bool:
+    """Return whether a processor multiplies eight float32 numbers at once, and adds them in the same instruction.
+
+    Args:
+        flags: names as in ``/proc/cpuinfo``; those of this machine when None.
+    """
+    return frozenset(instruction_sets() if flags is None else flags) >= _AVX2
+
+
 def mkl_holds_back(flags: Collection[str] | None = None, made_by: str | None = None) -> bool:
     """Return whether MKL, by which PyTorch multiplies float32, leaves AVX-512 unused although the processor has it.
 

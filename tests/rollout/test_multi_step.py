@@ -113,6 +113,14 @@ def test_heads_that_are_normalised_are_computed_alike(rollout_python, directory)
     check_equal(result["cases"])
 
 
+def test_weights_that_take_the_left_place_are_multiplied_alike(rollout_python, directory):
+    # All but the projection of attention's output are large; feed-forward results lie by columns.
+    large = {**QWEN, "hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4, "vocab_size": 1100}
+    result = ask(rollout_python, directory, large, {"plain": CASES["plain"], "stop tokens": CASES["stop tokens"]})
+    assert result["several"] and result["decoder"] == "used"
+    check_equal(result["cases"])
+
+
 def test_a_decoder_that_differs_is_not_used(rollout_python, directory):
     result = ask(rollout_python, directory, QWEN, {"plain": CASES["plain"]}, break_decoder=True)
     assert result["several"] and result["decoder"] == "given up"

@@ -1,4 +1,4 @@
-"""The server's products against float64, from plain weights and from packed copies."""
+"""The server's products against float64, in every way that a layer may multiply."""
 
 import itertools
 import tempfile
@@ -11,13 +11,17 @@ from mindrlhf.system.processor import mkl_holds_back
 
 def test_products_are_right_before_and_after_an_update(rollout_python):
     # Packed copies are oneDNN's, which is asked where MKL holds back.
-    packs = [False, True] if mkl_holds_back() else [False]
-    shapes = list(itertools.product([1, 5, 64], [96, 640], [33, 1000], [False, True], packs))
+    ways = ["COLUMNS", "PACKED"] if mkl_holds_back() else ["COLUMNS", "LEFT"]
+    shapes = list(itertools.product([1, 5, 64, 97], [96, 640], [33, 1000], [False, True], ways))
     with tempfile.TemporaryDirectory(prefix="linear-") as directory:
-        *answers, room = ask_probe("linear_probe.py", rollout_python, Path(directory), shapes)
-    for (*_, packed), answer in zip(shapes, answers, strict=True):
-        assert answer["before"] < 1e-6 and answer["after"] < 1e-6
-        assert answer["stale"] == packed
-    # Every second weight is large, and there is room for three of them.
-    assert room[0] == [False, True] * 3 + [False] * 4
-    assert room[1] == room[0]
+        *answers, held_back, free, old = ask_probe("linear_probe.py", rollout_python, Path(directory), shapes)
+    for (num_rows, _, _, has_bias, way), answer in zip(shapes, answers, strict=True):
+        assert max(answer["errors"]) < 1e-6
+        assert answer["stale"] == (way == "PACKED")
+        assert all(answer["by rows"])
+        assert answer["by columns"] == (way == "LEFT" and not has_bias and 1 < num_rows <= 96)
+    # Every second weight is large, and there is room for three packed copies.
+    assert held_back[0] == ["COLUMNS", "PACKED"] * 3 + ["COLUMNS"] * 4
+    assert free[0] == ["COLUMNS", "LEFT"] * 5
+    assert old[0] == ["COLUMNS"] * 10
+    assert all(first == again for first, again in (held_back, free, old))

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
-from mindrlhf.rollout.server.linear import PackedCopies, PlainLinear
+from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways
 
 TESTED_VERSIONS = ("0.32.0",)
 _DTYPES = ("float32", "bfloat16")
@@ -108,18 +108,18 @@ def install_kernels() -> None:
     if RMS_NORM_PROVIDER in ir.ops.rms_norm.impls:
         return
     repack = linear_kernels.dispatch_cpu_unquantized_gemm
-    copies = PackedCopies()
+    ways = Ways()
 
     def keep_plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
             repack(layer, remove_weight)
             return
-        packs = copies.wants(layer, weight)
-        if remove_weight and not packs:  # embeddings keep theirs, since rows are looked up in it
+        way = ways.of(layer, weight)
+        if remove_weight and way is Way.COLUMNS:  # embeddings keep theirs, since rows are looked up in it
             # Column by column, which the BLAS prefers for few rows.
             weight.data = weight.data.t().contiguous().t()
-        layer.cpu_linear = PlainLinear(weight.data, packs)
+        layer.cpu_linear = PlainLinear(weight.data, way)
 
     linear_kernels.dispatch_cpu_unquantized_gemm = keep_plain
     current_platform.import_kernels()

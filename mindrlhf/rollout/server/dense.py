@@ -149,14 +149,14 @@ def _layer(layer: torch.nn.Module) -> _Layer:
         (keys, values),
         _product(attention.o_proj),
         layer.post_attention_layernorm.weight.data,
-        _product(mlp.gate_up_proj),
+        _product(mlp.gate_up_proj, may_lie_by_columns=True),
         _product(mlp.down_proj),
     )
 
 
-def _product(linear: Any) -> _Product:
+def _product(linear: Any, may_lie_by_columns: bool = False) -> _Product:
     bias = getattr(linear, "bias", None)
-    return linear.cpu_linear.of_rows(None if bias is None else bias.data)
+    return linear.cpu_linear.of_rows(None if bias is None else bias.data, may_lie_by_columns)
 
 
 def _is_plain(layer: torch.nn.Module, layer_class: type) -> bool:
