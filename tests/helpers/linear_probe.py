@@ -4,7 +4,7 @@ usage: python tests/helpers/linear_probe.py < JSON of (a config, unused; [[rows,
 
 Prints "probe" and JSON: of each shape the largest error against float64, relative to the largest result, before and
 after the weight was changed in place; the same of rows whose results may lie by columns, and whether they do; and
-whether products still had the old weight until it was forgotten. Last, in which way ten layers multiply, asked in turn
+whether products still had the old weight until it was forgotten. Last, in which way twelve layers multiply, asked in turn
 and then again, where MKL holds back, where it does not, and where the processor has no AVX2.
 """
 
@@ -16,6 +16,9 @@ import torch
 
 from mindrlhf.rollout.server import linear
 from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways, forget_copies
+
+
+SHAPES = [(1024, 16), (1024, 1024), (8192, 128)]  # small, large, large and narrow
 
 
 def error(result, x, weight, bias) -> float:
@@ -49,9 +52,9 @@ def probe(num_rows, num_in, num_out, has_bias, way) -> dict:
 
 def ways(holds_back: bool, has_avx2: bool) -> list[list[str]]:
     linear._mkl_holds_back, linear._has_avx2 = lambda: holds_back, lambda: has_avx2
-    linear.MAX_PACKED_BYTES = 3 * 4 << 20
-    chosen, layers = Ways(), [torch.nn.Module() for _ in range(10)]
-    weights = [torch.empty(1024, 1024 if number % 2 else 16) for number in range(10)]
+    linear.MAX_PACKED_BYTES = 5 * 4 << 20
+    chosen, layers = Ways(), [torch.nn.Module() for _ in range(12)]
+    weights = [torch.empty(SHAPES[number % len(SHAPES)]) for number in range(12)]
     return [[chosen.of(*one).name for one in zip(layers, weights, strict=True)] for _ in range(2)]
 
 

@@ -19,10 +19,11 @@ from mindrlhf.system.processor import has_avx2, mkl_holds_back
 
 # Multiplications of a product from which on oneDNN is worth its call, some 10 microseconds.
 _SMALL_PRODUCT = 1 << 20
-# Elements of a weight from which on a packed copy pays.
-_SMALL_WEIGHT = 1 << 17
-# Elements of a weight that no longer comes from a cache near the core, from which on the left place pays.
-_LARGE_WEIGHT = 1 << 19
+# Elements of a weight from which on a packed copy pays: where MKL holds back, and elsewhere.
+_PACKS_FROM_HELD_BACK, _PACKS_FROM = 1 << 17, 1 << 20
+# Elements of a weight from which on the left place pays, and how many it must have for each result: to transpose a
+# result takes as long as some 100 multiplications.
+_LEFT_FROM, _WIDE = 1 << 19, 512
 # With more rows the weight takes the right place: it is read as seldom, and results need no transposition.
 FEW_ROWS = 96
 # What the packed copies of a server may take; weights that come later stay plain.
@@ -101,8 +102,9 @@ def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 class Ways:
     """In which way each layer of a server multiplies.
 
-    Where MKL does not use all of the processor, large weights have packed copies while there is room; elsewhere they
-    take the left place. It stays so for as long as a layer lives, however often vLLM sets its kernel up.
+    Where MKL does not use all of the processor, large weights have packed copies while there is room. Elsewhere they
+    take the left place, and only narrow ones have copies, as the head of a small model with many words. It stays so for
+    as long as a layer lives, however often vLLM sets its kernel up.
     """
 
     def __init__(self) -> None:
@@ -118,10 +120,12 @@ class Ways:
         return self._chosen[layer]
 
     def _decide(self, weight: torch.Tensor) -> Way:
-        if _mkl_holds_back():
-            fits = self._num_bytes + weight.nbytes <= MAX_PACKED_BYTES
-            return Way.PACKED if fits and weight.numel() >= _SMALL_WEIGHT else Way.COLUMNS
-        return Way.LEFT if _has_avx2() and weight.numel() >= _LARGE_WEIGHT else Way.COLUMNS
+        holds_back = _mkl_holds_back()
+        if not holds_back and _has_avx2() and weight.numel() >= _LEFT_FROM and weight.shape[1] >= _WIDE:
+            return Way.LEFT
+        is_large = weight.numel() >= (_PACKS_FROM_HELD_BACK if holds_back else _PACKS_FROM)
+        fits = self._num_bytes + weight.nbytes <= MAX_PACKED_BYTES
+        return Way.PACKED if _has_avx2() and is_large and fits else Way.COLUMNS
 
 
 def forget_copies(model: torch.nn.Module) -> None:
