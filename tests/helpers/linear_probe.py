@@ -4,8 +4,8 @@ usage: python tests/helpers/linear_probe.py < JSON of (a config, unused; [[rows,
 
 Prints "probe" and JSON: of each shape the largest error against float64, relative to the largest result, before and
 after the weight was changed in place; the same of rows whose results may lie by columns, and whether they do; and
-whether products still had the old weight until it was forgotten. Last, in which way twelve layers multiply, asked in turn
-and then again, where MKL holds back, where it does not, and where the processor has no AVX2.
+whether products still had the old weight until it was forgotten. Last, in which way twelve layers multiply, asked in
+turn and then again, where MKL holds back, where it does not, and where the processor has no AVX2.
 """
 
 import json
@@ -16,7 +16,6 @@ import torch
 
 from mindrlhf.rollout.server import linear
 from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways, forget_copies
-
 
 SHAPES = [(1024, 16), (1024, 1024), (8192, 128)]  # small, large, large and narrow
 

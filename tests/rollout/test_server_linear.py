@@ -8,7 +8,8 @@ from rollout_probes import ask_probe
 
 
 def test_products_are_right_before_and_after_an_update(rollout_python):
-    shapes = list(itertools.product([1, 5, 64, 97], [96, 640], [33, 1000], [False, True], ["COLUMNS", "PACKED", "LEFT"]))
+    ways = ["COLUMNS", "PACKED", "LEFT"]
+    shapes = list(itertools.product([1, 5, 64, 97], [96, 640], [33, 1000], [False, True], ways))
     with tempfile.TemporaryDirectory(prefix="linear-") as directory:
         *answers, held_back, free, old = ask_probe("linear_probe.py", rollout_python, Path(directory), shapes)
     for (num_rows, _, _, has_bias, way), answer in zip(shapes, answers, strict=True):
