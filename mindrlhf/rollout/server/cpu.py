@@ -36,6 +36,9 @@ from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways
 TESTED_VERSIONS = ("0.32.0",)
 _DTYPES = ("float32", "bfloat16")
 RMS_NORM_PROVIDER = "mindrlhf_cpu"
+# vLLM 0.32 looks at it for models with latent attention only. Left to itself it takes, on a processor with AMX, kernels
+# that refuse float32; these compute every dtype, on every processor.
+LATENT_ATTENTION = "CPU_MLA"
 _SILENT_BACKEND = torch.distributed.Backend.FAKE
 
 

@@ -79,6 +79,7 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
     if config["device"] == "cpu":
         most = max(config["max_num_seqs"], min(_CPU_READ_TOKENS, config["max_num_seqs"] * config["max_model_len"]))
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "max_num_batched_tokens": most}
+        arguments |= {"attention_backend": cpu.LATENT_ATTENTION}
         if not cpu.supports(config["dtype"], config["tensor_parallel_size"]):
             # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(most, config["max_model_len"])}
