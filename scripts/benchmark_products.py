@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """How fast a rollout server on this CPU multiplies by its weights, in each way that it could (server/linear.py).
 
-    .venv-rollout/bin/python scripts/benchmark_products.py [--weights OUTxIN ...] [--rows 4 16 32 64] [--rounds 7]
+    .venv-rollout/bin/python scripts/benchmark_products.py [--weights OUTxIN ...] [--rows 4 16 32 64]
+        [--rounds 7] [--threads 1]
 
 Of each weight there are as many as take 256 MiB: a model's weights come from memory, not from a cache near the core. In
 each round every way multiplies by all of its own, in turn. Milliseconds of a product are medians; "ratio" compares the
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -73,11 +75,13 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=shape_of, default=list(map(shape_of, DEFAULT_WEIGHTS)))
     parser.add_argument("--rows", nargs="+", type=int, default=[4, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    if min(arguments.rows) < 1 or arguments.rounds < 1:
-        parser.error(f"--rows {arguments.rows} and --rounds {arguments.rounds} are to be 1 or more")
-    torch.set_num_threads(1)
-    print("milliseconds of a product, one thread")
+    for name in ("rows", "rounds", "threads"):
+        if np.min(getattr(arguments, name)) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: to be 1 or more")
+    torch.set_num_threads(arguments.threads)
+    print(f"milliseconds of a product, threads: {arguments.threads}")
     names = " ".join(f"{way.name:>9}" for way in Way)
     print(f"{'weight':>16} {'rows':>5} {names}   {'taken':8} {'ratio':21} {'pack':>7}")
     with torch.inference_mode():
