@@ -1,12 +1,13 @@
 """Seconds of a step with samples generated ahead, against the same config within the step, in turns.
 
     .venv/bin/python scripts/benchmark_ahead.py CONFIG [section.key=value ...] [--ahead 1] [--steps 20] [--warmup 5]
-        [--repeats 3] [--any-core] [--out figures.json]
+        [--repeats 3] [--asynchronous TOKENS] [--any-core] [--out figures.json]
 
 Both sides run `mindrlhf train` on the config without checkpoints, and evaluations but a short last one. They take
 turns, and each turn gives the median step after warm-up; the ratio of each pair of turns is one measurement, so what
 else the machine is doing falls on both sides. Where generation takes a share g of a synchronous step, the ratio is at
-best 1 / max(g, 1 - g).
+best 1 / max(g, 1 - g). With ``--asynchronous`` the other side is the fully asynchronous loop, in rounds of so many
+tokens.
 
 The ranks share one core and the servers another, on both sides: MindSpore computes elementwise work on a second thread
 however few it is allowed, so that within a step an update would take both cores, and ahead it could not. ``--any-core``
@@ -82,6 +83,8 @@ def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
             "checkpoint.every_steps": 0,
             "observe.tensorboard": "false",
         }
+        if ahead and arguments.asynchronous:
+            settings |= {"rollout.asynchronous": "true", "rollout.span_tokens": arguments.asynchronous}
         if load_grpo_config(arguments.config, arguments.overrides, world_size=None).data.eval_file:
             settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false"}
             settings["evaluation.max_prompts"] = 1
@@ -109,6 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="pairs of turns (default 3)")
+    parser.add_argument("--asynchronous", type=int, metavar="TOKENS", help="of a round; default: not asynchronous")
     parser.add_argument("--any-core", action="store_true", help="do not hold ranks and servers to a core each")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_intermixed_args()
@@ -130,7 +134,8 @@ def main() -> None:
     print(f"  steps are {statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f} to {ratios[-1]:.2f})")
     if arguments.out:
         turns = [[asdict(plain), asdict(ahead)] for plain, ahead in pairs]
-        arguments.out.write_text(json.dumps({"ahead": arguments.ahead, "ratios": ratios, "turns": turns}, indent=2))
+        given = {"ahead": arguments.ahead, "asynchronous": arguments.asynchronous}
+        arguments.out.write_text(json.dumps({**given, "ratios": ratios, "turns": turns}, indent=2))
 
 
 if __name__ == "__main__":
