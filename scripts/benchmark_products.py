@@ -7,8 +7,8 @@
 Of each weight there are as many as take 256 MiB: a model's weights come from memory, not from a cache near the core. In
 each round every way multiplies by all of its own, in turn. Milliseconds of a product are medians; "ratio" compares the
 way that the server takes ("taken") with PyTorch's product by columns, within a round: median, least and greatest.
-"pack" is what a packed copy takes, once for each update of the weights. The default weights are those of Qwen2.5-0.5B:
-queries, keys and values; output; gate and up; down; head.
+"pack" is what a packed copy takes, with the first product of one row, once for each update of the weights. The default
+weights are those of Qwen2.5-0.5B: queries, keys and values; output; gate and up; down; head.
 """
 
 import argparse

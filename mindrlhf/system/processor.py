@@ -58,7 +58,7 @@ def openblas_environment(flags: Collection[str] | None = None) -> dict[str, str]
     flags = frozenset(instruction_sets() if flags is None else flags)
     if flags >= _AVX512 | _AVX2:
         return {OPENBLAS_CORE_VARIABLE: "SKYLAKEX"}
-    return {OPENBLAS_CORE_VARIABLE: "HASWELL"} if flags >= _AVX2 else {}
+    return {OPENBLAS_CORE_VARIABLE: "HASWELL"} if has_avx2(flags) else {}
 
 
 def _of_first_processor(name: str) -> str:

@@ -24,7 +24,7 @@ _PACKS_FROM_HELD_BACK, _PACKS_FROM = 1 << 17, 1 << 20
 # Elements of a weight from which on the left place pays, and how many it must have for each result: to transpose a
 # result takes as long as some 100 multiplications.
 _LEFT_FROM, _WIDE = 1 << 19, 512
-# With more rows the weight takes the right place: it is read as seldom, and results need no transposition.
+# Rows up to which it pays; with more, the transposition costs what it saves, and oneDNN has the weight on the right.
 FEW_ROWS = 96
 # What the packed copies of a server may take; weights that come later stay plain.
 MAX_PACKED_BYTES = 1 << 30
