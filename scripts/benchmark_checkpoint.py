@@ -31,10 +31,9 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.models.load import load_model
-from mindrlhf.training.batch import RowOptions, make_batch
+from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
-from mindrlhf.training.records import Share
 from mindrlhf.training.runtime import start_runtime
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.actor import Actor
@@ -61,7 +60,7 @@ def build(config: GrpoConfig, row_length: int) -> Actor:
     return Actor(PolicyLearner(network, loss, config.optimizer, rank, config.run.device), None, saves_reference=False)
 
 
-def random_batch(vocab_size: int, num_samples: int, row_length: int) -> Share:
+def random_batch(vocab_size: int, num_samples: int, row_length: int) -> Batch:
     generator = np.random.default_rng(0)
     sequences = [
         TokenSequence(
@@ -74,7 +73,7 @@ def random_batch(vocab_size: int, num_samples: int, row_length: int) -> Share:
         )
         for _ in range(num_samples)
     ]
-    return make_batch(sequences, RowOptions((row_length,), num_samples, 1, False)).share(0, 1)
+    return make_batch(sequences, RowOptions((row_length,), num_samples, 1, False)).part_of(0, 1)
 
 
 def main() -> None:
@@ -103,7 +102,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
         start, cpu_start = time.perf_counter(), time.process_time()
         for index in range(arguments.steps):
             checkpoints.begin_step(progress)
-            actor.receive_batch(batch, is_first=True)
+            actor.receive([batch])
             actor.update(batch=0, lr=1e-6, kl_coefficient=0.0)
             progress.step += 1
             if saves and index == 0:

@@ -132,7 +132,7 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
 
     sequences = [TokenSequence(ids(PROMPT_LENGTH), ids(response_length), values()) for _ in range(samples)]
     batch = make_batch(sequences, RowOptions((row_length,), case.micro_batch, num_ranks, False))
-    share = batch.share(rank.index, num_ranks)
+    share = batch.part_of(rank.index, num_ranks)
     measured: dict[str, list[float]] = {"all": [], "apply": [], "cpu": []}
     apply = learner.apply
 

@@ -10,7 +10,7 @@ from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
 from mindrlhf.training.distillation.rows import asked_together, plan_by_teacher, with_teachers
-from mindrlhf.training.records import Share, TokenArrays
+from mindrlhf.training.messages import record
 from mindrlhf.training.routing.rows import ReplayedExperts, with_experts
 from mindrlhf.training.vision.image_rows import ImageTokens, image_table, with_images
 
@@ -64,9 +64,10 @@ class RowOptions:
         return with_experts(packed, sequences, rows, self.experts, share_prompts=self.shares_prompts)
 
 
+@record
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one optimiser update, cut into micro-batches that the ranks divide.
+    """The rows of one optimiser update, cut into micro-batches that the ranks divide; or the part of one rank.
 
     Nothing depends on the cutting: the loss divides by ``num_tokens``, the generated tokens of the whole update.
     Samples without a gradient may have been left out of the rows; their tokens count.
@@ -74,7 +75,7 @@ class Batch:
 
     micro_batches: tuple[PackedRows, ...]
     num_tokens: int
-    placed: tuple[tuple[int, int, int, int], ...]  # per sequence: micro-batch, row, first position, last + 1
+    placed: tuple[tuple[int, ...], ...] = ()  # per sequence: micro-batch, row, first position, last + 1
     ranks: tuple[int, ...] = ()  # of each micro-batch; empty: rank r computes ``micro_batches[r::num_ranks]``
     images: dict[str, np.ndarray] = field(default_factory=dict)  # digest -> uint8 [height, width, 3]
 
@@ -89,14 +90,19 @@ class Batch:
             return list(range(rank, len(self.micro_batches), num_ranks))
         return [number for number, owner in enumerate(self.ranks) if owner == rank]
 
-    def share(self, rank: int, num_ranks: int) -> Share:
-        """Return rank's micro-batches, to which it may add token arrays of its own."""
+    def part_of(self, rank: int, num_ranks: int) -> "Batch":
+        """Return what a rank computes: its micro-batches, to which it may add token arrays, and their images."""
         own = [self.micro_batches[number] for number in self.numbers(rank, num_ranks)]
-        return Share(tuple(replace(rows, tokens=dict(rows.tokens)) for rows in own), self.num_tokens)
+        digests = dict.fromkeys(digest for rows in own for digest in rows.images)
+        return Batch(
+            tuple(replace(rows, tokens=dict(rows.tokens)) for rows in own),
+            self.num_tokens,
+            images={digest: self.images[digest] for digest in digests},
+        )
 
-    def shares(self, num_ranks: int) -> list[dict[str, Share]]:
-        """Return the argument ``share`` of a call to the ranks, by rank."""
-        return [{"share": self.share(rank, num_ranks)} for rank in range(num_ranks)]
+    def per_rank(self, num_ranks: int) -> list[dict[str, "Batch"]]:
+        """Return the argument ``batch`` of a call to the ranks, by rank."""
+        return [{"batch": self.part_of(rank, num_ranks)} for rank in range(num_ranks)]
 
     def collect(self, shares: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """Gather per-position results of all ranks back into one array for each sequence: of its generated tokens.
@@ -113,7 +119,7 @@ class Batch:
             for index, row, first, last in self.placed
         ]
 
-    def spread(self, responses: Sequence[np.ndarray], num_ranks: int) -> list[TokenArrays]:
+    def spread(self, responses: Sequence[np.ndarray], num_ranks: int) -> list[list[np.ndarray]]:
         """Lay one array per sequence, of its generated tokens, out over the rows: the inverse of ``collect``.
 
         Returns:
@@ -123,9 +129,7 @@ class Batch:
         for (micro_batch, row, first, last), values in zip(self.placed, responses, strict=True):
             is_generated = self.micro_batches[micro_batch].mask[row, first:last] > 0
             arrays[micro_batch][row, first:last][is_generated] = values
-        return [
-            TokenArrays(tuple(arrays[number] for number in self.numbers(rank, num_ranks))) for rank in range(num_ranks)
-        ]
+        return [[arrays[number] for number in self.numbers(rank, num_ranks)] for rank in range(num_ranks)]
 
     def in_order(self, shares: Sequence[Sequence[T]]) -> list[T]:
         """Return what the ranks have for their micro-batches in the order of the batch."""
@@ -133,17 +137,6 @@ class Batch:
         for rank, share in enumerate(shares):
             found |= zip(self.numbers(rank, len(shares)), share, strict=True)
         return [found[number] for number in range(len(self.micro_batches))]
-
-
-def images_of_ranks(batches: Sequence[Batch], num_ranks: int) -> list[dict[str, tuple[np.ndarray, ...]]]:
-    """Return the argument ``images`` of a call to the ranks: what each one's rows look at, every image once."""
-    pixels = {digest: image for batch in batches for digest, image in batch.images.items()}
-    digests: list[dict[str, None]] = [{} for _ in range(num_ranks)]
-    for batch in batches:
-        for rank, own in enumerate(digests):
-            for number in batch.numbers(rank, num_ranks):
-                own.update(dict.fromkeys(batch.micro_batches[number].images))
-    return [{"images": tuple(pixels[digest] for digest in own)} for own in digests]
 
 
 def make_update_batch(sequences: Sequence[TokenSequence], computed: np.ndarray, options: RowOptions) -> Batch:

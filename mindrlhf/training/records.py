@@ -44,12 +44,15 @@ def result(cls: type) -> type:
 
 
 def merge(results: Sequence[Result]) -> Result:
-    """Return the result of a replica from those of its ranks, in order; None if they returned nothing."""
-    kinds = {type(one) for one in results}
+    """Return the result of a replica from those of its ranks, in order.
+
+    None if they returned nothing. Of what is no record, such as a list of arrays, the last rank's counts.
+    """
+    kinds = {list if isinstance(one, tuple) else type(one) for one in results}  # a tuple of another rank is a list
     assert len(kinds) == 1, f"the ranks of a replica returned different things: {sorted(map(str, kinds))}"
+    if kinds <= {list, type(None)}:
+        return last(results)
     first = results[0]
-    if first is None:
-        return None
     values = {
         one.name: one.metadata[_RULE]([getattr(each, one.name) for each in results])
         for one in dataclasses.fields(first)
@@ -86,30 +89,6 @@ def add_contributions(values: Sequence[Contribution]) -> Contribution:
             entry["sums"] = [*entry["sums"], *written["sums"]]
             entry["checksum"] = (entry["checksum"] + written["checksum"]) % _CHECKSUM_MODULUS
     return total
-
-
-@result
-class Share:
-    """A rank's share of the rows of one optimiser update.
-
-    Attributes:
-        micro_batches: in the order in which the rank computes them.
-        num_tokens: generated tokens of the whole update, over all ranks, which the loss divides by.
-    """
-
-    micro_batches: tuple[PackedRows, ...] = merged_by(last)
-    num_tokens: int = merged_by(last)
-
-
-@result
-class TokenArrays:
-    """One value for each position of a share: log-probabilities, values, scores, advantages.
-
-    Attributes:
-        arrays: float32 [rows, length] for each micro-batch.
-    """
-
-    arrays: tuple[np.ndarray, ...] = merged_by(last)
 
 
 @result

@@ -131,7 +131,7 @@ def run(
     policy, function = compiled(rows.rows_per_micro_batch, loss, *keys)
     value, statistics, shares = 0.0, 0.0, []
     for rank in range(rows.num_ranks):
-        share = batch.share(rank, rows.num_ranks)
+        share = batch.part_of(rank, rows.num_ranks)
         shares.append({"logprobs": [], "entropy": []})
         for packed in share.micro_batches:
             policy.logprobs.set_data(ms.Tensor(packed.tokens["logprobs"]))

@@ -101,7 +101,7 @@ def run(responses, clip_range, rows=PACKED):
     batch = make_batch(sequences, rows)
     total, shares = np.zeros(len(VALUE_STATISTICS)), []
     for rank in range(rows.num_ranks):
-        share = batch.share(rank, rows.num_ranks)
+        share = batch.part_of(rank, rows.num_ranks)
         shares.append([])
         for packed in share.micro_batches:
             scores.values.set_data(ms.Tensor(packed.tokens["new"]))

@@ -68,8 +68,7 @@ def batch_of(actor, shown: Sequence[tuple[np.ndarray, ...]], num_samples: int, n
 
 def receive(actor, batch: Batch) -> None:
     """Give an actor a batch and its images."""
-    actor.receive_batch(batch.share(0, 1), is_first=True)
-    actor.receive_images(tuple(batch.images.values()))
+    actor.receive([batch.part_of(0, 1)])
 
 
 def slope_and_difference(

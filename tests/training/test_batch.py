@@ -47,7 +47,7 @@ def test_shares_are_equal_in_number_and_hold_every_token_once(shapes, options):
     assert batch.num_tokens == sum(response for _, response in shapes)
     tokens, num_counted = [], 0
     for rank in range(options.num_ranks):
-        share = batch.share(rank, options.num_ranks)
+        share = batch.part_of(rank, options.num_ranks)
         micro_batches = share.micro_batches
         assert share.num_tokens == batch.num_tokens
         assert len(micro_batches) == len(batch.micro_batches) // options.num_ranks
@@ -67,7 +67,7 @@ def test_collect_inverts_placement(shapes, options):
     """What each position predicts is its label: collected, the labels are the responses."""
     sequences = make_sequences(shapes)
     batch = make_batch(sequences, options)
-    shares = [batch.share(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)]
+    shares = [batch.part_of(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)]
     collected = batch.collect([[rows.labels * rows.mask for rows in share] for share in shares])
     assert [response.tolist() for response in collected] == [s.response_ids.tolist() for s in sequences]
     advantages = [[rows.tokens["advantages"] for rows in share] for share in shares]
@@ -75,7 +75,7 @@ def test_collect_inverts_placement(shapes, options):
         np.testing.assert_array_equal(response, sequence.values["advantages"])
     # Laid out again from the responses, they are where packing put them.
     for share, spread in zip(advantages, batch.spread(batch.collect(advantages), len(shares)), strict=True):
-        for array, expected in zip(spread.arrays, share, strict=True):
+        for array, expected in zip(spread, share, strict=True):
             np.testing.assert_array_equal(array, expected)
 
 
@@ -84,7 +84,7 @@ def test_collect_inverts_placement(shapes, options):
 def test_shares_come_back_as_they_were_cut(shapes, options):
     batch = make_batch(make_sequences(shapes), options)
     for rank in range(options.num_ranks):
-        micro_batches = batch.share(rank, options.num_ranks).micro_batches
+        micro_batches = batch.part_of(rank, options.num_ranks).micro_batches
         for ours, theirs in zip(micro_batches, batch.micro_batches[rank :: options.num_ranks], strict=True):
             for field in FIELDS:
                 np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field))
@@ -97,7 +97,7 @@ def test_shares_come_back_as_they_were_cut(shapes, options):
 @given(shapes=shape_lists, options=options)
 def test_shares_in_order_are_the_batch(shapes, options):
     batch = make_batch(make_sequences(shapes), options)
-    found = batch.in_order([batch.share(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
+    found = batch.in_order([batch.part_of(rank, options.num_ranks).micro_batches for rank in range(options.num_ranks)])
     for ours, theirs in zip(found, batch.micro_batches, strict=True):
         assert ours.input_ids is theirs.input_ids
 
@@ -172,7 +172,7 @@ def test_the_rows_do_not_depend_on_the_ranks(groups, options):
 @given(groups=group_lists, options=fitted)
 def test_fitted_micro_batches_come_back_and_have_shapes_that_were_announced(groups, options):
     batch, ranks = make_batch(make_groups(groups), options), range(options.num_ranks)
-    shares = [batch.share(rank, options.num_ranks).micro_batches for rank in ranks]
+    shares = [batch.part_of(rank, options.num_ranks).micro_batches for rank in ranks]
     shapes = {rows.model_inputs.shape for rows in options.shapes()}
     assert {rows.model_inputs.shape for rows in batch.micro_batches} <= shapes
     for ours, theirs in zip(batch.in_order(shares), batch.micro_batches, strict=True):
@@ -184,7 +184,7 @@ def test_fitted_micro_batches_come_back_and_have_shapes_that_were_announced(grou
         assert all(row.any() for rows in batch.micro_batches for row in rows.segment_ids), "no padding rows"
     advantages = [[rows.tokens["advantages"] for rows in share] for share in shares]
     for share, spread in zip(advantages, batch.spread(batch.collect(advantages), len(ranks)), strict=True):
-        for array, expected in zip(spread.arrays, share, strict=True):
+        for array, expected in zip(spread, share, strict=True):
             np.testing.assert_array_equal(array, expected)
 
 
@@ -296,5 +296,5 @@ def test_tokens_of_tools_carry_nothing_however_a_batch_is_cut(data, shapes, firs
         assert [part.tolist() for part in collected] == [s.response_ids[s.is_generated].tolist() for s in sequences]
         spread = batch.spread([part + 0.5 for part in collected], cut.num_ranks)
         for micro_batch, rows in enumerate(batch.micro_batches):
-            array = spread[micro_batch % cut.num_ranks].arrays[micro_batch // cut.num_ranks]
+            array = spread[micro_batch % cut.num_ranks][micro_batch // cut.num_ranks]
             np.testing.assert_array_equal(array, np.where(rows.mask > 0, rows.labels + 0.5, 0))

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays_of
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.training import records
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.messages import decode, encode, record
 from mindrlhf.training.records import last, merge, merged_by, result
 
@@ -98,10 +99,14 @@ rows = st.builds(
 )
 
 
+places = st.lists(st.tuples(*[st.integers(0, 9)] * 4), max_size=2).map(tuple)
+batches = st.builds(Batch, st.lists(rows, max_size=3).map(tuple), st.integers(0, 1000), places)
+
+
+@given(sent=st.lists(batches, max_size=2))
 @settings(max_examples=50, deadline=None)
-@given(share=st.builds(records.Share, st.lists(rows, max_size=3).map(tuple), st.integers(0, 1000)))
-def test_shares_arrive(share):
-    assert_same(over_the_wire({"share": share, "is_first": True}), {"share": share, "is_first": True})
+def test_batches_arrive(sent):
+    assert_same(over_the_wire({"batches": sent}), {"batches": sent})
 
 
 INNER = Inner(True, "t", {"a": np.zeros(2, np.float32)})

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.batch import Batch, RowOptions, images_of_ranks
+from mindrlhf.training.batch import Batch, RowOptions
 from mindrlhf.training.loop.publication import Publication
-from mindrlhf.training.records import PolicyUpdateResult, Share
+from mindrlhf.training.records import PolicyUpdateResult
 from mindrlhf.training.team import Team
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.exchange.plan import Needs
@@ -68,13 +68,12 @@ class Policy:
         """Compile the update and the ``graphs`` ("old_logprobs", "reference_logprobs") for every shape of rows."""
         self._team.call("warm_up", shapes=rows.shapes(), graphs=list(graphs))
 
-    def distribute(self, batches: Sequence[Batch]) -> None:
-        """Give every rank its rows of the updates of a step."""
+    def receive(self, batches: Sequence[Batch]) -> None:
+        """Give every rank its part of the updates of a step, with the images that its rows look at."""
         self._batches = batches
-        for position, batch in enumerate(batches):
-            self._team.call("receive_batch", per_rank=batch.shares(self._team.world_size), is_first=position == 0)
-        if any(batch.images for batch in batches):
-            self._team.call("receive_images", per_rank=images_of_ranks(batches, self._team.world_size))
+        world_size = self._team.world_size
+        parts = [{"batches": [batch.part_of(rank, world_size) for batch in batches]} for rank in range(world_size)]
+        self._team.call("receive", per_rank=parts)
 
     def logprobs(self, name: str) -> list[np.ndarray]:
         """Have the ranks compute and keep "old_logprobs" or "reference_logprobs".
@@ -84,18 +83,17 @@ class Policy:
         """
         responses = []
         for position, batch in enumerate(self._batches):
-            results = self._team.call("compute_logprobs", name=name, batch=position)
-            responses += batch.collect([result.arrays for result in results])
+            responses += batch.collect(self._team.call("compute_logprobs", name=name, batch=position))
         return responses
 
     def send_tokens(self, name: str, responses: Sequence[np.ndarray]) -> None:
         """Give the ranks an array [response] for each sample; updates read them under their name."""
-        start = 0
-        for position, batch in enumerate(self._batches):
+        start, by_batch = 0, []
+        for batch in self._batches:
             own = responses[start : start + len(batch.placed)]
             start += len(own)
-            shares = [{"tokens": tokens} for tokens in batch.spread(own, self._team.world_size)]
-            self._team.call("receive_tokens", per_rank=shares, batch=position, name=name)
+            by_batch.append(batch.spread(own, self._team.world_size))
+        self._team.call("receive_tokens", per_rank=[{"arrays": list(parts)} for parts in zip(*by_batch)], name=name)
 
     def update(self, position: int, lr: float, kl_coefficient: float) -> PolicyUpdate:
         """Make one optimiser update from the batch at ``position``."""
@@ -109,8 +107,7 @@ class Policy:
 
     def held_rows(self, position: int, batch: Batch) -> list[PackedRows]:
         """Return the micro-batches of ``batch``, at ``position``, with all that the ranks were given and computed."""
-        shares: list[Share] = self._team.call("held_batch", batch=position)
-        return batch.in_order([share.micro_batches for share in shares])
+        return batch.in_order(self._team.call("held_rows", batch=position))
 
     def sync_reference(self) -> None:
         """Copy the policy into the reference model."""

@@ -63,8 +63,8 @@ class RewardModel:
 
     def _score(self, sequences: Sequence[TokenSequence], rows: RowOptions) -> list[float]:
         batch = make_batch(sequences, rows)
-        results = self._team.call("score_responses", per_rank=batch.shares(self._team.world_size))
-        return [float(response[-1]) for response in batch.collect([found.arrays for found in results])]
+        results = self._team.call("score_responses", per_rank=batch.per_rank(self._team.world_size))
+        return [float(response[-1]) for response in batch.collect(results)]
 
     def _rewarded(self, sample: Sample, score: float) -> Sample:
         failures = sample.failures

@@ -93,7 +93,7 @@ class Trainer(Steps):
             rows = make_step_rows(self.config, self.objective, samples.used, baselines, self.parts.rows)
         batches = rows.batches
         with self.timer.stage("distribute"):
-            self.policy.distribute(batches)
+            self.policy.receive(batches)
         trains_actor = index >= self.num_critic_steps
         old, reference = self._logprobs(needs_old=not trains_actor)
         old_logprobs = self._old_logprobs(samples, rows, old)

@@ -50,7 +50,7 @@ class ValueFunction:
         with self._timer.stage("values"):
             self._team.call("take_turn", model="critic")
             for position, batch in enumerate(batches):
-                values += batch.collect([found.arrays for found in self._team.call("compute_values", batch=position)])
+                values += batch.collect(self._team.call("compute_values", batch=position))
         return [part.astype(np.float64) for part in values]
 
     def update(self, batches: Sequence[Batch], index: int) -> dict[str, float]:

@@ -25,13 +25,13 @@ from mindrlhf.images.pixels import decode_png
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
-from mindrlhf.training.batch import RowOptions, images_of_ranks, make_batch
+from mindrlhf.training.batch import Batch, RowOptions, make_batch
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.offline.supervised import read_image_files
 from mindrlhf.training.preflight import RunInputs, check_preference_inputs
-from mindrlhf.training.records import Share, TokenArrays, UpdateResult
+from mindrlhf.training.records import UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
@@ -57,20 +57,18 @@ class PreferenceLearner(Learner):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
         self._reference = reference
 
-    def receive_images(self, images: tuple) -> None:
-        """Take the images, uint8 [height, width, 3] each, of this rank's next share."""
-        self.model.see(images)
-        if self._reference is not None:
-            self._reference.see(images)
-
-    def measure(self, share: Share, name: str) -> TokenArrays:
-        """Return the outputs for a share of the "policy" or the "reference"."""
+    def measure(self, batch: Batch, name: str) -> list[np.ndarray]:
+        """Return the outputs, float32 [rows, length], of the "policy" or the "reference" for each micro-batch."""
         model = self.model if name == "policy" else self._reference
-        return TokenArrays(tuple(model.logprobs(rows) for rows in share.micro_batches))
+        if batch.images:
+            model.see(tuple(batch.images.values()))
+        return [model.logprobs(rows) for rows in batch.micro_batches]
 
-    def update(self, share: Share, lr: float) -> UpdateResult:
+    def update(self, batch: Batch, lr: float) -> UpdateResult:
         """Make one optimiser update from the "coefficients" of the tokens; the statistics are those of the loss."""
-        coefficients = [(rows, (rows.tokens["coefficients"],)) for rows in share.micro_batches]
+        if batch.images:
+            self.model.see(tuple(batch.images.values()))
+        coefficients = [(rows, (rows.tokens["coefficients"],)) for rows in batch.micro_batches]
         statistics = [self.accumulate(rows, values, 1)[0] for rows, values in coefficients]
         norm = check_finite(self.apply(lr))
         return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
@@ -263,13 +261,11 @@ class PreferenceTrainer:
 
     def _measure(self, name: str, pairs: Pairs) -> list[np.ndarray]:
         batch, results = self._call("measure", pairs.with_images(), name=name)
-        return batch.collect([found.arrays for found in results])
+        return batch.collect(results)
 
     def _call(self, method: str, sequences: Sequence[TokenSequence], **arguments: Any):
         batch = make_batch(sequences, self._rows)
-        if batch.images:
-            self._team.call("receive_images", per_rank=images_of_ranks([batch], self._team.world_size))
-        return batch, self._team.call(method, per_rank=batch.shares(self._team.world_size), **arguments)
+        return batch, self._team.call(method, per_rank=batch.per_rank(self._team.world_size), **arguments)
 
 
 def read_pairs(file: PromptFile, block: int = 4096) -> list[TokenSequence]:

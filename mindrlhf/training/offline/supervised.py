@@ -15,11 +15,11 @@ from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model
-from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, images_of_ranks
+from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.preflight import RunInputs, check_sft_inputs
-from mindrlhf.training.records import HeldOutLogProbs, Share, UpdateResult
+from mindrlhf.training.records import HeldOutLogProbs, UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Results, Team
@@ -33,19 +33,21 @@ class SupervisedLearner(Learner):
     def __init__(self, network: Any, loss: SupervisedLoss, config: SftConfig, rank: Rank):
         super().__init__(network, loss, config.optimizer, rank, config.run.device)
 
-    def update(self, share: Share, lr: float) -> UpdateResult:
+    def update(self, batch: Batch, lr: float) -> UpdateResult:
         """Make one optimiser update; the statistics [2] are this rank's part of the loss and its entropy sum."""
-        statistics = [self.accumulate(rows, (), share.num_tokens)[0] for rows in share.micro_batches]
+        self._see(batch)
+        statistics = [self.accumulate(rows, (), batch.num_tokens)[0] for rows in batch.micro_batches]
         norm = check_finite(self.apply(lr))
         return UpdateResult(np.sum(statistics, axis=0), norm, self.process_statistics())
 
-    def receive_images(self, images: tuple) -> None:
-        """Take the images, uint8 [height, width, 3] each, of this rank's next share."""
-        self.network.images.see(images)
-
-    def evaluate(self, share: Share) -> HeldOutLogProbs:
+    def evaluate(self, batch: Batch) -> HeldOutLogProbs:
         """Return the summed log-probability of this rank's response tokens."""
-        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in share.micro_batches))
+        self._see(batch)
+        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in batch.micro_batches))
+
+    def _see(self, batch: Batch) -> None:
+        if batch.images:
+            self.network.images.see(tuple(batch.images.values()))
 
 
 def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
@@ -143,9 +145,7 @@ class SupervisedTrainer:
         return batch_of_rows(sequences, rows, self._options)
 
     def _call(self, method: str, batch: Batch, **arguments: Any) -> Results:
-        if batch.images:
-            self._team.call("receive_images", per_rank=images_of_ranks([batch], self._team.world_size))
-        return self._team.call(method, per_rank=batch.shares(self._team.world_size), **arguments)
+        return self._team.call(method, per_rank=batch.per_rank(self._team.world_size), **arguments)
 
 
 def read_sequences(file: Any, block: int = 4096) -> list[TokenSequence]:

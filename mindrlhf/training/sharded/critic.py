@@ -4,7 +4,8 @@ import numpy as np
 
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.records import Share, UpdateResult
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.records import UpdateResult
 from mindrlhf.training.sharded.learner import ShardedLearner
 
 
@@ -21,14 +22,14 @@ class ShardedCritic(ShardedLearner):
         self.count_compile("values", rows)
         return self.model.logprobs(rows)
 
-    def update(self, share: Share, lr: float) -> UpdateResult:
-        """Make one optimiser update; ``share`` has the tokens "values" and "returns".
+    def update(self, batch: Batch, lr: float) -> UpdateResult:
+        """Make one optimiser update; ``batch`` has the tokens "values" and "returns".
 
         Returns:
             Statistics [2] (``VALUE_STATISTICS``), of which those of all ranks add up, and a norm that is not finite
             when there was no update; see :meth:`ShardedLearner.update`.
         """
-        done = super().update(share, lr, 0.0)
+        done = super().update(batch, lr, 0.0)
         self.make_room()
         return UpdateResult(done.statistics, done.grad_norm, self.process_statistics())
 

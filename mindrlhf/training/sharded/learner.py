@@ -17,7 +17,7 @@ from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import step_length
 from mindrlhf.shards.save import state_layouts, step_layout
 from mindrlhf.shards.sources import ArraySource
-from mindrlhf.training.records import Share
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.sharded.cells import ParallelGradients, ParallelUpdate
 from mindrlhf.training.sharded.model import ShardedModel, set_shard
 from mindrlhf.training.sharded.offload import OptimizerPlaces
@@ -104,11 +104,11 @@ class ShardedLearner(CountsCompiles):
             rows = self._step_rows(rows)
         self._call(rows, 0.0, 1, is_last=False)
 
-    def update(self, share: Share, lr: float, kl_coefficient: float) -> LearnerUpdate:
+    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> LearnerUpdate:
         """Make one optimiser update.
 
         Args:
-            share: this rank's rows; as many micro-batches on every rank.
+            batch: this rank's rows; as many micro-batches on every rank.
             lr: learning rate.
             kl_coefficient: weight of the KL term.
 
@@ -118,20 +118,20 @@ class ShardedLearner(CountsCompiles):
         """
         self.graph.learning_rate.set_data(ms.Tensor(lr, ms.float32))
         if self.graph.gradients is None:
-            total, norm = self._update_with_last(share, kl_coefficient)
+            total, norm = self._update_with_last(batch, kl_coefficient)
         else:
             total = np.zeros(1)
-            for rows in share.micro_batches:
-                total = total + self._add(rows, kl_coefficient, share.num_tokens)
-            norm = self._call(self._step_rows(share.micro_batches[-1]), 0.0, 1, is_last=True)[1]
+            for rows in batch.micro_batches:
+                total = total + self._add(rows, kl_coefficient, batch.num_tokens)
+            norm = self._call(self._step_rows(batch.micro_batches[-1]), 0.0, 1, is_last=True)[1]
         is_first_replica = self.model.layout.coordinates(self.model.rank).data == 0
         return LearnerUpdate(total if is_first_replica else np.zeros_like(total), norm, None)
 
-    def _update_with_last(self, share: Share, kl_coefficient: float) -> tuple[np.ndarray, float]:
+    def _update_with_last(self, batch: Batch, kl_coefficient: float) -> tuple[np.ndarray, float]:
         total, norm = np.zeros(1), 0.0
-        for index, rows in enumerate(share.micro_batches):
-            is_last = index == len(share.micro_batches) - 1
-            statistics, norm = self._call(rows, kl_coefficient, share.num_tokens, is_last=is_last)
+        for index, rows in enumerate(batch.micro_batches):
+            is_last = index == len(batch.micro_batches) - 1
+            statistics, norm = self._call(rows, kl_coefficient, batch.num_tokens, is_last=is_last)
             total = total + statistics
         return total, norm
 

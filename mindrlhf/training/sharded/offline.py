@@ -1,6 +1,7 @@
 """Fine-tuning, preference learning and reward models whose model is sharded over the ranks: a rank's worker."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.data.packing import padding_rows
 from mindrlhf.shards.sources import RandomSource, open_scorer_source
 from mindrlhf.specs import scorer_config
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.shards import SavesState
-from mindrlhf.training.records import HeldOutLogProbs, Share, TokenArrays, UpdateResult
+from mindrlhf.training.records import HeldOutLogProbs, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.build import (
     load_trained,
@@ -54,21 +56,21 @@ class ShardedOffline(SavesState, NodeBoard):
         self.learner = learner
         self._reference = reference
 
-    def update(self, share: Share, lr: float) -> UpdateResult:
+    def update(self, batch: Batch, lr: float) -> UpdateResult:
         """Make one optimiser update; see :meth:`ShardedLearner.update` for the statistics."""
         # The host divides the coefficients of pairs itself.
-        num_tokens = 1 if self.learner.graph.token_inputs else share.num_tokens
-        done = self.learner.update(Share(share.micro_batches, num_tokens), lr, 0.0)
+        num_tokens = 1 if self.learner.graph.token_inputs else batch.num_tokens
+        done = self.learner.update(replace(batch, num_tokens=num_tokens), lr, 0.0)
         return UpdateResult(done.statistics, check_finite(done.grad_norm), self.learner.process_statistics())
 
-    def evaluate(self, share: Share) -> HeldOutLogProbs:
+    def evaluate(self, batch: Batch) -> HeldOutLogProbs:
         """Return the summed log-probability of the response tokens of this rank's replica."""
-        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in share.micro_batches))
+        return HeldOutLogProbs(sum(float(self.model.logprobs(rows).sum()) for rows in batch.micro_batches))
 
-    def measure(self, share: Share, name: str) -> TokenArrays:
-        """Return the outputs for a share of the "policy" or the "reference"."""
+    def measure(self, batch: Batch, name: str) -> list[np.ndarray]:
+        """Return the outputs, float32 [rows, length], of the "policy" or the "reference" for each micro-batch."""
         model = self.model if name == "policy" else self._reference
-        return TokenArrays(tuple(model.logprobs(rows) for rows in share.micro_batches))
+        return [model.logprobs(rows) for rows in batch.micro_batches]
 
     def drop_reference(self) -> None:
         """Free the reference model."""

@@ -10,25 +10,19 @@ from mindrlhf.checkpoint.state import REFERENCE_NAME, StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.rollout.remote import ReplicatedGenerator, answer
 from mindrlhf.system import heartbeat
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.distillation.models import FrozenModel
-from mindrlhf.training.records import (
-    PolicyUpdateResult,
-    ProcessStatistics,
-    Published,
-    Share,
-    TokenArrays,
-)
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.training.worker.node_servers import SharesServers
 from mindrlhf.training.worker.policy_learner import ActorLearner
-from mindrlhf.training.worker.received_batches import ReceivedBatches
 
 
-class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
+class Actor(SavesState, NodeBoard, SharesServers):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
     It knows nothing of how the model lies on the ranks: that is in the learner and the models, which are whole
@@ -50,7 +44,6 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
         saves_reference: bool,
         asks_words: bool = False,
     ):
-        ReceivedBatches.__init__(self)
         SavesState.__init__(self)
         NodeBoard.__init__(self, learner.model)
         self.learner = learner
@@ -59,7 +52,8 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
         self._asks_words = asks_words
         self._reward_model: RankModel | None = None
         self._cell_dump: CellDump | None = None
-        self._old_logprobs: dict[int, TokenArrays] = {}  # of the step, by batch
+        self._batches: list[Batch] = []  # this rank's part of the updates of a step
+        self._old_logprobs: dict[int, list[np.ndarray]] = {}  # of the step, by batch
 
     def warm_up(self, shapes: list[PackedRows], graphs: list[str]) -> None:
         """Run the graphs on rows of weight 0, for every shape there is, while the generator is still starting."""
@@ -74,21 +68,33 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
                 heartbeat.enter(f"compiling the update for {size}")
                 self.learner.warm_up(rows)
 
-    def receive_batch(self, share: Share, is_first: bool) -> None:
-        """Take this rank's share; see :meth:`ReceivedBatches.receive_batch`."""
-        if is_first:
-            self._old_logprobs = {}
-        super().receive_batch(share, is_first)
+    def receive(self, batches: list[Batch]) -> None:
+        """Take this rank's part of the updates of a step, with all that is known of them before it computes."""
+        self._batches, self._old_logprobs = batches, {}
+        # An image that several updates look at is one.
+        images = {digest: image for batch in batches for digest, image in batch.images.items()}
+        if images:
+            self.see(tuple(images.values()))
 
-    def receive_images(self, images: tuple) -> None:
-        """Take the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
+    def see(self, images: tuple[np.ndarray, ...]) -> None:
+        """Show the models the images, uint8 [height, width, 3] each, of this rank's rows of a step."""
         if self._cell_dump is not None:
             self._cell_dump.show(images)
         self.model.see(images)
         if self.reference is not None:
             self.reference.see(images)
 
-    def compute_logprobs(self, name: str, batch: int) -> TokenArrays:
+    def receive_tokens(self, name: str, arrays: list[list[np.ndarray]]) -> None:
+        """Take float32 [rows, length] called ``name`` for each micro-batch of each received batch."""
+        for batch, own in zip(self._batches, arrays, strict=True):
+            for rows, array in zip(batch.micro_batches, own, strict=True):
+                rows.tokens[name] = array
+
+    def held_rows(self, batch: int) -> list[PackedRows]:
+        """Return the micro-batches of received batch number ``batch``, with all that they were given since."""
+        return list(self._batches[batch].micro_batches)
+
+    def compute_logprobs(self, name: str, batch: int) -> list[np.ndarray]:
         """Fill in ``name`` ("old_logprobs" or "reference_logprobs") for received batch number ``batch``; return it.
 
         Where the reference is asked for its likeliest words, they stay here: it is this rank's update that reads them.
@@ -100,7 +106,7 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
         for rows in micro_batches:
             self.learner.count_compile(name, rows)
             rows.tokens.update(self._computed(name, rows))
-        computed = TokenArrays(tuple(rows.tokens[name] for rows in micro_batches))
+        computed = [rows.tokens[name] for rows in micro_batches]
         if name == "old_logprobs":
             self._old_logprobs[batch] = computed
         return computed
@@ -113,12 +119,12 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
             log-probabilities. These are under the weights before the update; or where the learner does not return
             them, before the first update of the step, by a pass of their own unless they were asked for before.
         """
-        share = self._batches[batch]
+        own = self._batches[batch]
         if not self.learner.returns_logprobs and batch not in self._old_logprobs:
-            self._old_logprobs[batch] = TokenArrays(tuple(self.model.logprobs(rows) for rows in share.micro_batches))
-        done = self.learner.update(share, lr, kl_coefficient)
-        logprobs = self._old_logprobs[batch].arrays if done.logprobs is None else done.logprobs
-        return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), logprobs)
+            self._old_logprobs[batch] = [self.model.logprobs(rows) for rows in own.micro_batches]
+        done = self.learner.update(own, lr, kl_coefficient)
+        logprobs = self._old_logprobs[batch] if done.logprobs is None else done.logprobs
+        return PolicyUpdateResult(done.statistics, done.grad_norm, self.process_statistics(), tuple(logprobs))
 
     def process_statistics(self) -> ProcessStatistics:
         """Return what this rank has used so far."""
@@ -128,11 +134,11 @@ class Actor(ReceivedBatches, SavesState, NodeBoard, SharesServers):
         """Take the model that ``score_responses`` runs."""
         self._reward_model = model
 
-    def score_responses(self, share: Share) -> TokenArrays:
-        """Return the reward model's scores of a share."""
-        for rows in share.micro_batches:
+    def score_responses(self, batch: Batch) -> list[np.ndarray]:
+        """Return the reward model's scores, float32 [rows, length], of each micro-batch."""
+        for rows in batch.micro_batches:
             self.learner.count_compile("reward_model", rows)
-        return TokenArrays(tuple(self._reward_model.logprobs(rows) for rows in share.micro_batches))
+        return [self._reward_model.logprobs(rows) for rows in batch.micro_batches]
 
     def use_cell_dump(self, cell_dump: CellDump) -> None:
         """Take what writes the cells of the steps between ``begin_dump`` and ``end_dump``; for whole models."""

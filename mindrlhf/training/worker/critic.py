@@ -16,8 +16,9 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.load import load_scorer
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import remove
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.loop.value_function import critic_optimizer
-from mindrlhf.training.records import ProcessStatistics, Share, TokenArrays, UpdateResult
+from mindrlhf.training.records import ProcessStatistics, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.actor import Actor
 from mindrlhf.training.worker.learner import Learner
@@ -39,7 +40,7 @@ class CriticLearner(Protocol):
     def values(self, rows: PackedRows) -> np.ndarray:
         """Return the values of one micro-batch."""
 
-    def update(self, share: Share, lr: float) -> UpdateResult:
+    def update(self, batch: Batch, lr: float) -> UpdateResult:
         """Make one optimiser update."""
 
     def process_statistics(self) -> ProcessStatistics:
@@ -65,11 +66,11 @@ class Critic(Learner):
         self.count_compile("values", rows)
         return self.model.logprobs(rows)
 
-    def update(self, share: Share, lr: float) -> UpdateResult:
+    def update(self, batch: Batch, lr: float) -> UpdateResult:
         """Make one optimiser update.
 
         Args:
-            share: with the tokens "values" and "returns".
+            batch: with the tokens "values" and "returns".
             lr: learning rate.
 
         Returns:
@@ -77,8 +78,8 @@ class Critic(Learner):
             :meth:`Learner.apply`.
         """
         total = np.zeros(len(VALUE_STATISTICS))
-        for rows in share.micro_batches:
-            total += self.accumulate(rows, [rows.tokens[name] for name in VALUE_INPUTS], share.num_tokens)[0]
+        for rows in batch.micro_batches:
+            total += self.accumulate(rows, [rows.tokens[name] for name in VALUE_INPUTS], batch.num_tokens)[0]
         norm = self.apply(lr, loss=float(total[0]))
         return UpdateResult(total, norm, self.process_statistics())
 
@@ -142,21 +143,21 @@ class ActorCritic(Actor):
         self._turns.take("actor")
         super().warm_up(shapes, graphs)
 
-    def receive_images(self, images: tuple) -> None:
-        """See :meth:`Actor.receive_images`; of both models."""
-        super().receive_images(images)
+    def see(self, images: tuple[np.ndarray, ...]) -> None:
+        """Show the images to both models."""
+        super().see(images)
         self.critic.model.see(images)
 
     def take_turn(self, model: str) -> None:
         """Give the device to "actor" or "critic"."""
         self._turns.take(model)
 
-    def compute_values(self, batch: int) -> TokenArrays:
+    def compute_values(self, batch: int) -> list[np.ndarray]:
         """Fill in "values" for received batch number ``batch``; return them."""
         micro_batches = self._batches[batch].micro_batches
         for rows in micro_batches:
             rows.tokens["values"] = self.critic.values(rows)
-        return TokenArrays(tuple(rows.tokens["values"] for rows in micro_batches))
+        return [rows.tokens["values"] for rows in micro_batches]
 
     def update_critic(self, batch: int, lr: float) -> UpdateResult:
         """Make one update of the critic from received batch number ``batch``; see :meth:`Critic.update`."""

@@ -8,7 +8,8 @@ import numpy as np
 
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.records import ProcessStatistics, Share
+from mindrlhf.training.batch import Batch
+from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.worker.cell_dump import CellDump
 from mindrlhf.training.worker.learner import Learner
 from mindrlhf.training.worker.model import RankModel
@@ -44,7 +45,7 @@ class ActorLearner(Protocol):
     def warm_up(self, rows: PackedRows) -> None:
         """Run the update on rows of weight 0, which changes nothing."""
 
-    def update(self, share: Share, lr: float, kl_coefficient: float) -> LearnerUpdate:
+    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> LearnerUpdate:
         """Make one optimiser update."""
 
     def make_room(self) -> None:
@@ -76,14 +77,14 @@ class PolicyLearner(Learner):
         """Compile the update for rows of weight 0."""
         self.accumulate(rows, [*self.loss.token_arrays({}, rows.mask), np.float32(0.0)], 1)
 
-    def update(self, share: Share, lr: float, kl_coefficient: float) -> LearnerUpdate:
+    def update(self, batch: Batch, lr: float, kl_coefficient: float) -> LearnerUpdate:
         """Make one optimiser update; statistics are sums over this rank's tokens. See :meth:`Learner.apply`."""
         total, logprobs = np.zeros(len(self.loss.statistics)), []
         if self.cell_dump is not None:
-            self.cell_dump.forward("update", self.policy, share.micro_batches)
-        for rows in share.micro_batches:
+            self.cell_dump.forward("update", self.policy, batch.micro_batches)
+        for rows in batch.micro_batches:
             values = [*self.loss.token_arrays(rows.tokens, rows.mask), np.float32(kl_coefficient)]
-            statistics, computed = self.accumulate(rows, values, share.num_tokens)
+            statistics, computed = self.accumulate(rows, values, batch.num_tokens)
             total += statistics
             logprobs.append(computed)
         if self.cell_dump is not None:

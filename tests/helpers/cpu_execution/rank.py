@@ -130,7 +130,7 @@ class _Rank0:
         options = RowOptions((length,), num_rows, self._team.world_size, True, packing, in_step=True, image_tokens=seen)
         policy.warm_up(options, [OLD, REFERENCE])
         self._publish(policy, board, "before")
-        policy.distribute(self._batches)
+        policy.receive(self._batches)
         self._compute_outputs(policy)
         updates = [self._update(policy, 0)]
         self._save("middle")
@@ -161,7 +161,7 @@ class _Rank0:
         if self._is_critic:
             for position, batch in enumerate(self._batches):
                 found = self._team.call("compute_values", batch=position)
-                self._values.append(batch.in_order([one.arrays for one in found]))
+                self._values.append(batch.in_order(found))
 
     def _update(self, policy: Policy, position: int):
         if not self._is_critic:

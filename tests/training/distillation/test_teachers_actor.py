@@ -103,8 +103,8 @@ def test_each_sample_has_the_log_probabilities_of_its_own_teacher(actor, logprob
     given = sequences()
     batch = make_batch(given, RowOptions((LENGTH,), 2, 1, pack=True))
     assert {teacher for rows in batch.micro_batches for teacher in rows.teachers} == {0, 1, 2}
-    actor.receive_batch(batch.share(0, 1), is_first=True)
-    found = batch.collect([actor.compute_logprobs("reference_logprobs", 0).arrays])
+    actor.receive([batch.part_of(0, 1)])
+    found = batch.collect([actor.compute_logprobs("reference_logprobs", 0)])
     for sequence, values in zip(given, found, strict=True):
         own = "math" if sequence.teacher == 1 else "code"
         np.testing.assert_allclose(values, logprobs_alone(own, sequence), atol=2e-5)

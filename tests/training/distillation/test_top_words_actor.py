@@ -16,7 +16,6 @@ from mindrlhf.config.lora_section import LoraSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.records import TokenArrays
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 K, TEMPERATURE = 4, 0.8
@@ -98,9 +97,9 @@ def given() -> list[TokenSequence]:
 def ask(actor, sequences):
     """Return the batch, the rows that the actor holds, and what it found for each sequence by name."""
     batch = make_batch(sequences, ROWS)
-    actor.receive_batch(batch.share(0, 1), is_first=True)
-    asked = batch.collect([actor.compute_logprobs("reference_logprobs", 0).arrays])
-    rows = actor.held_batch(0).micro_batches
+    actor.receive([batch.part_of(0, 1)])
+    asked = batch.collect([actor.compute_logprobs("reference_logprobs", 0)])
+    rows = actor.held_rows(0)
     found = {name: batch.responses([one.tokens[name] for one in rows]) for name in rows[0].tokens}
     for ours, theirs in zip(asked, found["reference_logprobs"], strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -126,7 +125,7 @@ def test_each_sample_has_the_words_of_its_own_teacher(actor, logprobs_alone):
 def test_an_update_learns_the_kl_against_them(actor, logprobs_alone):
     samples = given()
     batch, _, found = ask(actor, samples)
-    actor.receive_tokens(0, "advantages", TokenArrays(tuple(np.zeros_like(one.mask) for one in batch.micro_batches)))
+    actor.receive_tokens("advantages", [[np.zeros_like(one.mask) for one in batch.micro_batches]])
     result = actor.update(0, 0.0, 0.5)
     loss, kl_sum = 0.0, 0.0
     for sample, words, of_teacher in zip(samples, found["teacher_words"], found["teacher_logprobs"], strict=True):
@@ -144,7 +143,7 @@ def test_rows_of_all_shapes_are_compiled_ahead(actor):
     actor.warm_up(ROWS.shapes(), ["reference_logprobs"])
     before = actor.process_statistics().recompiles
     batch, _, _ = ask(actor, given())
-    actor.receive_tokens(0, "advantages", TokenArrays(tuple(np.zeros_like(one.mask) for one in batch.micro_batches)))
+    actor.receive_tokens("advantages", [[np.zeros_like(one.mask) for one in batch.micro_batches]])
     actor.update(0, 0.0, 1.0)
     assert actor.process_statistics().recompiles == before
 
@@ -154,15 +153,15 @@ def test_the_base_of_adapters_stays_the_teacher(directories, tmp_path):
     actor = build({"path": path, "reference_path": path}, {}, tmp_path, lora=LoraSection(rank=4))
     samples = [TokenSequence(one.prompt_ids, one.response_ids, one.values) for one in given()]
     batch, rows, before = ask(actor, samples)
-    ones = TokenArrays(tuple(one.mask for one in rows))
+    ones = [[one.mask for one in rows]]
     for _ in range(2):  # the gradient of the adapters' first factor is 0 while the second is
-        actor.receive_tokens(0, "advantages", ones)
+        actor.receive_tokens("advantages", ones)
         first = actor.update(0, 0.1, 1.0)
         batch, rows, after = ask(actor, samples)
     for name, arrays in before.items():
         for ours, theirs in zip(after[name], arrays, strict=True):
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
-    actor.receive_tokens(0, "advantages", ones)
+    actor.receive_tokens("advantages", ones)
     kl = [
         dict(zip(actor.learner.loss.statistics, one.statistics))["topk_kl"] for one in (first, actor.update(0, 0.1, 1))
     ]

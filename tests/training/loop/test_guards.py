@@ -62,7 +62,7 @@ class Step:
             part = self.samples[first : first + 2]
             batch = make_batch([TokenSequence(item.prompt_ids, item.response_ids, {}) for item in part], options)
             self.batches.append(batch)
-            self.held.append([batch.share(rank, NUM_RANKS) for rank in range(NUM_RANKS)])
+            self.held.append([batch.part_of(rank, NUM_RANKS) for rank in range(NUM_RANKS)])
             for values, name in ((ADVANTAGES, "advantages"), (LOGPROBS, "logprobs")):
                 tokens = [np.append(np.zeros(len(item.response_ids) - 1), values[item.group]) for item in part]
                 spread = batch.spread(tokens, NUM_RANKS)
@@ -70,12 +70,12 @@ class Step:
                     self.logprobs.append(spread)
                 else:
                     for share, own in zip(self.held[-1], spread):
-                        for rows, array in zip(share.micro_batches, own.arrays, strict=True):
+                        for rows, array in zip(share.micro_batches, own, strict=True):
                             rows.tokens[name] = array
 
     def call(self, method, batch):
-        assert method == "held_batch"
-        return self.held[batch]
+        assert method == "held_rows"
+        return [part.micro_batches for part in self.held[batch]]
 
     def record(self, step: int, *norms: float, losses=(0.25, 0.25)) -> StepRecord:
         results = []
@@ -85,7 +85,7 @@ class Step:
                     np.array([losses[rank], 0.0]),
                     norm,
                     ProcessStatistics(0, 0.5),
-                    self.logprobs[number % 2][rank].arrays,
+                    tuple(self.logprobs[number % 2][rank]),
                 )
                 for rank in range(NUM_RANKS)
             ]
@@ -310,8 +310,8 @@ def test_rows_are_held_in_the_order_of_the_batch(num_ranks):
     samples = [make_sample(index, 3) for index in range(6)]
     sequences = [TokenSequence(item.prompt_ids, item.response_ids, {}) for item in samples]
     batch = make_batch(sequences, RowOptions((8,), 1, num_ranks, False))
-    team = SimpleNamespace(call=lambda method, batch: held[batch])
-    held = [[batch.share(rank, num_ranks) for rank in range(num_ranks)]]
+    team = SimpleNamespace(call=lambda method, batch: [part.micro_batches for part in held[batch]])
+    held = [[batch.part_of(rank, num_ranks) for rank in range(num_ranks)]]
     micro_batches = Policy(team, None).held_rows(0, batch)
     for one, other in zip(micro_batches, batch.micro_batches, strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
@@ -341,7 +341,7 @@ def test_rows_with_a_teachers_words_are_saved_with_them(tmp_path):
     values = {"advantages": np.zeros(2, np.float32)}
     ids = np.array([1, 2], np.int32)
     batch = make_batch([TokenSequence(ids, ids + 2, values)], RowOptions((8,), 2, 1, True))
-    (rows,) = batch.share(0, 1).micro_batches
+    (rows,) = batch.part_of(0, 1).micro_batches
     rows.tokens["teacher_words"] = np.arange(2 * 8 * 3, dtype=np.int32).reshape(2, 8, 3)
     rows.tokens["teacher_logprobs"] = -np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4)
     saved = SkippedBatch(

@@ -27,7 +27,7 @@ from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.trainer import Trainer
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, TokenArrays
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published
 
 END = 0
 NUM_GENERATIONS = 3
@@ -120,19 +120,18 @@ class Rank:
         lengths, sizes = [rows.mask.shape[1] for rows in shapes], {len(rows.mask) for rows in shapes}
         self.journal.append(f"warm_up {lengths} {', '.join(map(str, sizes))} {graphs}")
 
-    def receive_batch(self, share, is_first):
-        if is_first:
-            self.batches = []
-        self.batches.append(share)
+    def receive(self, batches):
+        self.batches = batches
 
-    def receive_tokens(self, batch, name, tokens):
-        for rows, array in zip(self.batches[batch].micro_batches, tokens.arrays, strict=True):
-            rows.tokens[name] = array
+    def receive_tokens(self, name, arrays):
+        for batch, own in zip(self.batches, arrays, strict=True):
+            for rows, array in zip(batch.micro_batches, own, strict=True):
+                rows.tokens[name] = array
 
     def compute_logprobs(self, name, batch):
         self.journal.append(f"{name} {batch}")
         value = {"old_logprobs": -1.25, "reference_logprobs": -1.75}[name]
-        return TokenArrays(tuple(value * rows.mask for rows in self.batches[batch].micro_batches))
+        return [value * rows.mask for rows in self.batches[batch].micro_batches]
 
     def update(self, batch, lr, kl_coefficient):
         self.kl_coefficients.append(kl_coefficient)

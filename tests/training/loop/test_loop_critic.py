@@ -8,7 +8,7 @@ from test_loop import Run
 from mindrlhf.config import sections
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
-from mindrlhf.training.records import ProcessStatistics, TokenArrays, UpdateResult
+from mindrlhf.training.records import ProcessStatistics, UpdateResult
 
 GAMMA, LAMBDA, BETA = 0.9, 0.8, 0.4
 ALGORITHM = {"advantage": "gae", "gamma": GAMMA, "gae_lambda": LAMBDA, "whiten_advantages": False}
@@ -31,7 +31,7 @@ class CriticRank(test_loop.Rank):
         micro_batches = self.batches[batch].micro_batches
         for rows in micro_batches:
             rows.tokens["values"] = (rows.input_ids * rows.mask / 8).astype(np.float32)
-        return TokenArrays(tuple(rows.tokens["values"] for rows in micro_batches))
+        return [rows.tokens["values"] for rows in micro_batches]
 
     def update_critic(self, batch, lr):
         self.journal.append(f"update_critic {batch}")

@@ -15,7 +15,7 @@ from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.worker.received_batches import ReceivedBatches
+from mindrlhf.training.worker.actor import Actor
 
 # Looked for, not imported: see StageDump.
 pytestmark = pytest.mark.skipif(find_spec("msprobe") is None, reason="the debug extra is not installed")
@@ -31,8 +31,8 @@ class Ranks:
         self.calls = []
 
     def call(self, method, **arguments):
-        if method == "held_batch":
-            return [ReceivedBatches.held_batch(_Held(rank), **arguments) for rank in self.team.ranks]
+        if method == "held_rows":
+            return [Actor.held_rows(_Held(rank), **arguments) for rank in self.team.ranks]
         self.calls.append((method, arguments))
         return [None for _ in self.team.ranks]
 
@@ -48,7 +48,7 @@ def _keeping(rank):
 
     def compute_logprobs(name, batch):
         results = compute(name, batch)
-        for rows, array in zip(rank.batches[batch].micro_batches, results.arrays, strict=True):
+        for rows, array in zip(rank.batches[batch].micro_batches, results, strict=True):
             rows.tokens[name] = array
         return results
 

@@ -58,7 +58,7 @@ def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, skip
 
     def compute_and_keep(self, name, batch):
         results = compute(self, name, batch)
-        for rows, array in zip(self.batches[batch].micro_batches, results.arrays, strict=True):
+        for rows, array in zip(self.batches[batch].micro_batches, results, strict=True):
             rows.tokens[name] = array
         return results
 

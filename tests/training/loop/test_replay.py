@@ -121,9 +121,9 @@ def skipped(actor, config):
     broken = [array.copy() for array in advantages]
     broken[2][1] = np.nan
     results = []
-    for number, values in enumerate((broken, advantages)):
-        actor.receive_batch(batch.share(0, 1), is_first=number == 0)
-        actor.receive_tokens(batch=number, name="advantages", tokens=batch.spread(values, 1)[0])
+    actor.receive([batch.part_of(0, 1), batch.part_of(0, 1)])
+    actor.receive_tokens("advantages", [batch.spread(values, 1)[0] for values in (broken, advantages)])
+    for number in range(2):
         results.append(actor.update(batch=number, lr=0.0 if number else 1.0, kl_coefficient=0.0))
         if number == 0:
             for name, array in weights(actor).items():

@@ -9,7 +9,6 @@ from mindrlhf.config import sections
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
-from mindrlhf.training.records import TokenArrays
 
 MODEL = {
     "architectures": ["Qwen2ForSequenceClassification"],
@@ -62,7 +61,7 @@ class SumRank:
                     # At a position, the text that ends with the token it predicts.
                     scores[row, places[:-1]] = np.where(ids == 63, np.inf, ids).cumsum()[1:]
             results.append(scores * np.where(rows.mask > 0, 1, 0))
-        return TokenArrays(tuple(results))
+        return results
 
 
 class Team:

@@ -178,20 +178,18 @@ class Pictures(Records):
 
 
 class SeeingRank(Rank):
-    """Notes which of the images that its rows look at it was sent before."""
+    """Notes which images it was sent, and which its rows look at."""
 
     def __init__(self):
         super().__init__()
         self.sent, self.looked_at = [], []
 
-    def receive_images(self, images):
-        self.sent.append({image_digest(image) for image in images})
-
-    def update(self, share, lr):
-        wide = [rows for rows in share.micro_batches if rows.input_ids.shape == (*rows.mask.shape, 4)]
-        assert len(wide) == len(share.micro_batches)
+    def update(self, batch, lr):
+        self.sent.append({image_digest(image) for image in batch.images.values()})
+        wide = [rows for rows in batch.micro_batches if rows.input_ids.shape == (*rows.mask.shape, 4)]
+        assert len(wide) == len(batch.micro_batches)
         self.looked_at.append({digest for rows in wide for digest in rows.images})
-        return super().update(share, lr)
+        return super().update(batch, lr)
 
 
 def test_ranks_are_sent_the_images_of_each_step():

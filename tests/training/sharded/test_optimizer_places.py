@@ -10,7 +10,7 @@ from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.layout import Layout
-from mindrlhf.training.records import Share
+from mindrlhf.training.batch import Batch
 from mindrlhf.training.sharded.learner import ShardedLearner, UpdateGraph
 from mindrlhf.training.sharded.offload import OptimizerPlaces
 
@@ -85,7 +85,7 @@ def rows() -> PackedRows:
 def test_moments_that_are_swapped_are_on_the_device_for_the_step_alone(monkeypatch, offload):
     calls = Calls(MemorySection(swap_moments=True, offload_optimizer=offload), monkeypatch)
     calls.learner.warm_up(rows())
-    done = calls.learner.update(Share((rows(), rows()), 5), 0.1, 0.0)
+    done = calls.learner.update(Batch((rows(), rows()), 5), 0.1, 0.0)
     weight = 2.0 * LENGTH
     # Rows of weight 0, of 128 tokens for each of the two ranks that share a row.
     assert calls.seen == [
@@ -104,7 +104,7 @@ def test_state_that_is_offloaded_is_on_the_device_in_every_call(monkeypatch):
     calls = Calls(MemorySection(offload_optimizer=True), monkeypatch)
     calls.learner.make_room()
     assert calls.where() == (False, False)
-    calls.learner.update(Share((rows(), rows()), 5), 0.1, 0.0)
+    calls.learner.update(Batch((rows(), rows()), 5), 0.1, 0.0)
     assert [one[:3] for one in calls.seen] == [("call", True, True), ("step", True, True)]
     calls.learner.make_room()
     calls.learner.make_room()
@@ -114,12 +114,12 @@ def test_state_that_is_offloaded_is_on_the_device_in_every_call(monkeypatch):
 def test_by_default_nothing_moves(monkeypatch):
     calls = Calls(MemorySection(), monkeypatch)
     calls.learner.make_room()
-    calls.learner.update(Share((rows(),), 5), 0.1, 0.0)
+    calls.learner.update(Batch((rows(),), 5), 0.1, 0.0)
     assert calls.where() == (True, True) and [one[0] for one in calls.seen] == ["step"]
 
 
 def test_short_rows_stay_short(monkeypatch):
     calls = Calls(MemorySection(swap_moments=True), monkeypatch)
     ones = np.ones((2, 64), np.int32)
-    calls.learner.update(Share((PackedRows(ones, ones, ones, ones.astype(np.float32), {}),), 5), 0.1, 0.0)
+    calls.learner.update(Batch((PackedRows(ones, ones, ones, ones.astype(np.float32), {}),), 5), 0.1, 0.0)
     assert calls.seen[-1][0] == "step" and calls.seen[-1][3] == 64

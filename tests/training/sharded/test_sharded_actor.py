@@ -125,11 +125,10 @@ def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
     ranks, (first, second) = make_ranks(), make_two_batches()
     results = []
     for rank, (actor, _, _) in enumerate(ranks):
-        actor.receive_batch(first.share(rank, NUM_RANKS), is_first=True)
-        actor.receive_batch(second.share(rank, NUM_RANKS), is_first=False)
+        actor.receive([first.part_of(rank, NUM_RANKS), second.part_of(rank, NUM_RANKS)])
         old = actor.compute_logprobs("old_logprobs", 0)
         results.append([actor.update(batch, 0.25 * (batch + 1), 0.75) for batch in (0, 1, 0)])
-        for computed, rows in zip(old.arrays, first.share(rank, NUM_RANKS).micro_batches, strict=True):
+        for computed, rows in zip(old, first.part_of(rank, NUM_RANKS).micro_batches, strict=True):
             np.testing.assert_allclose(computed, -rows.labels * rows.mask / 7)
     for rank, (_, cells, _) in enumerate(ranks):
         # Two micro-batches of each batch, measured once in the step though the first is trained on twice.
@@ -137,7 +136,7 @@ def test_updates_read_the_own_rows_and_the_last_call_makes_them(make_ranks):
         assert [(lr, is_last) for lr, is_last, _ in cells.updates] == [
             (lr, [is_last]) for lr in (0.25, 0.5, 0.25) for is_last in (0.0, 1.0)
         ]
-        own = first.share(rank, NUM_RANKS).micro_batches
+        own = first.part_of(rank, NUM_RANKS).micro_batches
         for rows, (_, _, inputs) in zip(own, cells.updates):
             mine, others = slice(2 * rank, 2 * rank + 2), slice(2 - 2 * rank, 4 - 2 * rank)
             for array, sent in zip((rows.input_ids, rows.segment_ids, rows.labels, rows.mask), inputs, strict=False):
@@ -162,7 +161,7 @@ def test_a_new_step_forgets_the_old_logprobs(make_ranks):
     (actor, cells, _), _ = make_ranks()
     first, second = make_two_batches()
     for batch in (first, second):
-        actor.receive_batch(batch.share(0, NUM_RANKS), is_first=True)
+        actor.receive([batch.part_of(0, NUM_RANKS)])
         result = actor.update(0, 0.1, 0.0)
         np.testing.assert_allclose(result.logprobs[0], -batch.micro_batches[0].labels * batch.micro_batches[0].mask / 7)
     assert cells.num_logprobs == 4
@@ -232,7 +231,7 @@ def test_a_learner_takes_a_graph_of_other_inputs(make_ranks):
     from mindrlhf.training.sharded.learner import ShardedLearner
 
     graph = dataclasses.replace(actor.learner.graph, token_inputs=("values", "returns"))
-    rows = make_two_batches()[0].share(0, NUM_RANKS)
+    rows = make_two_batches()[0].part_of(0, NUM_RANKS)
     rows.micro_batches[0].tokens["returns"] = rows.micro_batches[0].mask * 3
     ShardedLearner(actor.model, graph).update(rows, 0.1, 0.0)
     inputs = cells.updates[0][2]

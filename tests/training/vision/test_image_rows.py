@@ -6,7 +6,7 @@ import pytest
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import image_digest
-from mindrlhf.training.batch import RowOptions, images_of_ranks, make_batch
+from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.vision.image_rows import ImageTokens
 
 IMAGE, VOCABULARY = 9, 100
@@ -60,9 +60,9 @@ def test_a_rank_is_sent_each_image_of_its_rows_once():
         (image_digest(WIDE), image_digest(TALL)),
         (image_digest(TALL),),
     ]
-    first, second = images_of_ranks(batches, 2)
-    assert [image.shape for image in first["images"]] == [WIDE.shape, TALL.shape]
-    assert [image.shape for image in second["images"]] == [TALL.shape]
+    first, second = ([batch.part_of(rank, 2).images for batch in batches] for rank in (0, 1))
+    assert [image.shape for images in first for image in images.values()] == [WIDE.shape, TALL.shape]
+    assert [image.shape for images in second for image in images.values()] == [TALL.shape]
 
 
 def test_padding_is_as_wide_as_other_rows():

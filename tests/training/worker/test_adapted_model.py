@@ -62,8 +62,8 @@ def make_worker(model_dirs):
 def step(worker, seed, lr=0.01):
     """Make one update of all rows at once; return statistics, log-probs before it, those of the reference."""
     batch = make_batch(make_sequences(seed), PACKED)
-    worker.receive_batch(batch.share(0, 1), is_first=True)
-    reference = worker.compute_logprobs("reference_logprobs", 0).arrays[0]
+    worker.receive([batch.part_of(0, 1)])
+    reference = worker.compute_logprobs("reference_logprobs", 0)[0]
     result = worker.update(0, lr, 0.1)
     return result.statistics, result.logprobs[0], reference
 
@@ -163,8 +163,8 @@ def test_a_critic_has_adapters_of_its_own_and_its_projection_is_trained(make_wor
     worker = make_worker(algorithm={"name": "ppo"}, critic=critic)
     actor, before = parameters(worker), {p.name: p.asnumpy().copy() for p in worker.critic.network.get_parameters()}
     batch = make_batch(make_sequences(), PACKED)
-    worker.receive_batch(batch.share(0, 1), is_first=True)
-    assert not worker.compute_values(0).arrays[0].any()  # the projection begins at 0
+    worker.receive([batch.part_of(0, 1)])
+    assert not worker.compute_values(0)[0].any()  # the projection begins at 0
     for _ in range(2):  # the projection moves first, and with it the adapters have gradients
         worker.update_critic(0, 0.01)
     after = {one.name: one.asnumpy() for one in worker.critic.network.get_parameters()}

@@ -71,7 +71,7 @@ def actor(tmp_path_factory):
     actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
     batch = make_batch(make_sequences(), RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) == 3
-    actor.receive_batch(batch.share(0, 1), is_first=True)
+    actor.receive([batch.part_of(0, 1)])
     return actor
 
 
@@ -113,7 +113,7 @@ def test_cells_are_those_of_the_compiled_graph_and_of_numpy(dumped):
         data = read(directory, stage)["data"]
         for index in range(3):
             last = data[f"Cell.token_logprobs.TiledTokenLogProbs.forward.{index}"]["output"][0]
-            compiled = old.arrays[index]
+            compiled = old[index]
             np.testing.assert_allclose(tensor(directory, stage, last), compiled.ravel(), rtol=1e-6, atol=1e-6)
             norm = data[f"Cell.model.model.decoder.final_layernorm.RmsNorm.forward.{index}"]
             hidden = tensor(directory, stage, norm["input_args"][0]).astype(np.float64)
@@ -160,7 +160,7 @@ def test_training_does_not_notice(dumped, step, actor):
     before = dumped[2]
     np.testing.assert_array_equal(results.statistics, before.statistics)
     assert (results.grad_norm, results.process.recompiles) == (before.grad_norm, before.process.recompiles)
-    pairs = [*zip(old.arrays, dumped[1].arrays, strict=True), *zip(results.logprobs, before.logprobs, strict=True)]
+    pairs = [*zip(old, dumped[1], strict=True), *zip(results.logprobs, before.logprobs, strict=True)]
     for one, other in pairs:
         np.testing.assert_array_equal(one, other)
     assert [set(cell.compile_cache) for cell in cells] == graphs, "nothing is compiled anew"

@@ -73,7 +73,7 @@ class Gradients:
         totals: dict[str, np.ndarray] = {}
         statistics, shares = 0.0, []
         for rank in range(num_ranks):
-            share = batch.share(rank, num_ranks)
+            share = batch.part_of(rank, num_ranks)
             shares.append([])
             for rows in share.micro_batches:
                 further = (rows.tokens.get(name, rows.mask) for name in POLICY_INPUTS)

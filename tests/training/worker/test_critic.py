@@ -10,8 +10,7 @@ from slow_tests import SLOW
 
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.packing import TokenSequence
-from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.records import Share
+from mindrlhf.training.batch import Batch, RowOptions, make_batch
 
 VOCABULARY = 64
 MODEL = {
@@ -110,8 +109,8 @@ def make_sequences(seed=0):
 
 
 def send(worker, batch, rank=0, num_ranks=1):
-    worker.receive_batch(batch.share(rank, num_ranks), is_first=True)
-    return worker.compute_values(0).arrays
+    worker.receive([batch.part_of(rank, num_ranks)])
+    return worker.compute_values(0)
 
 
 def gradients(worker, sequences, rows):
@@ -120,11 +119,10 @@ def gradients(worker, sequences, rows):
     shares = []
     for rank in range(rows.num_ranks):
         shares.append(send(worker, batch, rank, rows.num_ranks))
-        share = worker.held_batch(0)
-        for packed in share.micro_batches:
+        for packed in worker.held_rows(0):
             # The old values are off, so that some of the new ones are clipped.
             old = packed.tokens["values"] - 0.3 * packed.tokens["returns"]
-            worker.critic.accumulate(packed, [old, packed.tokens["returns"]], share.num_tokens)
+            worker.critic.accumulate(packed, [old, packed.tokens["returns"]], batch.num_tokens)
     result = {name: array.copy() for name, array in worker.critic.gradients()}
     worker.critic.apply(0.0)  # clears them
     return batch.collect(shares), result
@@ -295,8 +293,8 @@ def test_the_state_of_a_model_is_all_that_training_holds(worker):
 
 def test_a_rank_whose_share_has_no_rows_takes_part(worker):
     """With fitted rows there may be fewer rows than ranks; what it adds to the sums over the ranks is 0."""
-    worker.receive_batch(Share((), 5), is_first=True)
-    assert worker.compute_values(0).arrays == worker.compute_logprobs("old_logprobs", 0).arrays == ()
+    worker.receive([Batch((), 5)])
+    assert worker.compute_values(0) == worker.compute_logprobs("old_logprobs", 0) == []
     done = worker.update(0, 0.0, 0.0)
     assert done.grad_norm == 0.0 and done.logprobs == () and not done.statistics.any()
     done = worker.update_critic(0, 0.0)

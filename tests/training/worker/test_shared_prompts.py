@@ -102,7 +102,7 @@ class Gradients:
 
         statistics, shares = 0.0, []
         for rank in range(num_ranks):
-            share = batch.share(rank, num_ranks)
+            share = batch.part_of(rank, num_ranks)
             shares.append([])
             for rows in share.micro_batches:
                 self.policy.bind()

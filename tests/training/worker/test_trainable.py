@@ -44,7 +44,7 @@ def accumulate(learner):
     stream = np.random.default_rng(1)
     sequences = [TokenSequence(*np.split(stream.integers(1, 96, 14).astype(np.int32), [4]), {}) for _ in range(2)]
     batch = make_batch(sequences, RowOptions((16,), 2, 1, False))
-    for rows in batch.share(0, 1).micro_batches:
+    for rows in batch.part_of(0, 1).micro_batches:
         learner.accumulate(rows, (), batch.num_tokens)
 
 

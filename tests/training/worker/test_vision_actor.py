@@ -63,12 +63,12 @@ def test_the_tower_runs_once_a_step_for_all_models(actor, monkeypatch):
 def test_reference_and_policy_see_the_same_and_images_matter(actor):
     batch = batch_of(actor, [(FIRST,), (SECOND,)])
     receive(actor, batch)
-    old, reference = (actor.compute_logprobs(name, 0).arrays for name in ("old_logprobs", "reference_logprobs"))
+    old, reference = (actor.compute_logprobs(name, 0) for name in ("old_logprobs", "reference_logprobs"))
     for one, other in zip(old, reference):
         np.testing.assert_array_equal(one, other)
     changed = batch_of(actor, [(draw(3, 56, 84),), (SECOND,)])
     receive(actor, changed)
-    others = changed.collect([actor.compute_logprobs("old_logprobs", 0).arrays])
+    others = changed.collect([actor.compute_logprobs("old_logprobs", 0)])
     before = batch.collect([old])
     assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(before[:4], others[:4]))
     for one, other in zip(before[4:], others[4:]):
@@ -161,16 +161,15 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
         return make_batch(sequences, options)
 
     def probabilities(made):
-        learner.receive_images(tuple(made.images.values()))
+        learner.model.see(tuple(made.images.values()))
         return np.exp(
             [float(one[0]) for one in made.collect([[learner.model.logprobs(r) for r in made.micro_batches]])]
         )
 
     right, wrong = batch([(dark, 70), (light, 80)]), batch([(light, 70), (dark, 80)])
     assert probabilities(right).max() < 0.1
-    learner.receive_images(tuple(right.images.values()))
     for _ in range(90):
-        learner.update(right.share(0, 1), lr=3e-3)
+        learner.update(right.part_of(0, 1), lr=3e-3)
     assert probabilities(right).min() > 0.8 and probabilities(wrong).max() < 0.2
 
 
@@ -182,7 +181,7 @@ def test_a_teachers_likeliest_words_depend_on_the_images(model_dir, tmp_path):
         batch = batch_of(actor, [(first,), (SECOND,)])
         receive(actor, batch)
         actor.compute_logprobs("reference_logprobs", 0)
-        rows = actor.held_batch(0).micro_batches
+        rows = actor.held_rows(0)
         found.append(batch.responses([one.tokens["teacher_logprobs"] for one in rows]))
     before, after = found
     assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(before[:4], after[:4]))

@@ -41,14 +41,14 @@ def test_values_are_projections_of_what_the_policy_has_of_text_and_pictures(acto
     batch = batch_of(actor, SHOWN)
     receive(actor, batch)
     weight = actor.critic.network.score_weight.asnumpy()[0]
-    for found, rows in zip(actor.compute_values(0).arrays, batch.micro_batches, strict=True):
+    for found, rows in zip(actor.compute_values(0), batch.micro_batches, strict=True):
         network = actor.model.network
         hidden = network(*model_tensors(network, rows)[:2]).asnumpy()
         np.testing.assert_allclose(found, hidden @ weight * rows.mask, rtol=0, atol=1e-5 * np.abs(found).max())
     others = batch_of(actor, [255 - SHOWN[0], SHOWN[1]])
-    values = batch.collect([actor.compute_values(0).arrays])
+    values = batch.collect([actor.compute_values(0)])
     receive(actor, others)
-    changed = others.collect([actor.compute_values(0).arrays])
+    changed = others.collect([actor.compute_values(0)])
     assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(values[:2], changed[:2]))
     for one, other in zip(values[2:], changed[2:]):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -78,7 +78,7 @@ def test_a_checkpoint_brings_back_the_same_updates_of_both(actor, built, tmp_pat
 
     def update(worker):
         receive(worker, batch)
-        values = worker.compute_values(0).arrays
+        values = worker.compute_values(0)
         done = worker.update_critic(0, lr=1e-2)
         worker.compute_logprobs("old_logprobs", 0)
         return *values, done.statistics, np.array(done.grad_norm)

@@ -39,7 +39,7 @@ class Dumped:
             if is_dumped:
                 self.actor.begin_dump(4)
             receive(self.actor, self.batch)
-            logprobs = self.actor.compute_logprobs("old_logprobs", 0).arrays
+            logprobs = self.actor.compute_logprobs("old_logprobs", 0)
             self.steps.append((logprobs, self.actor.update(0, 0.0, 0.0)))
             self.actor.end_dump()
 
