@@ -10,7 +10,7 @@ import numpy as np
 from mindrlhf.config.evaluation.section import PASS_AT_K
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
@@ -154,7 +154,7 @@ def applicable(rewards: np.ndarray) -> np.ndarray:
 class HeldOut:
     """Held-out prompts and how to sample them; each model gets the same random streams."""
 
-    records: Sequence[PromptRecord]
+    records: Sequence[Prompt]
     num_samples: int
     verifier: str
     sampling: SamplingParams

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure
@@ -44,7 +44,7 @@ class Sample:
     spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
     experts: np.ndarray | None = None  # see Completion
-    source: str = ""  # of the prompt; see PromptRecord
+    source: str = ""  # of the prompt; see Prompt
 
     @property
     def num_generated(self) -> int:
@@ -83,7 +83,7 @@ class Sampler:
 
     def sample(
         self,
-        records: Sequence[PromptRecord],
+        records: Sequence[Prompt],
         num_samples: int,
         sampling: SamplingParams,
         seed_path: Sequence[int],
@@ -120,7 +120,7 @@ class Sampler:
         return self.score(records, num_samples, completions(), first_group)
 
     def score(
-        self, records: Sequence[PromptRecord], num_samples: int, found: Iterable[Completion], first_group: int = 0
+        self, records: Sequence[Prompt], num_samples: int, found: Iterable[Completion], first_group: int = 0
     ) -> list[Sample]:
         """Return the samples that completions make, ordered by prompt and sample index; see ``sample``.
 
@@ -196,13 +196,13 @@ class Sampler:
             found[name] = [next(rounded) if is_written else None for is_written in written]
         return found
 
-    def _prompt_text(self, record: PromptRecord) -> str:
+    def _prompt_text(self, record: Prompt) -> str:
         ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def _reward_input(
-        place: int, completion: Completion, text: str, prompts: Sequence[str], records: Sequence[PromptRecord]
+        place: int, completion: Completion, text: str, prompts: Sequence[str], records: Sequence[Prompt]
     ) -> RewardInput:
         return RewardInput(
             index=place,
@@ -225,7 +225,7 @@ def _sample(
     completion: Completion,
     text: str,
     prompts: Sequence[str],
-    records: Sequence[PromptRecord],
+    records: Sequence[Prompt],
     result: RewardResult,
 ) -> Sample:
     return Sample(

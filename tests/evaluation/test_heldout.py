@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import SamplingParams
@@ -92,7 +92,7 @@ def test_every_evaluation_samples_from_the_same_streams():
             calls.append(arguments)
             return SAMPLES
 
-    records = [PromptRecord(np.array([1], np.int32), np.zeros(0, np.int32), "42", f"s:{i}") for i in range(5)]
+    records = [Prompt(np.array([1], np.int32), np.zeros(0, np.int32), "42", f"s:{i}") for i in range(5)]
     sampling = SamplingParams(max_tokens=8, temperature=0.5)
     held_out = HeldOut(records, 2, "correct", sampling, seed=9)
     first, second = held_out.run(Recorder(), step=0), held_out.run(Recorder(), step=50)

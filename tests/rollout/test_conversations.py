@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.config.sections import ToolSection
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import ConversationLimits, Conversations, tool_metrics, with_tools
 from mindrlhf.rollout.samples import Sampler
@@ -210,7 +210,7 @@ def test_samples_and_metrics_of_a_mixed_batch():
     conversations = Conversations(generator, Tools(), TOKENIZER, ConversationLimits(4, 8, 100))
     rewards = Rewards()
     records = [
-        PromptRecord(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), "", "") for text in ("a?", "b?")
+        Prompt(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), "", "") for text in ("a?", "b?")
     ]
     sampling = SamplingParams(300, stop_token_ids=(END,))
     samples = Sampler(conversations, rewards, TOKENIZER).sample(records, 2, sampling, (1,))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_conversations import END, TOKENIZER, Script
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
@@ -127,7 +127,7 @@ def test_the_return_is_a_reward_like_any_other(pool):
     generator = Script({"a": [["5", "6"], ["6"]], "b": [["raise"], ["3"]]})
     episodes = Episodes(generator, pool, TOKENIZER, ConversationLimits(4, 99, 30))
     records = [
-        PromptRecord(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), answer, "")
+        Prompt(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), answer, "")
         for text, answer in (("a?", "6"), ("b?", "3"))
     ]
     sampling = SamplingParams(100, stop_token_ids=(END,))

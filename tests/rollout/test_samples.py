@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
@@ -75,9 +75,9 @@ class Comparing(Counter):
 
 
 RECORDS = [
-    PromptRecord(np.array([3, 4], np.int32), np.zeros(0, np.int32), "aaa", "s:0"),
-    PromptRecord(np.array([5], np.int32), np.zeros(0, np.int32), "b", "s:1"),
-    PromptRecord(np.array([6, 0, 7], np.int32), np.zeros(0, np.int32), "zz", "s:2"),
+    Prompt(np.array([3, 4], np.int32), np.zeros(0, np.int32), "aaa", "s:0"),
+    Prompt(np.array([5], np.int32), np.zeros(0, np.int32), "b", "s:1"),
+    Prompt(np.array([6, 0, 7], np.int32), np.zeros(0, np.int32), "zz", "s:2"),
 ]
 
 
