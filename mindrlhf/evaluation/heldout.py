@@ -41,16 +41,21 @@ class Evaluation:
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
         """Summarise samples that are ordered by prompt."""
         shown = [
-            {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "reward")}
+            {
+                "prompt": sample.prompt_text,
+                "completion": sample.response_text,
+                "answer": sample.prompt.answer,
+                "reward": sample.reward.total,
+            }
             for sample in samples[::num_samples][:NUM_SAMPLES_KEPT]
         ]
         return cls(
             step=step,
             verifier=verifier,
             rewards={name: reward_matrix(samples, num_samples, name) for name in verifier_names(samples)},
-            response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
+            response_length=float(np.mean([len(sample.completion.token_ids) for sample in samples])),
             shown=shown,
-            questions=digest_json([[sample.prompt, sample.answer] for sample in samples[::num_samples]]),
+            questions=digest_json([[sample.prompt_text, sample.prompt.answer] for sample in samples[::num_samples]]),
         )
 
     @property

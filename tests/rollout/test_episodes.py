@@ -133,8 +133,8 @@ def test_the_return_is_a_reward_like_any_other(pool):
     sampling = SamplingParams(100, stop_token_ids=(END,))
     with RewardPool(Selection(("environment_reward",), (0.1,)), failure_value=-1.0) as rewards:
         samples = Sampler(episodes, rewards, TOKENIZER).sample(records, 2, sampling, (1,))
-    assert [sample.reward for sample in samples] == pytest.approx([0.9, 1.0, -0.1, 1.0])
-    assert [bool(sample.failures) for sample in samples] == [False, False, True, False]
+    assert [sample.reward.total for sample in samples] == pytest.approx([0.9, 1.0, -0.1, 1.0])
+    assert [bool(sample.reward.failures) for sample in samples] == [False, False, True, False]
     assert tool_metrics(samples)["turns/mean"] == 1.25
 
 
