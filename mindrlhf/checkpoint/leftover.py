@@ -4,9 +4,9 @@ In its files they are called carried.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.tensors import array_infos
 
 LEFTOVER_NAME = "carried.safetensors"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,60 @@ class LeftoverSample:
 
     record: Mapping[str, Any]  # JSON values
     arrays: Mapping[str, np.ndarray]  # by name: numbers or booleans of any shape
+
+
+def pack(record: Any) -> LeftoverSample:
+    """Return a dataclass whose fields are JSON values, arrays, tuples of files (bytes) and dataclasses of that kind.
+
+    A record within keeps its place among the JSON values; its arrays are named by their path ("prompt.prompt_ids").
+    """
+    values: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            inner = pack(value)
+            values[field.name] = inner.record
+            arrays |= {f"{field.name}.{name}": array for name, array in inner.arrays.items()}
+        elif isinstance(value, np.ndarray):
+            arrays[field.name] = value
+        elif isinstance(value, tuple) and value and isinstance(value[0], bytes):
+            values[field.name] = len(value)
+            arrays |= {f"{field.name}.{i}": np.frombuffer(file, np.uint8) for i, file in enumerate(value)}
+        else:
+            values[field.name] = value
+    return LeftoverSample(values, arrays)
+
+
+def unpack(kind: type[T], sample: LeftoverSample) -> T:
+    """Return what ``pack`` was called on, a ``kind``; values that it did not yet say are the defaults of their fields.
+
+    Raises:
+        KeyError: a value is missing, or one too many.
+    """
+    found: dict[str, Any] = dict(sample.record)
+    arrays = dict(sample.arrays)
+    for field in fields(kind):
+        if is_dataclass(field.type) and isinstance(found.get(field.name), Mapping):
+            own = [name for name in arrays if name.startswith(f"{field.name}.")]
+            own_arrays = {name.partition(".")[2]: arrays.pop(name) for name in own}
+            found[field.name] = unpack(field.type, LeftoverSample(found[field.name], own_arrays))
+        elif field.name in arrays:
+            found[field.name] = arrays.pop(field.name)
+        elif get_origin(field.type) is tuple and isinstance(found.get(field.name), int):
+            files = [arrays.pop(f"{field.name}.{i}") for i in range(found[field.name])]
+            found[field.name] = tuple(file.tobytes() for file in files)
+        elif get_origin(field.type) is tuple and field.name in found:
+            found[field.name] = _tuples(found[field.name])
+        elif is_dataclass(field.type) or field.name not in found and field.default is field.default_factory is MISSING:
+            raise KeyError(field.name)
+    for name in (*arrays, *(found.keys() - {field.name for field in fields(kind)})):
+        raise KeyError(name)
+    return kind(**found)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def leftover_records(samples: Sequence[LeftoverSample]) -> list[dict[str, Any]]:

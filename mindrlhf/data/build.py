@@ -20,8 +20,8 @@ from mindrlhf.data.encoding import EncodedChunk, EncodedRecord, EncoderSettings,
 from mindrlhf.data.mindrecord import (
     RESPONSES,
     TASKS,
+    Prompt,
     PromptFileHeader,
-    PromptRecord,
     check_output_path,
     index_path,
     write_prompt_file,
@@ -353,7 +353,7 @@ def _spool(chunks: Iterable[EncodedChunk], sink: pyarrow.NativeFile) -> None:
             writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=SPOOL_SCHEMA))
 
 
-def _read_spool(spool: Path) -> Iterator[list[PromptRecord]]:
+def _read_spool(spool: Path) -> Iterator[list[Prompt]]:
     with pyarrow.memory_map(str(spool)) as source, pyarrow.ipc.open_stream(source) as reader:
         for batch in reader:
             prompt_ids, response_ids, rejected_ids = (
@@ -362,7 +362,7 @@ def _read_spool(spool: Path) -> Iterator[list[PromptRecord]]:
             texts = [batch["answer"].to_pylist(), batch["source_id"].to_pylist()]
             rest = [batch["verifier"].to_pylist(), map(tuple, batch["images"].to_pylist())]
             columns = zip(prompt_ids, response_ids, *texts, rejected_ids, *rest, strict=True)
-            yield [PromptRecord(*values) for values in columns]
+            yield [Prompt(*values) for values in columns]
 
 
 def _id_arrays(column: pyarrow.ListArray) -> Iterator[np.ndarray]:

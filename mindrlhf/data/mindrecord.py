@@ -42,7 +42,7 @@ def no_ids() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class PromptRecord:
+class Prompt:
     """One prompt."""
 
     prompt_ids: np.ndarray  # int32 [prompt]
@@ -88,7 +88,7 @@ class PromptFileHeader:
     images: ImageHeader | None = None  # None when no record has an image
 
 
-def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> None:
+def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> None:
     """Write ``header`` and the records of ``batches`` to ``path`` and ``path.db``.
 
     Either both files are there and whole afterwards, or the error leaves what was there before. A machine
@@ -123,7 +123,7 @@ def check_output_path(path: Path) -> None:
         )
 
 
-def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[PromptRecord]]) -> int:
+def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> int:
     from mindspore.mindrecord import FileWriter
 
     columns = _columns(header)
@@ -144,7 +144,7 @@ def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prom
     return num_written
 
 
-def _row(record: PromptRecord, columns: Mapping[str, object]) -> dict[str, object]:
+def _row(record: Prompt, columns: Mapping[str, object]) -> dict[str, object]:
     values = image_columns(record.image_files) if SCHEMA.keys() <= columns.keys() else {}
     return {name: getattr(record, name) for name in columns if name not in SCHEMA} | values
 
@@ -228,7 +228,7 @@ class PromptFile:
     def __len__(self) -> int:
         return self.header.num_kept
 
-    def read(self, indices: Sequence[int]) -> list[PromptRecord]:
+    def read(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the records at ``indices``, in that order; an index may come more than once.
 
         One call costs about 10 ms whatever the number of records, so read a batch at a time.
@@ -252,14 +252,14 @@ class PromptFile:
         with _open_index(self.path) as database:
             return sorted(source for (source,) in database.execute(_SOURCES))
 
-    def _read_distinct(self, indices: list[int]) -> list[PromptRecord]:
+    def _read_distinct(self, indices: list[int]) -> list[Prompt]:
         from mindspore.dataset import MindDataset, SubsetSampler
 
         with _one_line_errors(f"cannot read {self.path}, build it again if it is damaged"):
             dataset = MindDataset(str(self.path), num_parallel_workers=1, sampler=SubsetSampler(indices))
             rows = list(dataset.create_dict_iterator(num_epochs=1, output_numpy=True))
         return [
-            PromptRecord(
+            Prompt(
                 prompt_ids=row["prompt_ids"],
                 response_ids=row.get("response_ids", no_ids()),
                 answer=row["answer"].item(),

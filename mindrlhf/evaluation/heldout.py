@@ -10,7 +10,7 @@ import numpy as np
 from mindrlhf.config.evaluation.section import PASS_AT_K
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, verifier_names
@@ -41,16 +41,21 @@ class Evaluation:
     def of(cls, step: int, verifier: str, samples: Sequence[Sample], num_samples: int) -> "Evaluation":
         """Summarise samples that are ordered by prompt."""
         shown = [
-            {name: getattr(sample, name) for name in ("prompt", "completion", "answer", "reward")}
+            {
+                "prompt": sample.prompt_text,
+                "completion": sample.response_text,
+                "answer": sample.prompt.answer,
+                "reward": sample.reward.total,
+            }
             for sample in samples[::num_samples][:NUM_SAMPLES_KEPT]
         ]
         return cls(
             step=step,
             verifier=verifier,
             rewards={name: reward_matrix(samples, num_samples, name) for name in verifier_names(samples)},
-            response_length=float(np.mean([len(sample.response_ids) for sample in samples])),
+            response_length=float(np.mean([len(sample.completion.token_ids) for sample in samples])),
             shown=shown,
-            questions=digest_json([[sample.prompt, sample.answer] for sample in samples[::num_samples]]),
+            questions=digest_json([[sample.prompt_text, sample.prompt.answer] for sample in samples[::num_samples]]),
         )
 
     @property
@@ -154,7 +159,7 @@ def applicable(rewards: np.ndarray) -> np.ndarray:
 class HeldOut:
     """Held-out prompts and how to sample them; each model gets the same random streams."""
 
-    records: Sequence[PromptRecord]
+    records: Sequence[Prompt]
     num_samples: int
     verifier: str
     sampling: SamplingParams

@@ -254,9 +254,9 @@ def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:
     """Return ``tools/calls``, ``tools/failures``, ``tools/neutralised``, ``tools/tokens`` (of answers), summed,
     and ``turns/mean``."""
     return {
-        "tools/calls": float(sum(sample.num_tool_calls for sample in samples)),
-        "tools/failures": float(sum(sample.num_tool_failures for sample in samples)),
-        "tools/neutralised": float(sum(sample.num_neutralised_answers for sample in samples)),
-        "tools/tokens": float(sum(len(sample.response_ids) - sample.num_generated for sample in samples)),
-        "turns/mean": float(np.mean([sample.num_turns for sample in samples])),
+        "tools/calls": float(sum(sample.completion.num_tool_calls for sample in samples)),
+        "tools/failures": float(sum(sample.completion.num_tool_failures for sample in samples)),
+        "tools/neutralised": float(sum(sample.completion.num_neutralised_answers for sample in samples)),
+        "tools/tokens": float(sum(len(sample.completion.token_ids) - sample.num_generated for sample in samples)),
+        "turns/mean": float(np.mean([sample.completion.num_turns for sample in samples])),
     }

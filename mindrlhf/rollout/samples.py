@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.pictures.reader import shown_ids
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure
@@ -22,34 +22,20 @@ from mindrlhf.system import timeline
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, with its rewards."""
+    """One response to one prompt: the record of the prompt, its completion, and what the rewards made of it."""
 
     group: int  # index of the prompt among those asked for together
-    prompt_ids: np.ndarray  # int32 [prompt]
-    response_ids: np.ndarray  # int32 [response], stop token included
-    rollout_logprobs: np.ndarray  # float32 [generated tokens]
-    finish_reason: str  # "stop" or "length"
-    prompt: str
-    completion: str
-    answer: str
-    rewards: dict[str, float]  # unweighted, by verifier that applies to the prompt
-    reward: float  # weighted sum
-    failures: dict[str, str]  # verifier -> why it gave no reward of its own
-    is_generated: np.ndarray | None = None  # bool [response], False where a tool wrote; None: all are the model's
-    num_turns: int = 1
-    num_tool_calls: int = 0
-    num_tool_failures: int = 0
-    num_neutralised_answers: int = 0
-    weights_version: int = 0  # of the weights that generated it, or began to
-    spans: tuple[tuple[int, int], ...] = ()  # (version of the weights, tokens they generated); empty: one for all
-    images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, those of the prompt
-    experts: np.ndarray | None = None  # see Completion
-    source: str = ""  # of the prompt; see PromptRecord
+    prompt: Prompt
+    completion: Completion
+    reward: RewardResult
+    prompt_text: str  # special tokens included, an image as one of its tokens
+    response_text: str  # as verifiers read it: without special tokens
+    images: tuple[np.ndarray, ...] = ()  # those of the prompt, decoded once for all of its samples
 
     @property
     def num_generated(self) -> int:
-        """Response tokens that the model generated."""
-        return len(self.rollout_logprobs)
+        """Response tokens that the model generated; the rest is of tools."""
+        return len(self.completion.logprobs)
 
 
 class SampleRewards(Protocol):
@@ -83,7 +69,7 @@ class Sampler:
 
     def sample(
         self,
-        records: Sequence[PromptRecord],
+        records: Sequence[Prompt],
         num_samples: int,
         sampling: SamplingParams,
         seed_path: Sequence[int],
@@ -120,7 +106,7 @@ class Sampler:
         return self.score(records, num_samples, completions(), first_group)
 
     def score(
-        self, records: Sequence[PromptRecord], num_samples: int, found: Iterable[Completion], first_group: int = 0
+        self, records: Sequence[Prompt], num_samples: int, found: Iterable[Completion], first_group: int = 0
     ) -> list[Sample]:
         """Return the samples that completions make, ordered by prompt and sample index; see ``sample``.
 
@@ -157,13 +143,20 @@ class Sampler:
         assert len(completions) == len(results) == expected, (
             f"{expected} samples were asked for, {len(completions)} generated, {len(results)} verified"
         )
-        samples = [
-            _sample(place // num_samples, completions[place], texts[place], prompts, records, results[place])
-            for place in range(expected)
-        ]
-        samples = [dataclasses.replace(sample, images=images[sample.group]) for sample in samples]
-        if first_group:
-            samples = [dataclasses.replace(sample, group=first_group + sample.group) for sample in samples]
+        samples = []
+        for place in range(expected):
+            request = place // num_samples
+            samples.append(
+                Sample(
+                    group=first_group + request,
+                    prompt=records[request],
+                    completion=completions[place],
+                    reward=results[place],
+                    prompt_text=prompts[request],
+                    response_text=texts[place],
+                    images=images[request],
+                )
+            )
         return samples if self._reward_model is None else self._reward_model.add_rewards(samples)
 
     def take_judge_counts(self) -> dict[str, float]:
@@ -188,21 +181,23 @@ class Sampler:
         Args:
             values: by name, a number for each token that the model wrote.
         """
-        texts = [self._tokenizer.decode([token], skip_special_tokens=False) for token in sample.response_ids.tolist()]
-        written = np.ones(len(texts), bool) if sample.is_generated is None else np.asarray(sample.is_generated, bool)
+        completion = sample.completion
+        texts = [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids.tolist()]
+        is_generated = completion.is_generated
+        written = np.ones(len(texts), bool) if is_generated is None else np.asarray(is_generated, bool)
         found: dict[str, list] = {"tokens": texts}
         for name, numbers in values.items():
             rounded = iter(np.round(np.asarray(numbers, np.float64), 5).tolist())
             found[name] = [next(rounded) if is_written else None for is_written in written]
         return found
 
-    def _prompt_text(self, record: PromptRecord) -> str:
+    def _prompt_text(self, record: Prompt) -> str:
         ids = shown_ids(record.prompt_ids, self._tokenizer) if record.image_files else record.prompt_ids
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def _reward_input(
-        place: int, completion: Completion, text: str, prompts: Sequence[str], records: Sequence[PromptRecord]
+        place: int, completion: Completion, text: str, prompts: Sequence[str], records: Sequence[Prompt]
     ) -> RewardInput:
         return RewardInput(
             index=place,
@@ -220,51 +215,19 @@ def _seed(path: Sequence[int], index: int) -> int:
     return int(np.random.SeedSequence([*path, index]).generate_state(1, np.uint64)[0]) >> 1
 
 
-def _sample(
-    group: int,
-    completion: Completion,
-    text: str,
-    prompts: Sequence[str],
-    records: Sequence[PromptRecord],
-    result: RewardResult,
-) -> Sample:
-    return Sample(
-        group=group,
-        prompt_ids=np.asarray(records[group].prompt_ids, np.int32),
-        response_ids=completion.token_ids,
-        rollout_logprobs=completion.logprobs,
-        finish_reason=completion.finish_reason,
-        prompt=prompts[group],
-        completion=text,
-        answer=records[group].answer,
-        rewards=result.parts,
-        reward=result.total,
-        failures=result.failures,
-        is_generated=completion.is_generated,
-        num_turns=completion.num_turns,
-        num_tool_calls=completion.num_tool_calls,
-        num_tool_failures=completion.num_tool_failures,
-        num_neutralised_answers=completion.num_neutralised_answers,
-        weights_version=completion.weights_version,
-        spans=completion.spans,
-        experts=completion.experts,
-        source=records[group].source,
-    )
-
-
 def sample_parts(samples: Sequence[Sample]) -> dict[str, str]:
     """Return the digests of what a step sampled, for its line of the fingerprint; the order of samples counts."""
     return {
-        "prompts": digest_arrays(array for sample in samples for array in (sample.prompt_ids, *sample.images)),
-        "samples": digest_arrays(sample.response_ids for sample in samples),
-        "rollout_logprobs": digest_arrays(sample.rollout_logprobs for sample in samples),
-        "rewards": digest_json([[sample.reward, dict(sample.rewards)] for sample in samples]),
+        "prompts": digest_arrays(array for sample in samples for array in (sample.prompt.prompt_ids, *sample.images)),
+        "samples": digest_arrays(sample.completion.token_ids for sample in samples),
+        "rollout_logprobs": digest_arrays(sample.completion.logprobs for sample in samples),
+        "rewards": digest_json([[sample.reward.total, dict(sample.reward.parts)] for sample in samples]),
     }
 
 
 def verifier_names(samples: Iterable[Sample]) -> list[str]:
     """Return the names of the verifiers that apply to any of the samples, in the order they come up."""
-    return list(dict.fromkeys(name for sample in samples for name in sample.rewards))
+    return list(dict.fromkeys(name for sample in samples for name in sample.reward.parts))
 
 
 def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "") -> np.ndarray:
@@ -272,7 +235,7 @@ def reward_matrix(samples: Iterable[Sample], num_samples: int, verifier: str = "
 
     They are NaN where the verifier does not apply to the prompt.
     """
-    values = [sample.rewards.get(verifier, np.nan) if verifier else sample.reward for sample in samples]
+    values = [sample.reward.parts.get(verifier, np.nan) if verifier else sample.reward.total for sample in samples]
     return np.asarray(values, np.float64).reshape(-1, num_samples)
 
 
@@ -280,11 +243,11 @@ def sample_record(sample: Sample, step: int) -> SampleRecord:
     """Return what a samples file keeps of a sample."""
     return SampleRecord(
         step=step,
-        prompt=sample.prompt,
-        completion=sample.completion,
-        answer=sample.answer,
-        reward=sample.reward,
-        rewards=sample.rewards,
-        finish_reason=sample.finish_reason,
+        prompt=sample.prompt_text,
+        completion=sample.response_text,
+        answer=sample.prompt.answer,
+        reward=sample.reward.total,
+        rewards=sample.reward.parts,
+        finish_reason=sample.completion.finish_reason,
         images=sample.images,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.data.fingerprint import check_same_data, data_fingerprint
-from mindrlhf.data.mindrecord import PromptFileHeader, PromptRecord, write_prompt_file
+from mindrlhf.data.mindrecord import Prompt, PromptFileHeader, write_prompt_file
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.errors import UserError
 
@@ -33,7 +33,7 @@ HEADER = PromptFileHeader(
 def write(path: Path, num_records: int = 3, answer: str = "42", **header) -> str:
     path.parent.mkdir(exist_ok=True)
     records = [
-        PromptRecord(np.arange(1 + i, dtype=np.int32), np.zeros(0, np.int32), answer, f"r{i}")
+        Prompt(np.arange(1 + i, dtype=np.int32), np.zeros(0, np.int32), answer, f"r{i}")
         for i in range(num_records)
     ]
     write_prompt_file(path, replace(HEADER, num_read=num_records, num_kept=num_records, **header), [records])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindrlhf.data import mindrecord
-from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader, PromptRecord, write_prompt_file
+from mindrlhf.data.mindrecord import Prompt, PromptFile, PromptFileHeader, write_prompt_file
 from mindrlhf.errors import UserError
 
 FINGERPRINT = "ab" * 32
@@ -38,7 +38,7 @@ def _header(num_kept, task="prompts"):
 
 def _records(count, task="prompts"):
     return [
-        PromptRecord(
+        Prompt(
             prompt_ids=np.arange(i + 1, dtype=np.int32) * 1000,
             response_ids=np.full(i % 3 + 1 if task == "sft" else 0, -i, np.int32),
             answer=f"{i}",
@@ -89,7 +89,7 @@ def test_round_trip_in_any_order(tmp_path, task):
 )
 def test_any_text_and_id_survives(tmp_path, texts, ids):
     path = tmp_path / "any.mindrecord"
-    records = [PromptRecord(np.array(ids, np.int32), np.zeros(0, np.int32), text, text + "'\":1") for text in texts]
+    records = [Prompt(np.array(ids, np.int32), np.zeros(0, np.int32), text, text + "'\":1") for text in texts]
     write_prompt_file(path, _header(len(records)), [records])
     assert all(_same(*pair) for pair in zip(PromptFile.open(path).read(range(len(records))), records, strict=True))
 

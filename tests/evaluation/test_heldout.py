@@ -1,35 +1,32 @@
 """Held-out evaluation: the numbers by hand, and the same random streams every time."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
+from made_samples import make_sample, with_prompt
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import SamplingParams
 
 
-def make_sample(group: int, correct: float, style: float, length: int) -> Sample:
-    return Sample(
+def answered(group: int, correct: float, style: float, length: int) -> Sample:
+    return make_sample(
+        [1],
+        [0] * length,
+        correct + 2 * style,
+        {"correct": correct, "style": style},
         group=group,
-        prompt_ids=np.array([1], np.int32),
-        response_ids=np.zeros(length, np.int32),
-        rollout_logprobs=np.zeros(length, np.float32),
-        finish_reason="stop",
         prompt=f"question {group}",
-        completion=f"answer {group} of {length}",
+        response=f"answer {group} of {length}",
         answer="42",
-        rewards={"correct": correct, "style": style},
-        reward=correct + 2 * style,
-        failures={},
     )
 
 
 CORRECT = np.array([[1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], np.float64)
-SAMPLES = [make_sample(i, CORRECT[i, j], 0.5, 1 + i + j) for i in range(5) for j in range(2)]
+SAMPLES = [answered(i, CORRECT[i, j], 0.5, 1 + i + j) for i in range(5) for j in range(2)]
 
 
 @pytest.fixture
@@ -75,13 +72,13 @@ def test_evaluations_are_comparable_on_the_same_prompts_by_the_same_verifier(eva
     def of(samples, verifier="correct", num_samples=2):
         return Evaluation.of(9, verifier, samples, num_samples)
 
-    others = [make_sample(i, 0.0, 0.25, 3) for i in range(5) for _ in range(4)]
+    others = [answered(i, 0.0, 0.25, 3) for i in range(5) for _ in range(4)]
     assert of(others, num_samples=4).is_comparable(evaluation)
     assert Evaluation.from_json(json.loads(json.dumps(evaluation.to_json()))).is_comparable(evaluation)
     assert not of(SAMPLES, "style").is_comparable(evaluation)
     assert not of(SAMPLES[:-2]).is_comparable(evaluation)
     assert not of([*SAMPLES[2:], *SAMPLES[:2]]).is_comparable(evaluation)
-    assert not of([dataclasses.replace(sample, answer="43") for sample in SAMPLES]).is_comparable(evaluation)
+    assert not of([with_prompt(sample, answer="43") for sample in SAMPLES]).is_comparable(evaluation)
 
 
 def test_every_evaluation_samples_from_the_same_streams():
@@ -92,7 +89,7 @@ def test_every_evaluation_samples_from_the_same_streams():
             calls.append(arguments)
             return SAMPLES
 
-    records = [PromptRecord(np.array([1], np.int32), np.zeros(0, np.int32), "42", f"s:{i}") for i in range(5)]
+    records = [Prompt(np.array([1], np.int32), np.zeros(0, np.int32), "42", f"s:{i}") for i in range(5)]
     sampling = SamplingParams(max_tokens=8, temperature=0.5)
     held_out = HeldOut(records, 2, "correct", sampling, seed=9)
     first, second = held_out.run(Recorder(), step=0), held_out.run(Recorder(), step=50)
@@ -107,11 +104,11 @@ def test_every_evaluation_samples_from_the_same_streams():
 
 
 def test_a_verifier_is_averaged_over_the_prompts_it_applies_to():
-    samples = [make_sample(i // 2, correct, 0.5, 3) for i, correct in enumerate((1.0, 0.0, 0.0, 0.0, 1.0, 1.0))]
+    samples = [answered(i // 2, correct, 0.5, 3) for i, correct in enumerate((1.0, 0.0, 0.0, 0.0, 1.0, 1.0))]
     for sample in samples[2:4]:
-        del sample.rewards["correct"]
+        del sample.reward.parts["correct"]
     for sample in samples[:2]:
-        sample.rewards["other"] = 0.25
+        sample.reward.parts["other"] = 0.25
     evaluation = Evaluation.of(0, "correct", samples, 2)
     assert evaluation.scores.tolist() == [[1.0, 0.0], [1.0, 1.0]]
     metrics = Evaluation.from_json(json.loads(json.dumps(evaluation.to_json()))).metrics()

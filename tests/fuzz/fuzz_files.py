@@ -34,7 +34,7 @@ def make_prompt_file(directory: Path) -> Path:
     from mindrlhf.data import mindrecord
 
     records = [
-        mindrecord.PromptRecord(np.arange(5, dtype=np.int32), mindrecord.no_ids(), f"{index}", f"train.jsonl:{index}")
+        mindrecord.Prompt(np.arange(5, dtype=np.int32), mindrecord.no_ids(), f"{index}", f"train.jsonl:{index}")
         for index in range(6)
     ]
     header = mindrecord.PromptFileHeader(

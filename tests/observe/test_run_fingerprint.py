@@ -1,13 +1,14 @@
 """Digests that change with any bit, and the place where two runs part."""
 
+import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_samples import make_sample
 
 from mindrlhf.cli import main
 from mindrlhf.debugging.run_diff import compare_runs
@@ -51,16 +52,11 @@ def test_the_weights_do_not_depend_on_who_wrote_them():
     )
 
 
-def make_sample(**changed):
-    values = {
-        "prompt_ids": np.array([1, 2], np.int32),
-        "response_ids": np.array([3, 4, 5], np.int32),
-        "rollout_logprobs": np.array([-1, -2, -3], np.float32),
-        "rewards": {"accuracy": 1.0},
-        "reward": 1.0,
-        "images": (),
-    }
-    return SimpleNamespace(**{**values, **changed})
+def sample_with(**changed):
+    values = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "logprobs": [-1, -2, -3]}
+    values |= {"rewards": {"accuracy": 1.0}, "reward": 1.0, "images": ()} | changed
+    images = values.pop("images")
+    return dataclasses.replace(make_sample(**values), images=images)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +65,13 @@ def make_sample(**changed):
         ("prompts", {"prompt_ids": np.array([2, 1], np.int32)}),
         ("prompts", {"images": (np.zeros((28, 28, 3), np.uint8),)}),
         ("samples", {"response_ids": np.array([3, 4, 6], np.int32)}),
-        ("rollout_logprobs", {"rollout_logprobs": np.array([-1, -2, -3.0000005], np.float32)}),
+        ("rollout_logprobs", {"logprobs": np.array([-1, -2, -3.0000005], np.float32)}),
         ("rewards", {"rewards": {"accuracy": np.nextafter(1.0, 0.0)}}),
         ("rewards", {"reward": 0.5}),
     ],
 )
 def test_each_part_tells_what_changed(name, changed):
-    one, other = sample_parts([make_sample()]), sample_parts([make_sample(**changed)])
+    one, other = sample_parts([sample_with()]), sample_parts([sample_with(**changed)])
     assert [part for part in one if one[part] != other[part]] == [name]
 
 

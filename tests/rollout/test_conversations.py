@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.config.sections import ToolSection
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import ConversationLimits, Conversations, tool_metrics, with_tools
 from mindrlhf.rollout.samples import Sampler
@@ -210,17 +210,17 @@ def test_samples_and_metrics_of_a_mixed_batch():
     conversations = Conversations(generator, Tools(), TOKENIZER, ConversationLimits(4, 8, 100))
     rewards = Rewards()
     records = [
-        PromptRecord(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), "", "") for text in ("a?", "b?")
+        Prompt(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), "", "") for text in ("a?", "b?")
     ]
     sampling = SamplingParams(300, stop_token_ids=(END,))
     samples = Sampler(conversations, rewards, TOKENIZER).sample(records, 2, sampling, (1,))
     texts = [call(1) + answer(2) + "x", "plain", *[call(2) + answer(4) + "yy"] * 2]
-    assert [sample.completion for sample in samples] == texts
+    assert [sample.response_text for sample in samples] == texts
     assert [rewards.inputs[place].completion for place in range(4)] == texts
     assert [sample.num_generated for sample in samples] == [len(call(1)) + 3, 6, *[len(call(2)) + 4] * 2]
     for sample in samples:
-        assert sample.num_generated == sample.is_generated.sum() == len(sample.rollout_logprobs)
-        assert len(sample.response_ids) == len(sample.is_generated)
+        assert sample.num_generated == sample.completion.is_generated.sum() == len(sample.completion.logprobs)
+        assert len(sample.completion.token_ids) == len(sample.completion.is_generated)
     # Later turns go out ordered by prompt and sample, with streams of their own.
     (second,) = generator.batches[1:]
     assert [TOKENIZER.decode(request.prompt_ids)[0] for request in second] == ["a", "b", "b"]

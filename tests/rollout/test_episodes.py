@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_conversations import END, TOKENIZER, Script
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
@@ -127,14 +127,14 @@ def test_the_return_is_a_reward_like_any_other(pool):
     generator = Script({"a": [["5", "6"], ["6"]], "b": [["raise"], ["3"]]})
     episodes = Episodes(generator, pool, TOKENIZER, ConversationLimits(4, 99, 30))
     records = [
-        PromptRecord(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), answer, "")
+        Prompt(np.array(TOKENIZER.encode(text), np.int32), np.zeros(0, np.int32), answer, "")
         for text, answer in (("a?", "6"), ("b?", "3"))
     ]
     sampling = SamplingParams(100, stop_token_ids=(END,))
     with RewardPool(Selection(("environment_reward",), (0.1,)), failure_value=-1.0) as rewards:
         samples = Sampler(episodes, rewards, TOKENIZER).sample(records, 2, sampling, (1,))
-    assert [sample.reward for sample in samples] == pytest.approx([0.9, 1.0, -0.1, 1.0])
-    assert [bool(sample.failures) for sample in samples] == [False, False, True, False]
+    assert [sample.reward.total for sample in samples] == pytest.approx([0.9, 1.0, -0.1, 1.0])
+    assert [bool(sample.reward.failures) for sample in samples] == [False, False, True, False]
     assert tool_metrics(samples)["turns/mean"] == 1.25
 
 

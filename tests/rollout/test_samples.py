@@ -5,13 +5,14 @@ from collections import deque
 
 import numpy as np
 import pytest
+from made_samples import make_sample, with_completion, with_reward
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import RunFailure
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.observe.samples import SampleRecord
 from mindrlhf.rewards.types import RewardResult
-from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record
+from mindrlhf.rollout.samples import Sampler, reward_matrix, sample_parts, sample_record
 from mindrlhf.rollout.types import Completion, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=(0,))
@@ -75,9 +76,9 @@ class Comparing(Counter):
 
 
 RECORDS = [
-    PromptRecord(np.array([3, 4], np.int32), np.zeros(0, np.int32), "aaa", "s:0"),
-    PromptRecord(np.array([5], np.int32), np.zeros(0, np.int32), "b", "s:1"),
-    PromptRecord(np.array([6, 0, 7], np.int32), np.zeros(0, np.int32), "zz", "s:2"),
+    Prompt(np.array([3, 4], np.int32), np.zeros(0, np.int32), "aaa", "s:0"),
+    Prompt(np.array([5], np.int32), np.zeros(0, np.int32), "b", "s:1"),
+    Prompt(np.array([6, 0, 7], np.int32), np.zeros(0, np.int32), "zz", "s:2"),
 ]
 
 
@@ -91,18 +92,18 @@ def sampled():
 def test_samples_come_in_order_with_their_own_rewards(sampled):
     samples, _, _ = sampled
     assert [sample.group for sample in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [sample.completion for sample in samples] == ["a", "aa", "aaa", "b", "bb", "bbb", "c", "cc", "ccc"]
-    assert [sample.reward for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
-    assert [sample.rewards["correct"] for sample in samples] == [0, 0, 1, 1, 1, 1, 0, 0, 0]
-    assert [sample.finish_reason for sample in samples] == ["stop", "stop", "length"] * 3
+    assert [sample.response_text for sample in samples] == ["a", "aa", "aaa", "b", "bb", "bbb", "c", "cc", "ccc"]
+    assert [sample.reward.total for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
+    assert [sample.reward.parts["correct"] for sample in samples] == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert [sample.completion.finish_reason for sample in samples] == ["stop", "stop", "length"] * 3
     for sample in samples:
-        np.testing.assert_array_equal(sample.prompt_ids, RECORDS[sample.group].prompt_ids)
-        assert sample.answer == RECORDS[sample.group].answer
-        assert len(sample.response_ids) == len(sample.rollout_logprobs)
-    assert samples[0].response_ids.tolist() == [1, 0], "the stop token is part of the response"
+        np.testing.assert_array_equal(sample.prompt.prompt_ids, RECORDS[sample.group].prompt_ids)
+        assert sample.prompt is RECORDS[sample.group]
+        assert len(sample.completion.token_ids) == len(sample.completion.logprobs)
+    assert samples[0].completion.token_ids.tolist() == [1, 0], "the stop token is part of the response"
     # Special tokens show in a prompt, where they mean something, and not in what verifiers read.
-    assert [sample.prompt for sample in samples[::3]] == ["cd", "e", "f`g"]
-    assert samples[1].failures == {"correct": "timeout"} and not samples[0].failures
+    assert [sample.prompt_text for sample in samples[::3]] == ["cd", "e", "f`g"]
+    assert samples[1].reward.failures == {"correct": "timeout"} and not samples[0].reward.failures
 
 
 def test_a_response_without_tokens_ends_the_run_in_one_line(monkeypatch):
@@ -145,7 +146,7 @@ def test_verifiers_that_compare_see_all_samples_of_the_prompt_in_order():
     assert len(pool.inputs) == 9
     for one in pool.inputs:
         group = samples[one.index // 3 * 3 :][:3]
-        assert one.completions == tuple(sample.completion for sample in group)
+        assert one.completions == tuple(sample.response_text for sample in group)
         assert one.completion == one.completions[one.index % 3]
     plain = Counter()
     Sampler(Script(), plain, Letters()).sample(RECORDS, 3, SAMPLING, (0,))
@@ -160,7 +161,7 @@ def test_prompts_go_out_in_chunks(chunk_size, sizes):
     assert [len(chunk) for chunk in generator.chunks] == sizes
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1, 2]
     assert [request.prompt_ids for chunk in generator.chunks for request in chunk] == [(3, 4), (5,), (6, 0, 7)]
-    assert [sample.reward for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
+    assert [sample.reward.total for sample in samples] == [1, 2, 13, 11, 12, 13, 1, 2, 3]
 
 
 def test_images_go_to_the_generator_and_the_samples_and_texts_show_each_as_one_token():
@@ -178,7 +179,7 @@ def test_images_go_to_the_generator_and_the_samples_and_texts_show_each_as_one_t
     for images in (asked[1].images, samples[2].images, samples[3].images):
         assert len(images) == 2
         assert np.array_equal(images[0], pixels) and np.array_equal(images[1], pixels[::-1])
-    assert [sample.prompt for sample in samples[::2]] == ["e", "cidie"]
+    assert [sample.prompt_text for sample in samples[::2]] == ["e", "cidie"]
     assert {sample.prompt for sample in pool.inputs} == {"e", "cidie"}
     other = [dataclasses.replace(sample, images=sample.images[::-1]) for sample in samples]
     assert sample_parts(samples)["prompts"] != sample_parts(other)["prompts"]
@@ -226,10 +227,10 @@ class Lengths:
 
     def add_rewards(self, samples):
         return [
-            dataclasses.replace(
+            with_reward(
                 sample,
-                rewards={**sample.rewards, "reward_model": float(len(sample.response_ids))},
-                reward=sample.reward + 100 * len(sample.response_ids),
+                parts={**sample.reward.parts, "reward_model": float(len(sample.completion.token_ids))},
+                total=sample.reward.total + 100 * len(sample.completion.token_ids),
             )
             for sample in samples
         ]
@@ -237,12 +238,12 @@ class Lengths:
 
 def test_a_reward_model_scores_beside_verifiers_or_alone():
     beside = Sampler(Script(), Counter(), Letters(), Lengths()).sample(RECORDS, 3, SAMPLING, (0,))
-    assert [sample.reward for sample in beside[:3]] == [201, 302, 313]
-    assert beside[2].rewards == {"length": 3.0, "correct": 1.0, "reward_model": 3.0}
+    assert [sample.reward.total for sample in beside[:3]] == [201, 302, 313]
+    assert beside[2].reward.parts == {"length": 3.0, "correct": 1.0, "reward_model": 3.0}
     alone = Sampler(Script(), None, Letters(), Lengths()).sample(RECORDS, 3, SAMPLING, (0,), chunk_size=1)
-    assert [sample.reward for sample in alone] == [200, 300, 300] * 3
-    assert alone[2].rewards == {"reward_model": 3.0} and not alone[2].failures
-    assert [sample.completion for sample in alone[:3]] == ["a", "aa", "aaa"]
+    assert [sample.reward.total for sample in alone] == [200, 300, 300] * 3
+    assert alone[2].reward.parts == {"reward_model": 3.0} and not alone[2].reward.failures
+    assert [sample.response_text for sample in alone[:3]] == ["a", "aa", "aaa"]
 
 
 def test_later_rounds_number_their_groups_and_seeds_on():
@@ -252,27 +253,14 @@ def test_later_rounds_number_their_groups_and_seeds_on():
     assert [sample.group for sample in samples] == [1] * 3 + [2] * 3
     assert [request.seed for chunk in generator.chunks for request in chunk] == whole[1:]
     assert [request.request_id for chunk in generator.chunks for request in chunk] == [0, 1]
-    assert [sample.prompt for sample in samples[::3]] == ["e", "f`g"]
+    assert [sample.prompt_text for sample in samples[::3]] == ["e", "f`g"]
 
 
 def test_tokens_of_a_sample_have_their_values_where_the_model_wrote_them():
     sampler = Sampler.__new__(Sampler)
     sampler._tokenizer = Letters()
-    sample = Sample(
-        group=0,
-        prompt_ids=np.array([1], np.int32),
-        response_ids=np.array([3, 1, 2], np.int32),
-        rollout_logprobs=np.array([-0.5, -1.0], np.float32),
-        finish_reason="stop",
-        prompt="a",
-        completion="cab",
-        answer="",
-        rewards={},
-        reward=1.0,
-        failures={},
-        is_generated=np.array([True, False, True]),
-    )
-    found = sampler.token_values(sample, {"rollout_logprobs": sample.rollout_logprobs})
+    sample = make_sample([1], [3, 1, 2], logprobs=[-0.5, -1.0], is_generated=np.array([True, False, True]))
+    found = sampler.token_values(sample, {"rollout_logprobs": sample.completion.logprobs})
     assert found == {"tokens": ["c", "a", "b"], "rollout_logprobs": [-0.5, None, -1.0]}
-    whole = dataclasses.replace(sample, is_generated=None, rollout_logprobs=np.array([-1, -2, -3], np.float32))
-    assert sampler.token_values(whole, {"x": whole.rollout_logprobs})["x"] == [-1, -2, -3]
+    whole = with_completion(sample, is_generated=None, logprobs=np.array([-1, -2, -3], np.float32))
+    assert sampler.token_values(whole, {"x": whole.completion.logprobs})["x"] == [-1, -2, -3]

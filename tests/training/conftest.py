@@ -11,7 +11,7 @@ from preflight_cases import NUM_PROMPTS
 
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptFileHeader, PromptRecord, write_prompt_file
+from mindrlhf.data.mindrecord import Prompt, PromptFileHeader, write_prompt_file
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -63,7 +63,7 @@ def write_prompts(
 ) -> None:
     responses = response_lengths or [0] * len(prompt_lengths)
     records = [
-        PromptRecord(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"{source}:{i}")
+        Prompt(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"{source}:{i}")
         for i, (prompt, response, source) in enumerate(zip(prompt_lengths, responses, itertools.cycle(sources)))
     ]
     header = PromptFileHeader(

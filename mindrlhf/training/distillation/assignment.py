@@ -34,7 +34,7 @@ class TeacherAssignment:
         """
         by_source: dict[str, list[np.ndarray]] = {}
         for sample, estimate in zip(samples, kl, strict=True):
-            source = sample.source if sample.source in self._paths else OTHERS
+            source = sample.prompt.source if sample.prompt.source in self._paths else OTHERS
             by_source.setdefault(source, []).append(estimate)
         metrics = {}
         for source in (name for name in (*self._paths, OTHERS) if self._paths and name in by_source):

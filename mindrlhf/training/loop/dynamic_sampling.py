@@ -7,21 +7,25 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mindrlhf.algorithms.overlong import complete
 from mindrlhf.algorithms.selection import groups_with_signal
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
-from mindrlhf.checkpoint.leftover import LeftoverSample
+from mindrlhf.checkpoint.leftover import LeftoverSample, pack, unpack
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.data.mindrecord import Prompt, no_ids
+from mindrlhf.images.pixels import encode_png
+from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sample
+from mindrlhf.rollout.types import Completion
 
-# What samples in checkpoints of earlier releases do not say.
-_YOUNGER = {"weights_version": 0, "spans": (), "experts": None, "num_neutralised_answers": 0, "source": ""}
-_IMAGE = "image"  # with a number, the name of one of a leftover sample's images
+# In checkpoints of earlier releases: with a number, the name of an image; and what not all of them say of a completion.
+_IMAGE = "image"
+_FLAT_OPTIONS = ("is_generated", "num_turns", "num_tool_calls", "num_tool_failures", "num_neutralised_answers")
+_FLAT_OPTIONS += ("spans", "experts")
 
 Group = list[Sample]
 SampleRound = Callable[[int, int], list[Sample]]  # (number of prompts, number of the first group) -> their samples
@@ -135,7 +139,7 @@ class SampleLedger:
             "samples/used": float(used),
             "samples/used_stale": float(step.num_stale),
             "samples/used_without_signal": float(step.num_without_signal),
-            "samples/used_cut": float(np.sum(~complete([sample.finish_reason for sample in step.used]))),
+            "samples/used_cut": float(np.sum(~complete([sample.completion.finish_reason for sample in step.used]))),
             "samples/carried": float(leftover),
             "samples/dropped_without_signal": float(dropped),
             "samples/total_generated": float(totals.generated),
@@ -145,33 +149,57 @@ class SampleLedger:
 
 
 def to_leftover(samples: Sequence[Sample]) -> list[LeftoverSample]:
-    """Return samples as a checkpoint keeps them."""
-    leftover = []
-    for sample in samples:
-        values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-        values |= {f"{_IMAGE}{number}": image for number, image in enumerate(values.pop("images"))}
-        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        leftover.append(LeftoverSample({name: values[name] for name in values.keys() - arrays.keys()}, arrays))
-    return leftover
+    """Return samples as a checkpoint keeps them; of images the files."""
+    return [pack(dataclasses.replace(sample, images=())) for sample in samples]
 
 
 def from_leftover(leftover: Sequence[LeftoverSample]) -> list[Sample]:
     """Return what ``to_leftover`` was called on.
 
     Raises:
-        UserError: the samples of the checkpoint lack a value, or have one too many.
+        DamagedDirectory: the samples of the checkpoint lack a value, or have one too many.
     """
-    fields = {field.name for field in dataclasses.fields(Sample)} - {"images"}
     samples = []
     for index, item in enumerate(leftover):
-        values: dict[str, Any] = {**_YOUNGER, **item.record, **item.arrays}
-        numbers = sorted(int(name.removeprefix(_IMAGE)) for name in values if re.fullmatch(rf"{_IMAGE}\d+", name))
-        images = tuple(values.pop(f"{_IMAGE}{number}") for number in numbers)
-        if values.keys() != fields:
-            wrong = min(values.keys() ^ fields)
-            raise DamagedDirectory(f"the checkpoint is damaged: {wrong!r} of leftover sample {index} is missing or new")
-        samples.append(Sample(**values, images=images))
+        try:
+            sample = _flat_sample(item) if isinstance(item.record.get("prompt"), str) else unpack(Sample, item)
+        except KeyError as error:
+            raise DamagedDirectory(
+                f"the checkpoint is damaged: {error} of leftover sample {index} is missing or new"
+            ) from error
+        samples.append(dataclasses.replace(sample, images=sample.prompt.images))
     return samples
+
+
+def _flat_sample(item: LeftoverSample) -> Sample:
+    """Return a sample as earlier releases kept it: the values of all its records side by side."""
+    values = {**item.record, **item.arrays}
+    numbers = sorted(int(name.removeprefix(_IMAGE)) for name in values if re.fullmatch(rf"{_IMAGE}\d+", name))
+    sample = Sample(
+        group=values.pop("group"),
+        prompt=Prompt(
+            prompt_ids=values.pop("prompt_ids"),
+            response_ids=no_ids(),
+            answer=values.pop("answer"),
+            source_id=values.pop("source", ""),
+            image_files=tuple(encode_png(values.pop(f"{_IMAGE}{number}")) for number in numbers),
+        ),
+        reward=RewardResult(0, values.pop("rewards"), values.pop("reward"), values.pop("failures")),
+        prompt_text=values.pop("prompt"),
+        response_text=values.pop("completion"),
+        completion=Completion(
+            request_id=0,
+            sample_index=0,
+            token_ids=values.pop("response_ids"),
+            logprobs=values.pop("rollout_logprobs"),
+            finish_reason=values.pop("finish_reason"),
+            weights_version=values.pop("weights_version", 0),
+            **{name: values.pop(name) for name in _FLAT_OPTIONS if name in values},
+        ),
+    )
+    if values:
+        raise KeyError(min(values))
+    return sample
 
 
 def _groups(samples: Sequence[Sample]) -> list[Group]:
@@ -186,7 +214,7 @@ def _split(samples: Sequence[Sample]) -> tuple[list[Group], list[Group]]:
 
     The verifiers' rewards decide, before any penalty for length: of two right answers the shorter is no better.
     """
-    rewards = np.array([sample.reward for sample in samples], np.float64)
+    rewards = np.array([sample.reward.total for sample in samples], np.float64)
     numbers, has_signal = groups_with_signal(rewards, np.array([sample.group for sample in samples]))
     teaches = dict(zip(numbers.tolist(), has_signal.tolist()))
     groups = _groups(samples)

@@ -81,11 +81,11 @@ class KeyData:
 
 def _rollout(samples: Sequence["Sample"]) -> list[tuple[str, Any]]:
     return [
-        ("prompts", [sample.prompt for sample in samples]),
-        ("prompt_ids", [sample.prompt_ids for sample in samples]),
-        ("responses", [sample.completion for sample in samples]),
-        ("response_ids", [sample.response_ids for sample in samples]),
-        ("rollout_logprobs", [sample.rollout_logprobs for sample in samples]),
-        ("rewards", [dict(sample.rewards) for sample in samples]),
-        ("reward", np.array([sample.reward for sample in samples])),
+        ("prompts", [sample.prompt_text for sample in samples]),
+        ("prompt_ids", [sample.prompt.prompt_ids for sample in samples]),
+        ("responses", [sample.response_text for sample in samples]),
+        ("response_ids", [sample.completion.token_ids for sample in samples]),
+        ("rollout_logprobs", [sample.completion.logprobs for sample in samples]),
+        ("rewards", [dict(sample.reward.parts) for sample in samples]),
+        ("reward", np.array([sample.reward.total for sample in samples])),
     ]

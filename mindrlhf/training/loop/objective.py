@@ -61,10 +61,10 @@ class Objective:
 
     def rewards(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the rewards that advantages are computed from, float64 [samples]."""
-        rewards = np.array([sample.reward for sample in samples], np.float64)
+        rewards = np.array([sample.reward.total for sample in samples], np.float64)
         if self._algorithm.overlong_buffer:
             buffer = max(1, round(self._algorithm.overlong_buffer * self._max_length))
-            lengths = np.array([len(sample.response_ids) for sample in samples])
+            lengths = np.array([len(sample.completion.token_ids) for sample in samples])
             rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
         return rewards
 
@@ -73,24 +73,24 @@ class Objective:
         lengths = np.array([sample.num_generated for sample in samples])
         kept = np.ones(len(samples), bool)
         if self._algorithm.overlong_filter:
-            kept = complete([sample.finish_reason for sample in samples])
+            kept = complete([sample.completion.finish_reason for sample in samples])
         weights = token_weights(lengths, kept, self._algorithm.aggregation, self._max_length)
         sequences = []
         for sample, weight in zip(samples, weights):
             values = {"weights": np.full(sample.num_generated, weight, np.float32)}
             if self.is_corrected:
-                values["rollout_logprobs"] = sample.rollout_logprobs
+                values["rollout_logprobs"] = sample.completion.logprobs
             if self._bypass:
-                values["old_logprobs"] = sample.rollout_logprobs
+                values["old_logprobs"] = sample.completion.logprobs
             sequences.append(
                 TokenSequence(
-                    sample.prompt_ids,
-                    sample.response_ids,
+                    sample.prompt.prompt_ids,
+                    sample.completion.token_ids,
                     values,
-                    sample.is_generated,
+                    sample.completion.is_generated,
                     sample.images,
-                    sample.experts,
-                    self._teachers.number(sample.source),
+                    sample.completion.experts,
+                    self._teachers.number(sample.prompt.source),
                 )
             )
         return sequences
@@ -136,13 +136,13 @@ class Objective:
         """Return the reward of the greedy response to each sample's prompt, float64 [samples]; None where unneeded."""
         if not self.needs_greedy:
             return None
-        return np.array([greedy[sample.group].reward for sample in samples])
+        return np.array([greedy[sample.group].reward.total for sample in samples])
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
         """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""
         found = np.array([bool(part.any()) for part in advantages])
         if self._algorithm.overlong_filter:
-            found &= complete([sample.finish_reason for sample in samples])
+            found &= complete([sample.completion.finish_reason for sample in samples])
         return found
 
     def returns(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptFile, PromptRecord
+from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.rollout.samples import Sample, Sampler
@@ -45,7 +45,7 @@ class PromptSampling:
         self._timer = timer
         self.interruptible = interruptible
         self._groups = GroupSampling(config)
-        self._records: list[PromptRecord] = []  # all prompts, when they are few: a read from disk costs 10 ms
+        self._records: list[Prompt] = []  # all prompts, when they are few: a read from disk costs 10 ms
         self.sampling = SamplingParams(
             max_tokens=config.rollout.max_response_length,
             temperature=config.rollout.temperature,
@@ -80,7 +80,7 @@ class PromptSampling:
         Raises:
             StopRequested: the run was asked to end.
         """
-        records: list[PromptRecord] = []
+        records: list[Prompt] = []
 
         def sample_round(num_prompts: int, first_group: int) -> list[Sample]:
             new = self.read(self.stream.next(num_prompts))
@@ -93,7 +93,7 @@ class PromptSampling:
         greedy = dataclasses.replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return step, self._generate(records, index, 1, greedy, 0)
 
-    def read(self, indices: Sequence[int]) -> list[PromptRecord]:
+    def read(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts at ``indices``."""
         with self._timer.stage("data"):
             if self._records:
@@ -107,7 +107,7 @@ class PromptSampling:
             yield
 
     def _generate(
-        self, records: Sequence[PromptRecord], index: int, num_samples: int, sampling: SamplingParams, first_group: int
+        self, records: Sequence[Prompt], index: int, num_samples: int, sampling: SamplingParams, first_group: int
     ) -> list[Sample]:
         with self.generating():
             return self._sampler.sample(

@@ -9,6 +9,7 @@ import numpy as np
 
 from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.packing import TokenSequence
+from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.team import Team
@@ -51,11 +52,11 @@ class RewardModel:
         A score that is not finite is replaced by ``reward.failure_value`` and noted in ``failures``. Equal responses to
         one prompt get the same score, to the last bit, though they may stand in rows that round differently.
         """
-        texts = [(sample.prompt_ids.tobytes(), sample.response_ids.tobytes()) for sample in samples]
+        texts = [(sample.prompt.prompt_ids.tobytes(), sample.completion.token_ids.tobytes()) for sample in samples]
         distinct = dict(zip(texts, samples))
         sequences = [
-            TokenSequence(sample.prompt_ids, sample.response_ids, {}, sample.is_generated)
-            for sample in distinct.values()
+            TokenSequence(one.prompt.prompt_ids, one.completion.token_ids, {}, one.completion.is_generated)
+            for one in distinct.values()
         ]
         with self._uninterruptible():
             scores = dict(zip(distinct, self._score(sequences, self._rows), strict=True))
@@ -67,13 +68,9 @@ class RewardModel:
         return [float(response[-1]) for response in batch.collect(results)]
 
     def _rewarded(self, sample: Sample, score: float) -> Sample:
-        failures = sample.failures
+        before, failures = sample.reward, sample.reward.failures
         if not math.isfinite(score):
             failures = {**failures, REWARD_MODEL_NAME: f"returned {score}, not a finite number"}
             score = self._failure_value
-        return dataclasses.replace(
-            sample,
-            rewards={**sample.rewards, REWARD_MODEL_NAME: score},
-            reward=sample.reward + self._weight * score,
-            failures=failures,
-        )
+        parts, total = {**before.parts, REWARD_MODEL_NAME: score}, before.total + self._weight * score
+        return dataclasses.replace(sample, reward=RewardResult(before.index, parts, total, failures))

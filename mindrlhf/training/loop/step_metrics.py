@@ -58,16 +58,16 @@ def step_metrics(
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return rewards and lengths of all samples that a step generated, whether trained on or not."""
     rewards = measure.reward_metrics(
-        np.array([sample.reward for sample in samples]),
+        np.array([sample.reward.total for sample in samples]),
         np.array([sample.group for sample in samples]),
         {name: reward_matrix(samples, 1, name).ravel() for name in verifier_names(samples)},
     )
     lengths = measure.length_metrics(
-        np.array([len(sample.prompt_ids) for sample in samples]),
-        np.array([len(sample.response_ids) for sample in samples]),
-        np.array([sample.finish_reason == "length" for sample in samples]),
+        np.array([len(sample.prompt.prompt_ids) for sample in samples]),
+        np.array([len(sample.completion.token_ids) for sample in samples]),
+        np.array([sample.completion.finish_reason == "length" for sample in samples]),
     )
-    return {**rewards, "reward/failures": sum(bool(sample.failures) for sample in samples), **lengths}
+    return {**rewards, "reward/failures": sum(bool(sample.reward.failures) for sample in samples), **lengths}
 
 
 def rollout_metrics(
@@ -81,7 +81,7 @@ def rollout_metrics(
             that they do not count as differences of the generator. Where all are, there is none to report.
         has_older: the correction acts on the stale ones too, and so their ratios are reported.
     """
-    rollout = [sample.rollout_logprobs for sample in trained]
+    rollout = [sample.completion.logprobs for sample in trained]
     metrics: dict[str, float] = {}
     if num_stale < len(trained):
         tokens, trained = np.concatenate(rollout[num_stale:]), np.concatenate(train_logprobs[num_stale:])
@@ -94,7 +94,8 @@ def rollout_metrics(
 
 def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
     """Return how many versions of the weights the tokens of a step that began with ``version`` are behind."""
-    spans = [span for sample in used for span in sample.spans or ((sample.weights_version, sample.num_generated),)]
+    found = [sample.completion for sample in used]
+    spans = [span for one in found for span in one.spans or ((one.weights_version, len(one.logprobs)),)]
     staleness = version - np.array([span_version for span_version, _ in spans])
     assert staleness.min() >= 0, f"weights {version} train on samples of weights {version - staleness.min()}"
     mean = np.average(staleness, weights=[num_tokens for _, num_tokens in spans])
@@ -103,7 +104,7 @@ def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
 
 def span_metrics(sampled: SampledStep) -> dict[str, float]:
     """Return with how many weights the responses of a step were made, and how many go on in the next."""
-    counts = [len(sample.spans) for sample in sampled.samples.used]
+    counts = [len(sample.completion.spans) for sample in sampled.samples.used]
     return {
         "spans/mean": float(np.mean(counts)),
         "spans/max": float(max(counts)),
@@ -165,8 +166,8 @@ def performance_metrics(
     for stages, ones in ((("rollout",), samples.generated), (("all", "update"), samples.used)):
         metrics |= throughput(
             {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},
-            mean_prompt_length=float(np.mean([len(sample.prompt_ids) for sample in ones])),
-            mean_response_length=float(np.mean([len(sample.response_ids) for sample in ones])),
+            mean_prompt_length=float(np.mean([len(sample.prompt.prompt_ids) for sample in ones])),
+            mean_response_length=float(np.mean([len(sample.completion.token_ids) for sample in ones])),
             num_prompts=len(ones) // num_generations,
             num_samples=num_generations,
             world_size=num_devices,

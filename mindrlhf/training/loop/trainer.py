@@ -234,7 +234,7 @@ class Trainer(Steps):
         Those of stale samples are the generator's, since the weights that generated them are gone; the ranks are told.
         Where samples are older by plan they are the trainer's for all: the correction accounts for their age.
         """
-        rollout_logprobs = [sample.rollout_logprobs for sample in rows.chosen(step_samples.used)]
+        rollout_logprobs = [sample.completion.logprobs for sample in rows.chosen(step_samples.used)]
         if not old:  # nothing reads them, or with correction.bypass the generator's are the old ones
             return rollout_logprobs
         if has_older_samples(self.config):
@@ -317,9 +317,9 @@ class Trainer(Steps):
         shown = samples.used[: config.observe.samples_per_step]
         observers.samples.write(self._sample_records(shown, record.step, train_logprobs))
         self._details = StepDetails(
-            rewards=np.array([sample.reward for sample in samples.used], np.float64),
-            lengths=np.array([len(sample.response_ids) for sample in samples.used]),
-            samples=[f"{one.prompt}\n--- reward {one.reward:g}\n{one.completion}" for one in shown],
+            rewards=np.array([sample.reward.total for sample in samples.used], np.float64),
+            lengths=np.array([len(sample.completion.token_ids) for sample in samples.used]),
+            samples=[f"{one.prompt_text}\n--- reward {one.reward.total:g}\n{one.response_text}" for one in shown],
         )
         num_updates = (record.step - self.num_critic_steps) * self.updates_per_step
         lr = self.learning_rate(num_updates - 1) if record.updates else None
@@ -350,7 +350,7 @@ class Trainer(Steps):
         sampler = self.parts.rollout.sampler
         with_tokens = []
         for record, sample, advantages, logprobs in zip(records, shown, self._advantages, train_logprobs):
-            numbers = (advantages, sample.rollout_logprobs, logprobs)
+            numbers = (advantages, sample.completion.logprobs, logprobs)
             tokens = sampler.token_values(sample, dict(zip(TOKEN_VALUES, numbers, strict=True)))
             with_tokens.append(dataclasses.replace(record, tokens=tokens))
         return with_tokens

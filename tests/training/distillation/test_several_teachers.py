@@ -1,11 +1,11 @@
 """Several teachers: each sample is judged by that of its source, in rows of its own, and by no other."""
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_samples import make_sample
 
 from mindrlhf.config import sections
 from mindrlhf.config.distillation.section import DistillationSection
@@ -39,7 +39,7 @@ def test_sources_have_the_teachers_of_the_config():
 
 
 def test_the_divergence_is_reported_for_each_source():
-    samples = [SimpleNamespace(source=source) for source in ("math", "code", "math", "essays")]
+    samples = [make_sample([1], [2], source=source) for source in ("math", "code", "math", "essays")]
     kl = [np.array([1.0, 2.0]), np.array([5.0]), np.array([6.0]), np.array([-1.0, 0.0])]
     metrics = TeacherAssignment(config({"math": "m", "code": "c", "none": "n"}, "d")).metrics(samples, kl)
     assert metrics == {

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_samples import make_sample, with_completion, with_prompt, with_reward
 
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
 from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
+from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.errors import UserError
-from mindrlhf.rollout.samples import Sample
+from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.loop.dynamic_sampling import GroupSampling, SampleLedger, from_leftover, to_leftover
 
 SIZE = 3  # samples of a group
@@ -34,7 +35,9 @@ def make_config(chunk_size=2, num_rollouts=2, max_oversampling=10, dynamic_sampl
 def sample(group, reward, name="", finish_reason="stop"):
     ids = np.arange(1, 4, dtype=np.int32)
     logprobs = np.array([-0.1, -1 / 3, -2.5], np.float32)
-    return Sample(group, ids[:2], ids, logprobs, finish_reason, name, "c", "a", {"length": reward}, reward, {})
+    return make_sample(
+        ids[:2], ids, reward, group=group, prompt=name, logprobs=logprobs, finish_reason=finish_reason
+    )
 
 
 class Rounds:
@@ -60,8 +63,8 @@ def names(samples):
     """Names of the prompts of whole groups, in order."""
     assert len(samples) % SIZE == 0
     groups = [samples[start : start + SIZE] for start in range(0, len(samples), SIZE)]
-    assert all(len({(item.prompt, item.group) for item in group}) == 1 for group in groups)
-    return [int(group[0].prompt) for group in groups]
+    assert all(len({(item.prompt_text, item.group) for item in group}) == 1 for group in groups)
+    return [int(group[0].prompt_text) for group in groups]
 
 
 def test_rounds_ask_for_as_many_chunks_as_could_fill_the_step():
@@ -106,7 +109,7 @@ def test_the_metrics_of_a_step_by_hand():
     first = sampling.collect(rounds, [])
     ledger.add(first)
     second = sampling.collect(rounds, first.leftover)
-    cut = dataclasses.replace(second.used[4], finish_reason="length")
+    cut = with_completion(second.used[4], finish_reason="length")
     second.used[4] = cut
     assert ledger.add(second) == {
         "samples/generated": 4 * SIZE,
@@ -173,39 +176,99 @@ def test_a_lost_sample_is_noticed():
         ledger.add(step)
 
 
-def test_leftover_samples_come_back_exactly():
-    original = dataclasses.replace(sample(4, 1 / 3, "p", "length"), failures={"length": "timeout"})
-    (leftover,) = to_leftover([original])
-    (back,) = from_leftover([leftover])
-    for field in dataclasses.fields(Sample):
-        before, after = getattr(original, field.name), getattr(back, field.name)
-        if isinstance(before, np.ndarray):
-            np.testing.assert_array_equal(before, after, strict=True)
+def through_files(directory, samples):
+    """What a run that is resumed from a checkpoint finds of samples left over."""
+    leftover = to_leftover(samples)
+    save_leftover(directory, leftover)
+    return from_leftover(load_leftover(directory, json.loads(json.dumps(leftover_records(leftover)))))
+
+
+def assert_equal(before, after):
+    """Two records are the same, to the dtype of each array."""
+    assert type(before) is type(after)
+    if dataclasses.is_dataclass(before):
+        for field in dataclasses.fields(before):
+            assert_equal(getattr(before, field.name), getattr(after, field.name))
+    elif isinstance(before, np.ndarray):
+        np.testing.assert_array_equal(before, after, strict=True)
+    else:
+        assert before == after
+
+
+def test_leftover_samples_come_back_exactly(tmp_path):
+    original = with_reward(sample(4, 1 / 3, "p", "length"), failures={"length": "timeout"})
+    original = with_prompt(original, source_id="math:3", verifier="length")
+    original = with_completion(
+        original, spans=((1, 2), (3, 1)), num_turns=2, is_generated=np.array([True, False, True]), weights_version=1
+    )
+    (back,) = through_files(tmp_path, [original])
+    assert_equal(original, back)
+
+
+@pytest.mark.parametrize(("path", "name"), [(("prompt",), "answer"), (("reward",), "total"), ((), "response_text")])
+def test_a_leftover_sample_that_lacks_a_value_is_damage(path, name):
+    for change in ("less", "more"):
+        (leftover,) = to_leftover([sample(4, 0.5)])
+        record = json.loads(json.dumps(leftover.record))
+        inner = record
+        for step in path:
+            inner = inner[step]
+        if change == "less":
+            del inner[name]
         else:
-            assert before == after
-    with pytest.raises(UserError, match="'answer' of leftover sample 0"):
-        record = {name: value for name, value in leftover.record.items() if name != "answer"}
-        from_leftover([LeftoverSample(record, leftover.arrays)])
+            name = "strange"
+            inner[name] = 1
+        with pytest.raises(DamagedDirectory, match=f"'{name}' of leftover sample 1 is missing or new"):
+            from_leftover([leftover, LeftoverSample(record, leftover.arrays)])
+    with pytest.raises(DamagedDirectory, match="'reward' of leftover sample 0"):
+        from_leftover([LeftoverSample({**leftover.record, "reward": 0.5}, leftover.arrays)])
+
+
+def test_leftover_samples_of_earlier_releases_are_read():
+    """They held the values of prompt, completion and reward side by side, and images as they are seen."""
+    record = {"group": 4, "prompt": "p", "completion": "c", "answer": "a", "finish_reason": "length", "source": "math"}
+    record |= {"rewards": {"length": 0.5}, "reward": 0.25, "failures": {"length": "timeout"}, "num_turns": 2}
+    record |= {"num_tool_calls": 3, "num_tool_failures": 1, "is_generated": None, "weights_version": 7}
+    arrays = {"prompt_ids": np.array([5, 6], np.int32), "response_ids": np.array([1, 2], np.int32)}
+    arrays |= {"rollout_logprobs": np.array([-1, -2], np.float32)}
+    images = [np.full((28, 28, 3), shade, np.uint8) for shade in range(11)]
+    shown = {f"image{number}": image for number, image in enumerate(images)}
+    oldest = {name: value for name, value in record.items() if name not in ("source", "weights_version")}
+    seen, unseen, old = from_leftover(
+        [LeftoverSample(record, arrays | shown), LeftoverSample(record, arrays), LeftoverSample(oldest, arrays)]
+    )
+    expected = make_sample(
+        [5, 6], [1, 2], 0.25, {"length": 0.5}, group=4, logprobs=[-1, -2], finish_reason="length", num_turns=2,
+        num_tool_calls=3, num_tool_failures=1,
+    )  # fmt: skip
+    expected = with_reward(expected, failures={"length": "timeout"})
+    assert_equal(old, expected)
+    expected = with_completion(with_prompt(expected, source_id="math:"), weights_version=7)
+    assert expected.prompt.source == unseen.prompt.source == "math"
+    assert_equal(with_prompt(unseen, source_id="math:"), expected)
+    assert len(seen.images) == 11
+    for image, same in zip(images, seen.images, strict=True):
+        np.testing.assert_array_equal(image, same, strict=True)
+    with pytest.raises(DamagedDirectory, match="'answer' of leftover sample 0"):
+        from_leftover([LeftoverSample({name: record[name] for name in record if name != "answer"}, arrays)])
+    with pytest.raises(DamagedDirectory, match="'strange' of leftover sample 0"):
+        from_leftover([LeftoverSample(record | {"strange": 1}, arrays)])
 
 
 def test_leftover_samples_keep_their_images(tmp_path):
     images = tuple(np.full((28, 28 * (n % 3 + 1), 3), n, np.uint8) for n in range(11))
-    samples = [dataclasses.replace(sample(0, 0.0, "p", "stop"), images=images[first:]) for first in (0, 10, 11)]
-    leftover = to_leftover(samples)
-    save_leftover(tmp_path, leftover)
-    back = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))
-    for before, after in zip(samples, back, strict=True):
-        assert len(before.images) == len(after.images)
-        for image, same in zip(before.images, after.images):
+    files = tuple(map(encode_png, images))
+    samples = [with_prompt(sample(0, 0.0, "p", "stop"), image_files=files[first:]) for first in (0, 10, 11)]
+    for first, after in zip((0, 10, 11), through_files(tmp_path, samples), strict=True):
+        assert after.prompt.image_files == files[first:]
+        for image, same in zip(images[first:], after.images, strict=True):
             np.testing.assert_array_equal(image, same, strict=True)
 
 
 def test_leftover_samples_keep_their_experts(tmp_path):
     choices = [np.arange(12, dtype=dtype).reshape(3, 2, 2) for dtype in (np.uint8, np.uint16)]
-    samples = [dataclasses.replace(sample(0, 0.0, "p", "stop"), experts=experts) for experts in (*choices, None)]
-    leftover = to_leftover(samples)
-    save_leftover(tmp_path, leftover)
-    *back, without = from_leftover(load_leftover(tmp_path, json.loads(json.dumps(leftover_records(leftover)))))
-    assert without.experts is None
+    samples = [with_completion(sample(0, 0.0, "p", "stop"), experts=experts) for experts in (*choices, None)]
+    *back, without = through_files(tmp_path, samples)
+    assert without.completion.experts is None
     for experts, same in zip(choices, back, strict=True):
-        np.testing.assert_array_equal(experts, same.experts, strict=True)
+        np.testing.assert_array_equal(experts, same.completion.experts, strict=True)

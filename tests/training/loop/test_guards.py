@@ -1,11 +1,11 @@
 """Guards over scripted ranks: what is skipped, saved, reported, and when the run must stop."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_samples import make_sample, with_reward
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState
 from mindrlhf.config import sections, watching_sections
@@ -45,26 +45,27 @@ def make_config(output_dir, **guard) -> GrpoConfig:
     )
 
 
-def make_sample(index: int, length: int) -> Sample:
+def numbered_sample(index: int, length: int) -> Sample:
     ids = np.arange(length, dtype=np.int32) + 10 * index
-    logprobs = np.zeros(length, np.float32)
-    return Sample(index, ids[:1], ids, logprobs, "stop", f"prompt {index}", f"text {index}", "", {}, index / 2, {})
+    texts = {"prompt": f"prompt {index}", "response": f"text {index}"}
+    return make_sample(ids[:1], ids, index / 2, {}, group=index, **texts)
 
 
 class Step:
     """Two updates of two samples each, on two ranks; every rank holds its shares, with advantages."""
 
     def __init__(self):
-        self.samples = [make_sample(index, length) for index, length in enumerate(LENGTHS)]
+        self.samples = [numbered_sample(index, length) for index, length in enumerate(LENGTHS)]
         options = RowOptions((8,), 1, NUM_RANKS, False)
         self.batches, self.held, self.logprobs = [], [], []
         for first in (0, 2):
             part = self.samples[first : first + 2]
-            batch = make_batch([TokenSequence(item.prompt_ids, item.response_ids, {}) for item in part], options)
+            ids = [(item.prompt.prompt_ids, item.completion.token_ids) for item in part]
+            batch = make_batch([TokenSequence(*pair, {}) for pair in ids], options)
             self.batches.append(batch)
             self.held.append([batch.part_of(rank, NUM_RANKS) for rank in range(NUM_RANKS)])
             for values, name in ((ADVANTAGES, "advantages"), (LOGPROBS, "logprobs")):
-                tokens = [np.append(np.zeros(len(item.response_ids) - 1), values[item.group]) for item in part]
+                tokens = [np.append(np.zeros(len(item.completion.token_ids) - 1), values[item.group]) for item in part]
                 spread = batch.spread(tokens, NUM_RANKS)
                 if name == "logprobs":
                     self.logprobs.append(spread)
@@ -151,7 +152,7 @@ def test_a_skipped_update_is_counted_and_its_batch_comes_back(open_guards, step,
         number, row, first, last = place
         assert micro_batches[number].tokens["advantages"][row, last - 1] == advantage
         assert logprobs[number][row, last - 1] == logprob
-        np.testing.assert_array_equal(micro_batches[number].labels[row, first:last], sample.response_ids)
+        np.testing.assert_array_equal(micro_batches[number].labels[row, first:last], sample.completion.token_ids)
 
 
 def test_the_weights_are_known_as_long_as_no_update_of_the_step_was_made(open_guards, step, tmp_path):
@@ -255,10 +256,10 @@ def test_limits_of_zero_never_warn_nor_stop(open_guards, step, capsys):
 
 def rewarded(failures: list[dict[str, str]]) -> list[Sample]:
     """Samples that two verifiers were asked for, but for the last, to which only the first applies."""
-    samples = [make_sample(index, 2) for index in range(len(failures))]
+    samples = [numbered_sample(index, 2) for index in range(len(failures))]
     rewards = [{"first": 0.0, "second": 0.0}] * (len(failures) - 1) + [{"first": 0.0}]
     return [
-        dataclasses.replace(sample, rewards=own, failures=why)
+        with_reward(sample, parts=own, failures=why)
         for sample, own, why in zip(samples, rewards, failures, strict=True)
     ]
 
@@ -307,8 +308,8 @@ def test_of_several_failures_in_a_step_the_skipped_updates_are_named(open_guards
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_are_held_in_the_order_of_the_batch(num_ranks):
-    samples = [make_sample(index, 3) for index in range(6)]
-    sequences = [TokenSequence(item.prompt_ids, item.response_ids, {}) for item in samples]
+    samples = [numbered_sample(index, 3) for index in range(6)]
+    sequences = [TokenSequence(item.prompt.prompt_ids, item.completion.token_ids, {}) for item in samples]
     batch = make_batch(sequences, RowOptions((8,), 1, num_ranks, False))
     team = SimpleNamespace(call=lambda method, batch: [part.micro_batches for part in held[batch]])
     held = [[batch.part_of(rank, num_ranks) for rank in range(num_ranks)]]

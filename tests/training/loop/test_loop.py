@@ -12,7 +12,7 @@ from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.distillation.section import DistillationSection
 from mindrlhf.config.evaluation.section import EvaluationSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
 from mindrlhf.observe.timing import StageTimer
@@ -40,7 +40,7 @@ class Prompts:
 
     def __init__(self, num_prompts: int):
         self.records = [
-            PromptRecord(np.array([i + 1], np.int32), np.zeros(0, np.int32), str(i), f"s:{i}")
+            Prompt(np.array([i + 1], np.int32), np.zeros(0, np.int32), str(i), f"s:{i}")
             for i in range(num_prompts)
         ]
         self.num_reads = 0

@@ -87,17 +87,17 @@ def test_groups_are_as_old_as_may_be_and_each_is_trained_on_once(tmp_path, stale
     # Four prompts again and again: each was begun as often as it was trained on, and none beyond the end.
     begun = np.bincount(first_requests(run), minlength=4)
     assert begun.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
-    assert np.bincount([sample.prompt_ids[0] - 1 for sample in used]).tolist() == begun.tolist()
+    assert np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in used]).tolist() == begun.tolist()
     for record, _ in run.memory.reviewed:
-        for sample in record.samples:
-            versions = [version for version, _ in sample.spans]
+        for one in (sample.completion for sample in record.samples):
+            versions = [version for version, _ in one.spans]
             assert versions == sorted(versions) and record.step - versions[0] <= staleness + 1
-            by_token = np.concatenate([np.full(count, -1 - 0.01 * version) for version, count in sample.spans])
-            np.testing.assert_allclose(sample.rollout_logprobs, by_token, rtol=1e-6)
-            assert sample.response_ids[0] == 100 + len(sample.response_ids), "all tokens are of one response"
+            by_token = np.concatenate([np.full(count, -1 - 0.01 * version) for version, count in one.spans])
+            np.testing.assert_allclose(one.logprobs, by_token, rtol=1e-6)
+            assert one.token_ids[0] == 100 + len(one.token_ids), "all tokens are of one response"
         assert metrics[record.step]["staleness/max"] <= staleness + 1
     # New weights reach what is being generated.
-    assert max(len(sample.spans) for sample in used) > 1
+    assert max(len(sample.completion.spans) for sample in used) > 1
 
 
 def test_no_more_is_begun_than_the_weights_of_the_moment_allow(tmp_path):
@@ -164,7 +164,7 @@ def test_a_resumed_run_loses_nothing_and_uses_nothing_twice(tmp_path):
         metrics, course = finish(resumed)
         before = [sample for record, _ in whole.memory.reviewed[:stop] for sample in record.samples]
         after = [sample for record, _ in resumed.memory.reviewed for sample in record.samples]
-        counts = np.bincount([sample.prompt_ids[0] - 1 for sample in before + after])
+        counts = np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in before + after])
         assert counts.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
         shutil.copytree(directory, tmp_path / f"order_{stop}")
         again = start(tmp_path / f"again_{stop}", replays=tmp_path / f"order_{stop}", checkpoint={"every_steps": 1})

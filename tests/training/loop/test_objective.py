@@ -1,13 +1,11 @@
 """The host's part of the algorithm over scored samples, by hand."""
 
-import dataclasses
-
 import numpy as np
 import pytest
+from made_samples import make_sample, with_completion
 
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.loop.objective import Objective
 
 MAX_LENGTH = 10
@@ -16,7 +14,7 @@ MAX_LENGTH = 10
 def sample(reward, length, group=0, finish_reason="stop"):
     logprobs = np.linspace(-1.0, -2.0, length).astype(np.float32)
     ids = np.arange(1, length + 1, dtype=np.int32)
-    return Sample(group, ids[:1], ids, logprobs, finish_reason, "p", "c", "a", {"length": reward}, reward, {})
+    return make_sample(ids[:1], ids, reward, group=group, logprobs=logprobs, finish_reason=finish_reason)
 
 
 SAMPLES = [sample(1.0, 2), sample(0.0, 9), sample(0.5, 10, 1, "length"), sample(0.5, 3, 1)]
@@ -41,7 +39,7 @@ def test_the_plain_objective_takes_the_rewards_and_weighs_all_tokens_alike():
     np.testing.assert_array_equal(plain.rewards(SAMPLES), [1.0, 0.0, 0.5, 0.5])
     for sequence, each in zip(plain.sequences(SAMPLES), SAMPLES, strict=True):
         assert sequence.values.keys() == {"weights"}
-        np.testing.assert_array_equal(sequence.values["weights"], np.ones(len(each.response_ids), np.float32))
+        np.testing.assert_array_equal(sequence.values["weights"], np.ones(len(each.completion.token_ids), np.float32))
     parts = plain.advantages(SAMPLES)
     np.testing.assert_allclose([part[0] for part in parts], [0.5**0.5, -(0.5**0.5), 0, 0], rtol=1e-5)
     assert [len(part) for part in parts] == [2, 9, 10, 3]
@@ -66,7 +64,7 @@ def test_cut_responses_are_filtered_out_of_the_loss_but_stay_in_the_baseline():
 def test_kl_in_the_reward():
     with_kl = objective(advantage="reinforce_pp", beta=0.1, kl_in="reward", kl_estimator="k1")
     assert with_kl.needs_reference and with_kl.needs_old_logprobs and with_kl.kl_in_reward
-    old = [each.rollout_logprobs for each in SAMPLES]
+    old = [each.completion.logprobs for each in SAMPLES]
     reference = [part - 0.5 for part in old]
     penalties, metrics = with_kl.penalties(SAMPLES, old, reference)
     assert metrics == {"kl": pytest.approx(0.5)}
@@ -94,7 +92,7 @@ def test_rollout_logprobs_go_where_they_are_read():
     for name, each in (("rollout_logprobs", corrected), ("old_logprobs", bypassed)):
         for sequence, drawn in zip(each.sequences(SAMPLES), SAMPLES, strict=True):
             assert sequence.values.keys() == {"weights", name}
-            np.testing.assert_array_equal(sequence.values[name], drawn.rollout_logprobs)
+            np.testing.assert_array_equal(sequence.values[name], drawn.completion.logprobs)
 
 
 def test_tokens_of_tools_count_for_nothing_but_the_length_of_the_response():
@@ -104,7 +102,7 @@ def test_tokens_of_tools_count_for_nothing_but_the_length_of_the_response():
     long = sample(1.0, 9)
     chosen = np.array([1, 1, 0, 0, 0, 1, 0, 0, 1], bool)
     with_tools = [
-        dataclasses.replace(long, rollout_logprobs=plain[0].rollout_logprobs, is_generated=chosen, num_turns=3),
+        with_completion(long, logprobs=plain[0].completion.logprobs, is_generated=chosen, num_turns=3),
         plain[1],
     ]
     penalised = objective(**options)

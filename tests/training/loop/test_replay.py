@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_samples import make_sample
 
 from mindrlhf.cli import main
 from mindrlhf.config import sections
@@ -13,7 +14,6 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import UserError
 from mindrlhf.observe.fingerprint import digest_weights
-from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
@@ -103,16 +103,15 @@ def skipped(actor, config):
     samples = []
     for index, length in enumerate((5, 7, 4, 6)):
         ids = stream.integers(1, 64, length + 2).astype(np.int32)
-        logprobs = np.zeros(length, np.float32)
-        texts = f"prompt {index}", f"text {index}"
-        samples.append(Sample(index, ids[:2], ids[2:], logprobs, "stop", *texts, "", {}, index / 4, {}))
-    sequences = [
-        TokenSequence(item.prompt_ids, item.response_ids, {"weights": np.ones(len(item.response_ids), np.float32)})
-        for item in samples
-    ]
+        texts = {"prompt": f"prompt {index}", "response": f"text {index}"}
+        samples.append(make_sample(ids[:2], ids[2:], index / 4, {}, group=index, **texts))
+    sequences = []
+    for item in samples:
+        weights = np.ones(item.num_generated, np.float32)
+        sequences.append(TokenSequence(item.prompt.prompt_ids, item.completion.token_ids, {"weights": weights}))
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) > 1
-    advantages = [stream.standard_normal(len(item.response_ids)) for item in samples]
+    advantages = [stream.standard_normal(item.num_generated) for item in samples]
     digest = digest_weights([actor.publish(version=1).contribution])
     actor.export(config_dir := checkpoint_dir(config, 5), None)
     assert (config_dir / "config.json").exists()

@@ -4,9 +4,9 @@ import contextlib
 
 import numpy as np
 import pytest
+from made_samples import make_sample
 
 from mindrlhf.config import sections
-from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
 
@@ -27,18 +27,11 @@ MODEL = {
 
 def sample(prompt, response, reward=0.0, is_generated=None):
     generated = len(response) if is_generated is None else sum(is_generated)
-    return Sample(
-        group=0,
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        rollout_logprobs=np.zeros(generated, np.float32),
-        finish_reason="stop",
-        prompt="p",
-        completion="c",
-        answer="a",
-        rewards={"length": reward},
-        reward=reward,
-        failures={},
+    return make_sample(
+        prompt,
+        response,
+        reward,
+        logprobs=np.zeros(generated),
         is_generated=None if is_generated is None else np.array(is_generated),
     )
 
@@ -88,22 +81,22 @@ def test_the_score_of_the_last_token_is_a_part_of_its_own(world_size, pack):
     model = RewardModel(team, RowOptions((16,), 2, world_size, pack), reward, uninterruptible)
     before = [sample([1, 2], [3, 4, 5], 1.0), sample([7], [1]), sample([1, 2], [3, 4], -1.0), sample([2], [9, 9])]
     after = model.add_rewards(before)
-    assert [item.rewards for item in after] == [
+    assert [item.reward.parts for item in after] == [
         {"length": 1.0, "reward_model": 15.0},
         {"length": 0.0, "reward_model": 8.0},
         {"length": -1.0, "reward_model": 10.0},
         {"length": 0.0, "reward_model": 20.0},
     ]
-    assert [item.reward for item in after] == [8.5, 4.0, 4.0, 10.0]
-    assert not any(item.failures for item in after) and held == [1]
-    assert before[0].rewards == {"length": 1.0}, "the samples given are not changed"
+    assert [item.reward.total for item in after] == [8.5, 4.0, 4.0, 10.0]
+    assert not any(item.reward.failures for item in after) and held == [1]
+    assert before[0].reward.parts == {"length": 1.0}, "the samples given are not changed"
 
 
 def test_equal_responses_are_scored_once():
     team = Team(1)
     model = RewardModel(team, RowOptions((16,), 2, 1, True), sections.RewardSection(model_path="m"))
     after = model.add_rewards([sample([1], [2, 3]), sample([1], [2, 3]), sample([1, 2], [3]), sample([1], [2, 3])])
-    assert [item.rewards["reward_model"] for item in after] == [6.0] * 4
+    assert [item.reward.parts["reward_model"] for item in after] == [6.0] * 4
     assert team.ranks[0].num_sequences == 2
 
 
@@ -111,15 +104,15 @@ def test_a_score_that_is_no_number_is_replaced_and_noted():
     reward = sections.RewardSection(model_path="m", model_weight=2.0, failure_value=-3.0)
     model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), reward)
     bad, good = model.add_rewards([sample([1], [63], 1.0), sample([1], [2], 1.0)])
-    assert bad.rewards["reward_model"] == -3.0 and bad.reward == -5.0
-    assert bad.failures == {"reward_model": "returned inf, not a finite number"}
-    assert good.reward == 7.0 and not good.failures
+    assert bad.reward.parts["reward_model"] == -3.0 and bad.reward.total == -5.0
+    assert bad.reward.failures == {"reward_model": "returned inf, not a finite number"}
+    assert good.reward.total == 7.0 and not good.reward.failures
 
 
 def test_with_tools_the_last_token_of_the_model_counts():
     model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), sections.RewardSection(model_path="m"))
     (after,) = model.add_rewards([sample([1], [2, 3, 4], is_generated=[True, False, True])])
-    assert after.rewards["reward_model"] == 10.0
+    assert after.reward.parts["reward_model"] == 10.0
 
 
 def test_a_warm_up_runs_every_row_length():
@@ -175,11 +168,11 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     weight = scorer.score_weight.asnumpy().astype(np.float64).ravel()
     for given, scored in zip(before, after, strict=True):
         # Alone in a row of its own.
-        tokens = np.concatenate([given.prompt_ids, given.response_ids])
+        tokens = np.concatenate([given.prompt.prompt_ids, given.completion.token_ids])
         ids, segments = np.zeros((1, 32), np.int32), np.zeros((1, 32), np.int32)
         ids[0, : len(tokens)], segments[0, : len(tokens)] = tokens, 1
         hidden = scorer(ms.Tensor(ids), ms.Tensor(segments)).asnumpy().reshape(32, -1)
         score = hidden[len(tokens) - 1].astype(np.float64) @ weight
-        assert scored.rewards["reward_model"] == pytest.approx(score, abs=1e-4)
-        assert scored.reward == pytest.approx(1.0 + 2.0 * score, abs=2e-4)
-    assert np.ptp([item.reward for item in after]) > 0.01
+        assert scored.reward.parts["reward_model"] == pytest.approx(score, abs=1e-4)
+        assert scored.reward.total == pytest.approx(1.0 + 2.0 * score, abs=2e-4)
+    assert np.ptp([item.reward.total for item in after]) > 0.01

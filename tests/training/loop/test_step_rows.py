@@ -1,14 +1,13 @@
 """Which samples of a step are computed, and what their updates divide by."""
 
-import dataclasses
 
 import numpy as np
 import pytest
+from made_samples import make_sample, with_reward
 
 from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.derived import skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.step_rows import make_step_rows
@@ -19,7 +18,7 @@ OPTIONS = RowOptions((16,), 2, 1, True)
 def sample(group, reward, length, finish_reason="stop"):
     ids = np.arange(1, length + 1, dtype=np.int32)
     logprobs = np.full(length, -1.0, np.float32)
-    return Sample(group, ids[:1], ids, logprobs, finish_reason, "p", "c", "a", {"length": reward}, reward, {})
+    return make_sample(ids[:1], ids, reward, group=group, logprobs=logprobs, finish_reason=finish_reason)
 
 
 # Groups 0 and 2 have no signal. In floating point the mean of three times 0.1 is not 0.1.
@@ -87,7 +86,7 @@ def test_each_update_computes_a_sample():
     assert [batch.num_tokens for batch in rows.batches] == [9, 10, 9, 9]
     assert [batch.num_computed for batch in rows.batches] == [2, 7, 1, 9]
     assert [len(batch.placed) for batch in rows.batches] == [1, 2, 1, 2]
-    alike = [dataclasses.replace(one, reward=1.0) for one in SAMPLES]
+    alike = [with_reward(one, total=1.0) for one in SAMPLES]
     np.testing.assert_array_equal(np.flatnonzero(rows_of(config_with(), alike).computed), [0])
 
 
@@ -103,6 +102,6 @@ def test_responses_that_were_cut_are_left_out_where_they_are_filtered():
 
 
 def test_baselines_count():
-    baselines = np.where([one.group == 3 for one in SAMPLES], 0.25, [one.reward for one in SAMPLES])
+    baselines = np.where([one.group == 3 for one in SAMPLES], 0.25, [one.reward.total for one in SAMPLES])
     rows = rows_of(config_with(advantage="remax"), baselines=baselines)
     np.testing.assert_array_equal(np.flatnonzero(rows.computed), [9, 10])

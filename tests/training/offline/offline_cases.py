@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 
 VOCABULARY = 64
 MODEL = {
@@ -32,7 +32,7 @@ class PairFile:
             prompt, response, rejected = (
                 2 * generator.integers(0, VOCABULARY // 2, generator.integers(2, 8)).astype(np.int32) for _ in range(3)
             )
-            self.records.append(PromptRecord(prompt, response, "", f"pairs:{index}", rejected + 1))
+            self.records.append(Prompt(prompt, response, "", f"pairs:{index}", rejected + 1))
 
     def __len__(self):
         return len(self.records)

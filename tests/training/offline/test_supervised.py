@@ -10,7 +10,7 @@ from offline_cases import NoCheckpoints, Sinks
 from mindrlhf.config import sections
 from mindrlhf.config.offline_sections import SupervisedSection
 from mindrlhf.config.schema import SftConfig
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import encode_png, image_digest
 from mindrlhf.training.checkpoints.run import Progress
@@ -35,7 +35,7 @@ class Records:
     def read(self, indices):
         self.blocks.append(len(indices))
         return [
-            PromptRecord(np.array([i + 1], np.int32), np.full(self.lengths[i], i + 1, np.int32), "", f"s:{i}")
+            Prompt(np.array([i + 1], np.int32), np.full(self.lengths[i], i + 1, np.int32), "", f"s:{i}")
             for i in indices
         ]
 

@@ -11,7 +11,7 @@ from tiny_vl import IMAGE
 from vision_actors import prepare_model, slope_and_difference
 
 from mindrlhf.config.load import load_dpo_config
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.preflight import RunInputs
 from mindrlhf.training.vision.checks import image_tokens
@@ -31,7 +31,7 @@ class PicturePairs:
             chosen, rejected = responses if is_dark else responses[::-1]
             files = (encode_png(DARK if is_dark else LIGHT),)
             prompt = np.array([60, *[IMAGE] * 4, 50], np.int32)
-            record = PromptRecord(prompt, chosen, "", f"pairs:{index}", rejected)
+            record = Prompt(prompt, chosen, "", f"pairs:{index}", rejected)
             self.records.append(dataclasses.replace(record, image_files=files))
 
     def __len__(self):

@@ -21,11 +21,12 @@ class FailedVerifiers(Guard):
 
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
         """Look for verifiers that failed on all samples they were asked for."""
-        asked = {name: [sample for sample in samples if name in sample.rewards] for name in verifier_names(samples)}
+        rewards = [sample.reward for sample in samples]
+        asked = {name: [one for one in rewards if name in one.parts] for name in verifier_names(samples)}
         failed = {
             name: (len(ones), ones[0].failures[name])
             for name, ones in asked.items()
-            if all(name in sample.failures for sample in ones)
+            if all(name in one.failures for one in ones)
         }
         self.num_steps = {name: self.num_steps.get(name, 0) + 1 for name in failed}
         for name, (count, reason) in failed.items():

@@ -53,7 +53,7 @@ class Events:
 
 def describe(sample: Sample) -> dict[str, Any]:
     """Return what identifies a sample, as JSON values."""
-    return {"prompt": sample.prompt, "completion": sample.completion, "reward": sample.reward}
+    return {"prompt": sample.prompt_text, "completion": sample.response_text, "reward": sample.reward.total}
 
 
 def warn(text: str) -> None:

@@ -136,7 +136,7 @@ class SamplingAhead:
         start_s = time.perf_counter()
         samples, greedy = self._prompts.sample(step, self._leftover, needs_greedy=self._needs_greedy)
         self._leftover = samples.leftover
-        versions = {sample.weights_version for sample in (*samples.generated, *greedy)}
+        versions = {sample.completion.weights_version for sample in (*samples.generated, *greedy)}
         assert versions <= {version}, f"samples of step {step + 1} must be of weights {version}, but are of {versions}"
         return SampledStep(samples, greedy, version, time.perf_counter() - start_s)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mindrlhf.checkpoint.algorithm_state import AsynchronousState
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.errors import UserError
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.rollout.samples import Sample
@@ -253,7 +253,7 @@ class SamplingAsynchronously:
             self._take_up(groups, records)
             self._changed.notify_all()
 
-    def _take_up(self, groups: list[Group], records: dict[int, PromptRecord]) -> None:
+    def _take_up(self, groups: list[Group], records: dict[int, Prompt]) -> None:
         """Have complete groups scored, in order, beside what is generated next; the others go on."""
         self._going_on = [group for group in groups if not group.is_complete]
         for group in groups:

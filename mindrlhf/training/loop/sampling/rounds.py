@@ -8,7 +8,7 @@ import numpy as np
 from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.data.mindrecord import PromptRecord
+from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import Completion, GenerationRequest
 from mindrlhf.training.loop.parts import Rollout
@@ -81,11 +81,11 @@ class SpanRounds:
         new = enumerate(self._prompts.stream.next(count), start=first)
         return [Group(number, prompt, (nothing,) * self._num_responses) for number, prompt in new]
 
-    def read(self, groups: Sequence[Group]) -> dict[int, PromptRecord]:
+    def read(self, groups: Sequence[Group]) -> dict[int, Prompt]:
         """Return the prompts of groups by the group's number."""
         return dict(zip([group.number for group in groups], self._prompts.read([group.prompt for group in groups])))
 
-    def give_span(self, groups: Sequence[Group], records: Mapping[int, PromptRecord], version: int) -> list[Group]:
+    def give_span(self, groups: Sequence[Group], records: Mapping[int, Prompt], version: int) -> list[Group]:
         """Return the groups with up to so many tokens more for each response that goes on."""
         places = [
             (group.number, index)
@@ -121,7 +121,7 @@ class SpanRounds:
             max_tokens=remaining if is_last else min(self._section.span_tokens, remaining),
         )
 
-    def score(self, groups: Sequence[Group], records: Mapping[int, PromptRecord]) -> list[Sample]:
+    def score(self, groups: Sequence[Group], records: Mapping[int, Prompt]) -> list[Sample]:
         """Return the samples of complete groups, with their rewards."""
 
         def completions() -> Iterator[Completion]:
