@@ -124,12 +124,12 @@ def _reported_metrics() -> set[str]:
     rates = throughput(
         timings, mean_prompt_length=1, mean_response_length=1, num_prompts=1, num_samples=1, world_size=1
     )
-    update = re.search(r"def update_metrics.*?(?=\ndef )", modules["step_metrics"], flags=re.DOTALL)[0]
+    update = re.search(r"def update_metrics.*?(?=\ndef )", modules["report"], flags=re.DOTALL)[0]
     others = set(re.findall(r'^ +"([\w/]+)": ', update, flags=re.MULTILINE)) | {"reward/failures"}
     others |= set(re.findall(r'metrics\["([\w/]+)"\] = ', loop))
     others |= set(re.findall(r'"(value/\w+)"', modules["value_function"]))
     others |= set(re.findall(r'"(guard/\w+)"', loop)) | {f"judge/{name}" for name in COUNTED}
-    others |= set(re.findall(r'"(samples/\w+)"', modules["dynamic_sampling"]))
+    others |= set(re.findall(r'"(samples/\w+)"', modules["leftover"]))
     others |= set(re.findall(r'"((?:ahead|packing|spans|staleness)/\w+)": ', loop))
     tools = (ROOT / "mindrlhf" / "rollout" / "conversations.py").read_text(encoding="utf-8")
     others |= set(re.findall(r'"((?:tools|turns)/\w+)": ', tools))

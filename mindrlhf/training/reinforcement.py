@@ -44,13 +44,12 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.distillation.models import as_one
-from mindrlhf.training.loop.guards.all import Guards
+from mindrlhf.training.loop.guards.all import Guards, Observers
 from mindrlhf.training.loop.key_data import KeyData
-from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.publication import sharded_tensors
 from mindrlhf.training.loop.reward_model import RewardModel
+from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.nodes import attach_boards, connect_generators, find_needs, find_nodes, start_spanning
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.profiling.ranks import profile_dir
@@ -172,7 +171,7 @@ class ReinforcementTraining(life_cycle.Training):
 
     def open(self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack):
         """Return the trainer, with all graphs compiled, when the generator is ready."""
-        from mindrlhf.training.loop.trainer import Trainer
+        from mindrlhf.training.loop.trainer import Parts, Trainer
 
         timer = StageTimer(lambda stage: heartbeat.enter(f"step {progress.step + 1}: {stage}"))
         parts = Parts(

@@ -13,7 +13,7 @@ from mindrlhf.config.sections import BEST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, TokenSequence, plan_rows
 from mindrlhf.layout.packing import RowCost
 from mindrlhf.training.batch import RowOptions, batch_of_rows, make_batch
-from mindrlhf.training.loop.step_metrics import packing_metrics
+from mindrlhf.training.loop.report import packing_metrics
 
 FIELDS = ("input_ids", "segment_ids", "labels", "mask")
 

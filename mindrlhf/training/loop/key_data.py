@@ -13,7 +13,7 @@ from mindrlhf.debugging.dump_paths import rank_dir
 if TYPE_CHECKING:
     from mindrlhf.rollout.samples import Sample
     from mindrlhf.training.loop.policy import Policy
-    from mindrlhf.training.loop.step_record import StepRecord
+    from mindrlhf.training.loop.step import Step
 
 # What the ranks were given, by the stage that computed it; the rest was made for the update.
 _STAGE_OF = {"old_logprobs": "old_log_prob"}
@@ -43,7 +43,7 @@ class KeyData:
         if self._section.level == CELL_LEVEL:
             self._policy.begin_dump(step)
 
-    def finish(self, record: "StepRecord") -> None:
+    def finish(self, step: "Step") -> None:
         """Write the key data of a step, before its batches are gone.
 
         Raises:
@@ -52,11 +52,11 @@ class KeyData:
         if self._section.level == CELL_LEVEL:
             self._policy.end_dump()
         entries: dict[str, list[tuple[str, Any]]] = {stage: [] for stage in ("rollout", *_STAGE_OF.values(), "update")}
-        entries["rollout"] = _rollout(record.samples)
-        for name, responses in self._token_arrays(record).items():
+        entries["rollout"] = _rollout(step.trained)
+        for name, responses in self._token_arrays(step).items():
             entries[_STAGE_OF.get(name, "update")].append((name, responses))
-        for number, update in enumerate(record.updates):
-            batch = record.batches[number % len(record.batches)]
+        for number, update in enumerate(step.updates):
+            batch = step.batches[number % len(step.batches)]
             entries["update"] += [
                 ("logprobs", batch.responses(update.logprobs)),
                 ("loss", np.array(update.loss)),
@@ -64,15 +64,15 @@ class KeyData:
             ]
         for stage, values in entries.items():
             if values and stage in self._section.stages:
-                dump = StageDump(rank_dir(self._dump_dir, stage, record.step, 0), KEY_DATA_LEVEL, self._section.task)
+                dump = StageDump(rank_dir(self._dump_dir, stage, step.number, 0), KEY_DATA_LEVEL, self._section.task)
                 for name, value in values:
                     dump.add_key_data(name, value)
                 dump.write()
 
-    def _token_arrays(self, record: "StepRecord") -> dict[str, list[np.ndarray]]:
+    def _token_arrays(self, step: "Step") -> dict[str, list[np.ndarray]]:
         """Return what the ranks were given for each generated token: name -> an array for each sample."""
         found: dict[str, list[np.ndarray]] = {}
-        for position, batch in enumerate(record.batches):
+        for position, batch in enumerate(step.batches):
             held = self._policy.held_rows(position, batch)
             for name in held[0].tokens:
                 found.setdefault(name, []).extend(batch.responses([rows.tokens[name] for rows in held]))

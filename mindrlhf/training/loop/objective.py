@@ -1,4 +1,4 @@
-"""What the config's algorithm makes of scored samples, on rank 0: rewards, advantages, weights. NumPy."""
+"""What the config's algorithm makes of scored samples, on rank 0: advantages, weights, and which rows to compute."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,13 @@ from mindrlhf.algorithms.advantages import RewardBatch
 from mindrlhf.algorithms.aggregation import token_weights
 from mindrlhf.algorithms.kl_control import KlController, kl_estimate
 from mindrlhf.algorithms.overlong import complete, soft_punishment
-from mindrlhf.config.derived import is_corrected, is_on_policy
+from mindrlhf.config.derived import is_corrected, is_on_policy, skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rollout.samples import Sample
+from mindrlhf.training.batch import RowOptions, make_update_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
+from mindrlhf.training.loop.step import Step
 
 
 class Objective:
@@ -24,6 +26,7 @@ class Objective:
     """
 
     def __init__(self, config: GrpoConfig):
+        self._config = config
         self._algorithm = config.algorithm
         self._max_length = config.rollout.max_response_length
         self._bypass = config.correction.bypass
@@ -59,6 +62,51 @@ class Objective:
         """Whether the loss has a KL of its own, against a teacher's likeliest words."""
         return self._algorithm.distill_top_k > 0
 
+    @property
+    def advantages_wait(self) -> bool:
+        """Whether advantages need what the ranks compute: the KL in the reward, or a critic's values."""
+        return self.kl_in_reward or self.needs_values
+
+    def make_batches(self, step: Step, options: RowOptions) -> None:
+        """Put the samples of a step into rows, with all that is known of them; advantages are where rewards decide.
+
+        Samples without a gradient are left out where they may be; one of each update is computed at least.
+        """
+        samples = step.samples.used
+        if self.needs_greedy:
+            step.baselines = np.array([step.samples.greedy[sample.group].reward.total for sample in samples])
+            step.metrics["reward/greedy"] = float(step.baselines.mean())
+        if not self.advantages_wait:
+            step.advantages = self.advantages(samples, baselines=step.baselines)
+        step.computed = np.ones(len(samples), bool)
+        if skips_zero_advantages(self._config):
+            step.computed = self.have_gradient(samples, step.advantages)
+        if self._config.observe.sample_tokens:  # these are shown with what the ranks computed
+            step.computed[: self._config.observe.samples_per_step] = True
+        for part in np.array_split(np.arange(len(samples)), self._config.training.num_minibatches):
+            if len(part):
+                step.computed[part[0]] |= not step.computed[part].any()
+                known = None if step.advantages is None else [step.advantages[item] for item in part]
+                sequences = self.sequences([samples[item] for item in part], known)
+                step.batches.append(make_update_batch(sequences, step.computed[part], options))
+
+    def finish_advantages(self, step: Step) -> dict[str, list[np.ndarray]]:
+        """Set the advantages that waited for log-probabilities or values.
+
+        Returns:
+            What the ranks have not yet got, float64 [generated tokens] for each sample, by name.
+        """
+        samples, penalties = step.samples.used, None
+        if self.kl_in_reward:
+            estimates, kl = self.divergences(samples, step.old_logprobs, step.reference_logprobs)
+            penalties = [self.kl.coefficient * part for part in estimates]
+            step.metrics |= kl
+        step.advantages = self.advantages(samples, penalties=penalties, baselines=step.baselines, values=step.values)
+        found = {"advantages": step.advantages}
+        if step.values is not None:
+            found["returns"] = self.returns(samples, step.values, penalties)
+        return found
+
     def rewards(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the rewards that advantages are computed from, float64 [samples]."""
         rewards = np.array([sample.reward.total for sample in samples], np.float64)
@@ -68,20 +116,28 @@ class Objective:
             rewards += self._algorithm.overlong_penalty * soft_punishment(lengths, self._max_length, buffer)
         return rewards
 
-    def sequences(self, samples: Sequence[Sample]) -> list[TokenSequence]:
-        """Return the token sequences of one optimiser update, with all values that no rank has to compute."""
+    def sequences(
+        self, samples: Sequence[Sample], advantages: Sequence[np.ndarray] | None = None
+    ) -> list[TokenSequence]:
+        """Return the token sequences of one optimiser update, with all values that no rank has to compute.
+
+        Args:
+            advantages: [generated tokens] for each sample; None where they are not known yet.
+        """
         lengths = np.array([sample.num_generated for sample in samples])
         kept = np.ones(len(samples), bool)
         if self._algorithm.overlong_filter:
             kept = complete([sample.completion.finish_reason for sample in samples])
         weights = token_weights(lengths, kept, self._algorithm.aggregation, self._max_length)
         sequences = []
-        for sample, weight in zip(samples, weights):
+        for index, (sample, weight) in enumerate(zip(samples, weights)):
             values = {"weights": np.full(sample.num_generated, weight, np.float32)}
             if self.is_corrected:
                 values["rollout_logprobs"] = sample.completion.logprobs
             if self._bypass:
                 values["old_logprobs"] = sample.completion.logprobs
+            if advantages is not None:
+                values["advantages"] = advantages[index]
             sequences.append(
                 TokenSequence(
                     sample.prompt.prompt_ids,
@@ -94,16 +150,6 @@ class Objective:
                 )
             )
         return sequences
-
-    def penalties(
-        self,
-        samples: Sequence[Sample],
-        old_logprobs: Sequence[np.ndarray],
-        reference_logprobs: Sequence[np.ndarray],
-    ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Return what the KL takes off the reward of each token, float64 [response] each, and the KL as metrics."""
-        estimates, metrics = self.divergences(samples, old_logprobs, reference_logprobs)
-        return [self.kl.coefficient * part for part in estimates], metrics
 
     def divergences(
         self, samples: Sequence[Sample], logprobs: Sequence[np.ndarray], reference_logprobs: Sequence[np.ndarray]
@@ -131,12 +177,6 @@ class Objective:
         """
         options = {name: getattr(self._algorithm, name) for name in self._estimator.OPTIONS}
         return self._estimator.estimate(self._batch(samples, penalties, baselines, values), **options)
-
-    def baselines(self, samples: Sequence[Sample], greedy: Sequence[Sample]) -> np.ndarray | None:
-        """Return the reward of the greedy response to each sample's prompt, float64 [samples]; None where unneeded."""
-        if not self.needs_greedy:
-            return None
-        return np.array([greedy[sample.group].reward.total for sample in samples])
 
     def have_gradient(self, samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> np.ndarray:
         """Return which samples of a step have a gradient, bool, where the loss has no term without advantages."""

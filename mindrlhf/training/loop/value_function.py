@@ -10,7 +10,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
-from mindrlhf.training.batch import Batch
+from mindrlhf.training.loop.step import Step
 from mindrlhf.training.records import UpdateResult
 from mindrlhf.training.schedule import learning_rate
 from mindrlhf.training.team import Team
@@ -44,49 +44,47 @@ class ValueFunction:
         self._updates_per_step = config.training.num_minibatches * config.training.num_iterations
         self._num_updates = num_steps * self._updates_per_step
 
-    def values(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """Return the value before each token, float64 [response] for each sample of all batches."""
+    def compute_values(self, step: Step) -> None:
+        """Have the ranks compute the value before each token of the samples in rows."""
         values = []
         with self._timer.stage("values"):
             self._team.call("take_turn", model="critic")
-            for position, batch in enumerate(batches):
+            for position, batch in enumerate(step.batches):
                 values += batch.collect(self._team.call("compute_values", batch=position))
-        return [part.astype(np.float64) for part in values]
+        step.values = [part.astype(np.float64) for part in values]
 
-    def update(self, batches: Sequence[Batch], index: int) -> dict[str, float]:
-        """Make the critic's updates of step ``index`` (from 0), for which the ranks have values and returns.
-
-        Returns:
-            The metrics: means over the updates.
+    def update(self, step: Step, returns: Sequence[np.ndarray]) -> None:
+        """Make the critic's updates of a step, for which the ranks have values and ``returns``; add its metrics.
 
         Raises:
             RunFailure: an update's loss or gradients are not finite.
         """
         losses, clip_fractions, norms = [], [], []
-        update = index * self._updates_per_step
+        update = (step.number - 1) * self._updates_per_step
         with self._timer.stage("update_critic"):
             for _ in range(self._num_iterations):
-                for position, batch in enumerate(batches):
+                for position, batch in enumerate(step.batches):
                     lr = learning_rate(self._optimizer, update, self._num_updates)
                     results = self._team.call("update_critic", batch=position, lr=lr)
                     loss, num_clipped = np.sum([result.statistics for result in results], axis=0)
                     losses.append(loss)
                     clip_fractions.append(num_clipped / batch.num_tokens)
-                    norms.append(self._check(results, index))
+                    norms.append(self._check(results, step.number))
                     update += 1
             self._team.call("take_turn", model="actor")
-        return {
+        step.metrics |= {
+            **value_metrics(step.values, returns),
             "value/loss": float(np.mean(losses)),
             "value/clip_fraction": float(np.mean(clip_fractions)),
             "value/grad_norm": float(np.mean(norms)),
             "value/lr": lr,
         }
 
-    def _check(self, results: Sequence[UpdateResult], index: int) -> float:
+    def _check(self, results: Sequence[UpdateResult], number: int) -> float:
         norm = results[0].grad_norm
         if not math.isfinite(norm):
             raise RunFailure(
-                f"step {index + 1}: the gradient norm of the critic is {norm}, not finite, and it was not updated: "
+                f"step {number}: the gradient norm of the critic is {norm}, not finite, and it was not updated: "
                 "lower critic.start_lr, and look at value/loss in metrics.jsonl for the step where it began"
             )
         return norm

@@ -15,7 +15,8 @@ from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.config import sections
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.images.pixels import encode_png
-from mindrlhf.training.loop.dynamic_sampling import GroupSampling, SampleLedger, from_leftover, to_leftover
+from mindrlhf.training.loop.leftover import SampleLedger, from_leftover, to_leftover
+from mindrlhf.training.loop.sampling.in_step import GroupSampling
 
 SIZE = 3  # samples of a group
 

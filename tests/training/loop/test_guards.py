@@ -25,7 +25,7 @@ from mindrlhf.training.loop.skipped_batches import (
     save_skipped,
     saved_arrays,
 )
-from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step import Step, StepSamples
 from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics
 
 NUM_RANKS = 2
@@ -51,7 +51,7 @@ def numbered_sample(index: int, length: int) -> Sample:
     return make_sample(ids[:1], ids, index / 2, {}, group=index, **texts)
 
 
-class Step:
+class ScriptedStep:
     """Two updates of two samples each, on two ranks; every rank holds its shares, with advantages."""
 
     def __init__(self):
@@ -78,7 +78,7 @@ class Step:
         assert method == "held_rows"
         return [part.micro_batches for part in self.held[batch]]
 
-    def record(self, step: int, *norms: float, losses=(0.25, 0.25)) -> StepRecord:
+    def record(self, step: int, *norms: float, losses=(0.25, 0.25)) -> Step:
         results = []
         for number, norm in enumerate(norms):
             ranks = [
@@ -91,12 +91,14 @@ class Step:
                 for rank in range(NUM_RANKS)
             ]
             results.append(PolicyUpdate.of(ranks, self.batches[number % 2]))
-        return StepRecord(step, self.samples, self.batches, results, 0.75, f"weights {step}")
+        computed, samples = np.ones(len(self.samples), bool), StepSamples(self.samples, self.samples)
+        made = {"computed": computed, "batches": self.batches, "updates": results}
+        return Step(step, step, f"weights {step}", 0.75, samples, **made)
 
 
 @pytest.fixture
-def step() -> Step:
-    return Step()
+def step() -> ScriptedStep:
+    return ScriptedStep()
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import StopRequested
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import run_steps
-from mindrlhf.training.loop.parts import Observers, Parts, Rollout
+from mindrlhf.training.loop.guards.all import Observers
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.prompts import PromptSampling
-from mindrlhf.training.loop.trainer import Trainer
+from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
+from mindrlhf.training.loop.trainer import Parts, Trainer
 from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published
 
 END = 0
@@ -561,8 +561,8 @@ def test_guards_and_fingerprint_see_every_step():
     run = Run(num_prompts=3)
     run()
     (record, difference), (last, _) = run.memory.reviewed
-    assert (record.step, last.step, difference) == (1, 2, 0.5)
-    assert len(record.samples) == 6 and len(last.samples) == 3
+    assert (record.number, last.number, difference) == (1, 2, 0.5)
+    assert len(record.trained) == 6 and len(last.trained) == 3
     assert run.memory.rewards_reviewed == [(1, 6), (2, 3)]
     assert record.weights != last.weights, "the weights that a step began with are those of the update before"
     assert run.memory.checked_after == 2, "the last check comes after the last step's metrics"

@@ -75,7 +75,7 @@ def finish(run):
 
 def versions_used(run):
     """Return the versions of the weights whose samples each step trained on."""
-    steps = [[sample.completion for sample in record.samples] for record, _ in run.memory.reviewed]
+    steps = [[sample.completion for sample in record.trained] for record, _ in run.memory.reviewed]
     return [sorted({one.weights_version for one in step}) for step in steps]
 
 

@@ -175,5 +175,5 @@ def test_samples_without_a_gradient_are_not_sent_to_the_ranks(world_size, skips)
     # What was generated is reported whole.
     assert metrics["reward/mean"] == pytest.approx((3 * 2.5 + 2.5 + 4.5 + 6.5) / 6)
     record = run.memory.reviewed[0][0]
-    assert [one.group for one in record.samples] == ([1, 1] if skips else [0, 0, 0, 1, 1, 1])
-    assert record.samples_of(0) == record.samples
+    assert [one.group for one in record.trained] == ([1, 1] if skips else [0, 0, 0, 1, 1, 1])
+    assert record.samples_of(0) == record.trained

@@ -82,20 +82,20 @@ def first_requests(run):
 def test_groups_are_as_old_as_may_be_and_each_is_trained_on_once(tmp_path, staleness):
     run = start(tmp_path, staleness)
     metrics, _ = finish(run)
-    used = [sample for record, _ in run.memory.reviewed for sample in record.samples]
+    used = [sample for record, _ in run.memory.reviewed for sample in record.trained]
     assert len(used) == NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS
     # Four prompts again and again: each was begun as often as it was trained on, and none beyond the end.
     begun = np.bincount(first_requests(run), minlength=4)
     assert begun.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
     assert np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in used]).tolist() == begun.tolist()
     for record, _ in run.memory.reviewed:
-        for one in (sample.completion for sample in record.samples):
+        for one in (sample.completion for sample in record.trained):
             versions = [version for version, _ in one.spans]
-            assert versions == sorted(versions) and record.step - versions[0] <= staleness + 1
+            assert versions == sorted(versions) and record.number - versions[0] <= staleness + 1
             by_token = np.concatenate([np.full(count, -1 - 0.01 * version) for version, count in one.spans])
             np.testing.assert_allclose(one.logprobs, by_token, rtol=1e-6)
             assert one.token_ids[0] == 100 + len(one.token_ids), "all tokens are of one response"
-        assert metrics[record.step]["staleness/max"] <= staleness + 1
+        assert metrics[record.number]["staleness/max"] <= staleness + 1
     # New weights reach what is being generated.
     assert max(len(sample.completion.spans) for sample in used) > 1
 
@@ -162,8 +162,8 @@ def test_a_resumed_run_loses_nothing_and_uses_nothing_twice(tmp_path):
         resumed.trainer = type(resumed.trainer)(resumed.config, resumed.trainer.parts, progress, NUM_STEPS)
         resumed.ranks[0].updates += whole.ranks[0].updates[:stop]
         metrics, course = finish(resumed)
-        before = [sample for record, _ in whole.memory.reviewed[:stop] for sample in record.samples]
-        after = [sample for record, _ in resumed.memory.reviewed for sample in record.samples]
+        before = [sample for record, _ in whole.memory.reviewed[:stop] for sample in record.trained]
+        after = [sample for record, _ in resumed.memory.reviewed for sample in record.trained]
         counts = np.bincount([sample.prompt.prompt_ids[0] - 1 for sample in before + after])
         assert counts.tolist() == [NUM_STEPS * NUM_GROUPS * NUM_GENERATIONS // 4] * 4
         shutil.copytree(directory, tmp_path / f"order_{stop}")

@@ -104,14 +104,14 @@ def test_steps_train_on_the_oldest_complete_groups():
     expected, left = simulate(run)
     assert left == [], "no more is begun than the run trains on"
     for (record, _), step in zip(run.memory.reviewed, expected, strict=True):
-        completions = [sample.completion for sample in record.samples]
+        completions = [sample.completion for sample in record.trained]
         assert [(len(one.token_ids), one.spans) for one in completions] == step
         for one in completions:
             by_token = np.concatenate([np.full(count, -1 - 0.01 * version) for version, count in one.spans])
             np.testing.assert_allclose(one.logprobs, by_token, rtol=1e-6)
             assert one.token_ids[0] == 100 + len(one.token_ids), "all tokens are of one response"
             assert one.finish_reason == "stop" and one.weights_version == one.spans[0][0]
-        number = record.step
+        number = record.number
         behind = [number - version for _, spans in step for version, count in spans for _ in range(count)]
         assert metrics[number]["staleness/mean"] == pytest.approx(np.mean(behind))
         assert metrics[number]["staleness/max"] == max(behind)

@@ -66,8 +66,9 @@ def test_kl_in_the_reward():
     assert with_kl.needs_reference and with_kl.needs_old_logprobs and with_kl.kl_in_reward
     old = [each.completion.logprobs for each in SAMPLES]
     reference = [part - 0.5 for part in old]
-    penalties, metrics = with_kl.penalties(SAMPLES, old, reference)
+    estimates, metrics = with_kl.divergences(SAMPLES, old, reference)
     assert metrics == {"kl": pytest.approx(0.5)}
+    penalties = [with_kl.kl.coefficient * part for part in estimates]
     for part in penalties:
         np.testing.assert_allclose(part, 0.05, rtol=1e-6)
     returns = [reward - 0.05 * np.arange(length, 0, -1) for reward, length in ((1, 2), (0, 9), (0.5, 10), (0.5, 3))]

@@ -18,7 +18,7 @@ from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.loop.guards.all import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.skipped_batches import load_skipped
-from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step import Step, StepSamples
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -107,8 +107,8 @@ def skipped(actor, config):
         samples.append(make_sample(ids[:2], ids[2:], index / 4, {}, group=index, **texts))
     sequences = []
     for item in samples:
-        weights = np.ones(item.num_generated, np.float32)
-        sequences.append(TokenSequence(item.prompt.prompt_ids, item.completion.token_ids, {"weights": weights}))
+        ones = np.ones(item.num_generated, np.float32)
+        sequences.append(TokenSequence(item.prompt.prompt_ids, item.completion.token_ids, {"weights": ones}))
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) > 1
     advantages = [stream.standard_normal(item.num_generated) for item in samples]
@@ -130,7 +130,9 @@ def skipped(actor, config):
             for one, other in zip(optimizer_state(actor), state, strict=True):
                 np.testing.assert_array_equal(one, other)
     as_skipped = [PolicyUpdate.of([one], batch) for one in (results[0], replace(results[1], grad_norm=float("inf")))]
-    record = StepRecord(5, [*samples, *samples], [batch, batch], as_skipped, 0.0, digest)
+    both = [*samples, *samples]
+    made = {"computed": np.ones(len(both), bool), "batches": [batch, batch], "updates": as_skipped}
+    record = Step(5, 5, digest, 0.0, StepSamples(both, both), **made)
     guards = Guards(config, Policy(OneRank(actor), None), first_step=0)
     assert guards.review(record, 0.0)["guard/skipped_updates"] == 2
     guards.close()

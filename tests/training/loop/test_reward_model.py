@@ -42,9 +42,9 @@ class SumRank:
     def __init__(self):
         self.num_sequences = 0
 
-    def score_responses(self, share):
+    def score_responses(self, batch):
         results = []
-        for rows in share.micro_batches:
+        for rows in batch.micro_batches:
             scores = np.zeros_like(rows.mask)
             for row, segments in enumerate(rows.segment_ids):
                 for segment in range(1, segments.max() + 1):
@@ -120,7 +120,7 @@ def test_a_warm_up_runs_every_row_length():
 
     class Recorder(Team):
         def call(self, method, per_rank):
-            seen.extend(rows.mask.shape for own in per_rank for rows in own["share"].micro_batches)
+            seen.extend(rows.mask.shape for own in per_rank for rows in own["batch"].micro_batches)
             return super().call(method, per_rank)
 
     RewardModel(Recorder(1), RowOptions((8, 32), 4, 1, True), sections.RewardSection(model_path="m")).warm_up()

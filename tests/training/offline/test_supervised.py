@@ -46,8 +46,8 @@ class Rank:
     def __init__(self):
         self.updates, self.evaluations = [], []
 
-    def update(self, share, lr):
-        micro_batches, num_tokens = share.micro_batches, share.num_tokens
+    def update(self, batch, lr):
+        micro_batches, num_tokens = batch.micro_batches, batch.num_tokens
         count = sum(float(rows.mask.sum()) for rows in micro_batches)
         # The last prompt position of each record carries its number; padding rows carry none.
         records = [
@@ -59,8 +59,8 @@ class Rank:
         self.updates.append((lr, num_tokens, Counter(records)))
         return UpdateResult(np.array([count / num_tokens, 2 * count]), 0.25, ProcessStatistics(1, 0.1))
 
-    def evaluate(self, share):
-        count = sum(float(rows.mask.sum()) for rows in share.micro_batches)
+    def evaluate(self, batch):
+        count = sum(float(rows.mask.sum()) for rows in batch.micro_batches)
         self.evaluations.append(count)
         return HeldOutLogProbs(-3.0 * count)
 

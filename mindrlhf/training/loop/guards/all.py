@@ -1,19 +1,37 @@
 """The guards of a run's numbers, on rank 0, as one: they look at each step and say when the run must stop."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import RunFailure
+from mindrlhf.observe.fingerprint import FingerprintWriter
+from mindrlhf.observe.samples import SampleWriter
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.loop.guards.failed_verifiers import FailedVerifiers
 from mindrlhf.training.loop.guards.gradient_spikes import GradientSpikes
 from mindrlhf.training.loop.guards.guard import Events
 from mindrlhf.training.loop.guards.rollout_drift import RolloutDrift
 from mindrlhf.training.loop.guards.skipped_updates import SkippedUpdates
+from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step import Step
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who looks at a step when it is done: guards, and files with its samples and fingerprints.
+
+    Attributes:
+        key_data: dumps chosen steps; None when there are none.
+    """
+
+    guards: "Guards"
+    samples: SampleWriter
+    fingerprint: FingerprintWriter
+    key_data: KeyData | None = None
 
 
 class Guards:
@@ -43,21 +61,21 @@ class Guards:
         for guard in self._guards:
             guard.review_rewards(step, samples)
 
-    def review(self, record: StepRecord, rollout_diff: float | None) -> dict[str, float]:
+    def review(self, step: Step, rollout_diff: float | None) -> dict[str, float]:
         """Look at a step, report what is strange, and return how often.
 
         Args:
-            record: the step.
+            step: when its updates are done.
             rollout_diff: its ``rollout_diff/mean_abs``, in nats; None where all samples are of older weights.
         """
         counts = {guard.METRIC: 0 for guard in self._guards if guard.METRIC}
-        for number in range(len(record.updates)):
+        for number in range(len(step.updates)):
             for guard in self._guards:
-                if guard.review_update(record, number):
+                if guard.review_update(step, number):
                     counts[guard.METRIC] += 1
         if rollout_diff is not None:
             for guard in self._guards:
-                guard.review_logprobs(record.step, rollout_diff)
+                guard.review_logprobs(step.number, rollout_diff)
         return counts
 
     def check(self) -> None:

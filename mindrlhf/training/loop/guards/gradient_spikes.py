@@ -10,7 +10,7 @@ import numpy as np
 from mindrlhf.config.watching_sections import GuardSection
 from mindrlhf.training.loop.guards.guard import Events, Guard, describe
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step import Step
 
 _MEDIAN_WINDOW, _MEDIAN_MINIMUM = 64, 8  # updates
 _SAMPLES_PER_REPORT = 3  # of each kind
@@ -31,38 +31,38 @@ class GradientSpikes(Guard):
         self._policy = policy
         self._events = events
 
-    def review_update(self, record: StepRecord, number: int) -> bool:
+    def review_update(self, step: Step, number: int) -> bool:
         """Report the update if its norm is a spike."""
-        norm = record.updates[number].grad_norm
+        norm = step.updates[number].grad_norm
         # Where all samples are filtered out, or earned the same, there is no gradient and nothing to compare with.
         if not math.isfinite(norm) or norm == 0:
             return False
         median = float(np.median(self.norms)) if len(self.norms) >= _MEDIAN_MINIMUM else math.inf
         is_spike = bool(self._factor) and norm > self._factor * median
         if is_spike:
-            self._report(record, number, norm, median)
+            self._report(step, number, norm, median)
         self.norms.append(norm)
         return is_spike
 
-    def _report(self, record: StepRecord, number: int, norm: float, median: float) -> None:
+    def _report(self, step: Step, number: int, norm: float, median: float) -> None:
         self._events.write(
-            record.step,
+            step.number,
             "grad_spike",
-            f"step {record.step}, update {number + 1}: the gradient norm is {norm:.3g}, {norm / median:.3g} times its "
+            f"step {step.number}, update {number + 1}: the gradient norm is {norm:.3g}, {norm / median:.3g} times its "
             f"running median; its samples are in {self._events.path}",
             update=number + 1,
             grad_norm=norm,
             median=median,
-            samples=self._suspects(record, number),
+            samples=self._suspects(step, number),
         )
 
-    def _suspects(self, record: StepRecord, number: int) -> list[dict[str, Any]]:
+    def _suspects(self, step: Step, number: int) -> list[dict[str, Any]]:
         """Return the samples of an update with the largest advantages and those with the least likely tokens."""
-        position = number % len(record.batches)
-        batch, samples = record.batches[position], record.samples_of(position)
+        position = number % len(step.batches)
+        batch, samples = step.batches[position], step.samples_of(position)
         given = [rows.tokens["advantages"] for rows in self._policy.held_rows(position, batch)]
         advantages = np.array([np.abs(values).max() for values in batch.responses(given)])
-        logprobs = np.array([values.min() for values in batch.responses(record.updates[number].logprobs)])
+        logprobs = np.array([values.min() for values in batch.responses(step.updates[number].logprobs)])
         return [
             {
                 "chosen_for": reason,

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.rollout.samples import Sample
-from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step import Step
 
 EVENTS_NAME = "guards.jsonl"
 
@@ -26,7 +26,7 @@ class Guard:
     def review_rewards(self, step: int, samples: Sequence[Sample]) -> None:
         """Look at all samples that a step, from 1, generated, whether trained on or not."""
 
-    def review_update(self, record: StepRecord, number: int) -> bool:
+    def review_update(self, step: Step, number: int) -> bool:
         """Look at update ``number``, from 0, of a step and return whether something is wrong with it."""
         return False
 

@@ -9,7 +9,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.training.loop.guards.guard import Events, Guard, describe, warn
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.skipped_batches import SkippedBatch, save_skipped, saved_arrays
-from mindrlhf.training.loop.step_record import StepRecord
+from mindrlhf.training.loop.step import Step
 
 SKIPPED_NAME = "skipped"
 MAX_SAVED_BATCHES = 16  # enough to see what they share; a run that goes wrong for days must not fill the disk
@@ -31,19 +31,19 @@ class SkippedUpdates(Guard):
         self._events = events
         self._directory = Path(config.run.output_dir) / SKIPPED_NAME
 
-    def review_update(self, record: StepRecord, number: int) -> bool:
+    def review_update(self, step: Step, number: int) -> bool:
         """Report the update if it was skipped."""
-        loss, norm = record.updates[number].loss, record.updates[number].grad_norm
+        loss, norm = step.updates[number].loss, step.updates[number].grad_norm
         if math.isfinite(norm):
             self.num_in_a_row = 0
             return False
         self.num_in_a_row += 1
-        directory = self._save(record, number)
+        directory = self._save(step, number)
         advice = f"; look at it with 'mindrlhf replay {directory}'" if directory else ""
         self._events.write(
-            record.step,
+            step.number,
             "skipped_update",
-            f"step {record.step}, update {number + 1} is skipped: the loss is {loss}, the gradient norm {norm}{advice}",
+            f"step {step.number}, update {number + 1} is skipped: the loss is {loss}, the gradient norm {norm}{advice}",
             update=number + 1,
             loss=str(loss),
             grad_norm=str(norm),
@@ -53,36 +53,36 @@ class SkippedUpdates(Guard):
         if self.num_in_a_row >= limit:
             self.failure = (
                 f"{self.num_in_a_row} updates in a row had no finite loss and gradients, the last in step "
-                f"{record.step}, and guard.max_skipped_updates is {limit}: the weights are "
+                f"{step.number}, and guard.max_skipped_updates is {limit}: the weights are "
                 f"those of the last good update; lower optimizer.start_lr or optimizer.max_grad_norm{advice}"
             )
         return True
 
-    def _save(self, record: StepRecord, number: int) -> Path | None:
+    def _save(self, step: Step, number: int) -> Path | None:
         """Save the batch of a skipped update; None when enough are saved, or the disk refuses."""
-        directory = self._directory / f"step_{record.step:08d}" / f"update_{number + 1}"
+        directory = self._directory / f"step_{step.number:08d}" / f"update_{number + 1}"
         if not directory.exists() and len(list(self._directory.glob("step_*/update_*"))) >= MAX_SAVED_BATCHES:
             return None
-        position = number % len(record.batches)
-        batch, update = record.batches[position], record.updates[number]
-        was_any_made = any(math.isfinite(earlier.grad_norm) for earlier in record.updates[:number])
+        position = number % len(step.batches)
+        batch, update = step.batches[position], step.updates[number]
+        was_any_made = any(math.isfinite(earlier.grad_norm) for earlier in step.updates[:number])
         skipped = SkippedBatch(
-            step=record.step,
+            step=step.number,
             update=number + 1,
             num_micro_batches=len(batch.micro_batches),
             num_tokens=batch.num_tokens,
-            kl_coefficient=record.kl_coefficient,
+            kl_coefficient=step.kl_coefficient,
             loss=str(update.loss),
             grad_norm=str(update.grad_norm),
-            weights="" if was_any_made else record.weights,
+            weights="" if was_any_made else step.weights,
             placed=[list(place) for place in batch.placed],
-            samples=[describe(sample) for sample in record.samples_of(position)],
+            samples=[describe(sample) for sample in step.samples_of(position)],
             config=json.loads(json.dumps(dataclasses.asdict(self._config))),
         )
         try:
             arrays = saved_arrays(self._policy.held_rows(position, batch), update.logprobs, batch.images)
             save_skipped(directory, skipped, arrays)
         except OSError as error:
-            warn(f"the batch of step {record.step} cannot be saved in {directory}: {error.strerror or error}")
+            warn(f"the batch of step {step.number} cannot be saved in {directory}: {error.strerror or error}")
             return None
         return directory

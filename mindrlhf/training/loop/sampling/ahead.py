@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 from mindrlhf.checkpoint.algorithm_state import AheadState
@@ -24,10 +25,10 @@ from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import DamagedDirectory
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.dynamic_sampling import StepSamples, from_leftover, to_leftover
-from mindrlhf.training.loop.parts import Rollout
+from mindrlhf.training.loop.leftover import from_leftover, to_leftover
 from mindrlhf.training.loop.sampling.busy import BusyTime
-from mindrlhf.training.loop.sampling.in_step import SampledStep
+from mindrlhf.training.loop.sampling.in_step import Rollout
+from mindrlhf.training.loop.step import StepSamples
 
 # What a checkpoint says of each sample beside its values: the place of its step, and in which list of it it is.
 _PLACE, _LIST = "ahead_place", "ahead_list"
@@ -64,7 +65,7 @@ class SamplingAhead:
         self._wait_stage = wait_stage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._busy = BusyTime()
-        self._steps: dict[int, Future[SampledStep]] = {}  # asked for and not yet trained on, in order
+        self._steps: dict[int, Future[StepSamples]] = {}  # asked for and not yet trained on, in order
         self._load: Future[None] | None = None  # the last
         self._version = 0  # of the weights that what is asked for next will be of
         self._leftover: list[Sample] = []  # by dynamic sampling; the thread's
@@ -81,7 +82,7 @@ class SamplingAhead:
         self._version = version
         self._load = self._submit(self._rollout.generator.update_weights, version)
 
-    def sample(self, index: int) -> SampledStep:
+    def sample(self, index: int) -> StepSamples:
         """Ask for the samples of step ``index + ahead``, and return those of step ``index``.
 
         Raises:
@@ -113,8 +114,8 @@ class SamplingAhead:
         self._progress.leftover = [one for place, step in enumerate(sampled) for one in _to_leftover(step, place)]
         self._progress.algorithm.ahead = AheadState(
             versions=[step.version for step in sampled],
-            num_stale=[step.samples.num_stale for step in sampled],
-            num_without_signal=[step.samples.num_without_signal for step in sampled],
+            num_stale=[step.num_stale for step in sampled],
+            num_without_signal=[step.num_without_signal for step in sampled],
         )
 
     def metrics(self, timings: Mapping[str, float]) -> dict[str, float]:
@@ -132,13 +133,13 @@ class SamplingAhead:
             if step > max(self._steps, default=index - 1):
                 self._steps[step] = self._submit(self._sample, step, self._version)
 
-    def _sample(self, step: int, version: int) -> SampledStep:
+    def _sample(self, step: int, version: int) -> StepSamples:
         start_s = time.perf_counter()
-        samples, greedy = self._prompts.sample(step, self._leftover, needs_greedy=self._needs_greedy)
+        samples = self._prompts.sample(step, self._leftover, needs_greedy=self._needs_greedy)
         self._leftover = samples.leftover
-        versions = {sample.completion.weights_version for sample in (*samples.generated, *greedy)}
+        versions = {sample.completion.weights_version for sample in (*samples.generated, *samples.greedy)}
         assert versions <= {version}, f"samples of step {step + 1} must be of weights {version}, but are of {versions}"
-        return SampledStep(samples, greedy, version, time.perf_counter() - start_s)
+        return replace(samples, version=version, rollout_s=time.perf_counter() - start_s)
 
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future:
         def do() -> Any:
@@ -161,12 +162,11 @@ class SamplingAhead:
         for place, sampled in enumerate(_from_leftover(self._progress.leftover, state) if state else []):
             self._steps[self._progress.step + place] = future = Future()
             future.set_result(sampled)
-            self._leftover = sampled.samples.leftover
+            self._leftover = sampled.leftover
 
 
-def _to_leftover(sampled: SampledStep, place: int) -> list[LeftoverSample]:
-    samples = sampled.samples
-    lists = {"generated": samples.generated, "greedy": sampled.greedy}
+def _to_leftover(samples: StepSamples, place: int) -> list[LeftoverSample]:
+    lists = {"generated": samples.generated, "greedy": samples.greedy}
     if samples.used is not samples.generated:  # with dynamic sampling
         lists |= {"used": samples.used, "leftover": samples.leftover, "dropped": samples.dropped}
     return [
@@ -176,7 +176,7 @@ def _to_leftover(sampled: SampledStep, place: int) -> list[LeftoverSample]:
     ]
 
 
-def _from_leftover(leftover: list[LeftoverSample], state: AheadState) -> list[SampledStep]:
+def _from_leftover(leftover: list[LeftoverSample], state: AheadState) -> list[StepSamples]:
     """Return what ``_to_leftover`` was called on, a step after the other.
 
     Raises:
@@ -201,6 +201,8 @@ def _from_leftover(leftover: list[LeftoverSample], state: AheadState) -> list[Sa
             num_without_signal=useless,
             leftover=members.get("leftover", []),
             dropped=members.get("dropped", []),
+            greedy=members.get("greedy", []),
+            version=version,
         )
-        sampled.append(SampledStep(samples, members.get("greedy", []), version))
+        sampled.append(samples)
     return sampled

@@ -28,12 +28,11 @@ from mindrlhf.errors import UserError
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.dynamic_sampling import StepSamples
-from mindrlhf.training.loop.parts import Rollout
 from mindrlhf.training.loop.sampling.busy import BusyTime
-from mindrlhf.training.loop.sampling.in_step import SampledStep
+from mindrlhf.training.loop.sampling.in_step import Rollout
 from mindrlhf.training.loop.sampling.order import ORDER_NAME, read_order
 from mindrlhf.training.loop.sampling.rounds import Group, SpanRounds, from_leftover, to_leftover
+from mindrlhf.training.loop.step import StepSamples
 
 
 class SamplingAsynchronously:
@@ -91,7 +90,7 @@ class SamplingAsynchronously:
             self._pending = version
             self._changed.notify_all()
 
-    def sample(self, index: int) -> SampledStep:
+    def sample(self, index: int) -> StepSamples:
         """Return the samples of step ``index``: groups that are as old as may be, and those complete first.
 
         Raises:
@@ -112,10 +111,10 @@ class SamplingAsynchronously:
         samples.sort(key=lambda item: _is_fresh(item[0], version))
         used = [sample for _, members in samples for sample in members]
         num_stale = self._num_responses * sum(not _is_fresh(group, version) for group, _ in samples)
-        step = StepSamples(used, used, num_stale, num_without_signal=0, leftover=[], dropped=[])
         with self._changed:
             num_unfinished = sum(not one.finish_reason for group in self._going_on for one in group.responses)
-        return SampledStep(step, [], version, rollout_s=self._busy.step_s() or None, num_unfinished=num_unfinished)
+        times = {"rollout_s": self._busy.step_s() or None, "num_unfinished": num_unfinished}
+        return StepSamples(used, used, num_stale, version=version, **times)
 
     def keep_leftover(self, samples: StepSamples) -> None:
         """Do nothing: what is not trained on stays with the thread."""

@@ -11,8 +11,7 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.rollout.types import Completion, GenerationRequest
-from mindrlhf.training.loop.parts import Rollout
-from mindrlhf.training.loop.prompts import PromptSampling
+from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 
 
 @dataclass(frozen=True)

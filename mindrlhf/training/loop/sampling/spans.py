@@ -13,10 +13,9 @@ import math
 
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.dynamic_sampling import StepSamples
-from mindrlhf.training.loop.parts import Rollout
-from mindrlhf.training.loop.sampling.in_step import SampledStep, SamplingInStep
+from mindrlhf.training.loop.sampling.in_step import Rollout, SamplingInStep
 from mindrlhf.training.loop.sampling.rounds import Group, SpanRounds, from_leftover, to_leftover
+from mindrlhf.training.loop.step import StepSamples
 
 
 class SamplingInSpans(SamplingInStep):
@@ -31,7 +30,7 @@ class SamplingInSpans(SamplingInStep):
         self._num_steps = num_steps
         self._going_on: list[Group] = []  # after the last step
 
-    def sample(self, index: int) -> SampledStep:
+    def sample(self, index: int) -> StepSamples:
         """Return the samples of step ``index``, from 0, those of the oldest complete groups.
 
         Raises:
@@ -53,9 +52,8 @@ class SamplingInSpans(SamplingInStep):
         self._rollout.generator.sleep()
         self._going_on = [group for group in groups if group.number not in {one.number for one in used}]
         num_stale = self._num_responses * sum(group.number < first_new for group in used)
-        step = StepSamples(samples, samples, num_stale, num_without_signal=0, leftover=[], dropped=[])
         num_unfinished = sum(not response.finish_reason for group in self._going_on for response in group.responses)
-        return SampledStep(step, [], version, num_unfinished=num_unfinished)
+        return StepSamples(samples, samples, num_stale, version=version, num_unfinished=num_unfinished)
 
     def keep_leftover(self, samples: StepSamples) -> None:
         """Keep the groups that the step, which is done, did not train on."""

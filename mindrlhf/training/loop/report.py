@@ -1,56 +1,124 @@
-"""The metrics of a reinforcement learning step, from its samples and from what the ranks returned."""
+"""What a step that is done leaves behind: its metrics, samples and line of the fingerprint, and what the guards say."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mindrlhf.algorithms.losses import POLICY_STATISTICS
 from mindrlhf.algorithms.top_k.loss import TOP_K_STATISTICS
+from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.derived import has_older_samples
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.observe import metrics as measure
+from mindrlhf.observe.samples import TOKEN_VALUES, SampleRecord
+from mindrlhf.observe.sinks import StepDetails
 from mindrlhf.observe.timing import throughput
 from mindrlhf.rollout.conversations import tool_metrics
-from mindrlhf.rollout.samples import Sample, reward_matrix, verifier_names
+from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record, verifier_names
 from mindrlhf.training.batch import Batch
+from mindrlhf.training.checkpoints.run import Progress
+from mindrlhf.training.loop.guards.all import Observers
+from mindrlhf.training.loop.leftover import SampleLedger
 from mindrlhf.training.loop.objective import Objective
-from mindrlhf.training.loop.policy import PolicyUpdate
-from mindrlhf.training.loop.sampling.in_step import SampledStep
-from mindrlhf.training.loop.step_rows import StepRows
+from mindrlhf.training.loop.step import Step, StepSamples
 
 
-def step_metrics(
-    config: GrpoConfig,
-    objective: Objective,
-    sampled: SampledStep,
-    rows: StepRows,
-    version: int,
-    train_logprobs: Sequence[np.ndarray],
-    updates: Sequence[PolicyUpdate],
-    lr: float | None,
-) -> dict[str, float]:
-    """Return the metrics of a step but for its times.
+class StepReport:
+    """Writes steps down and has them reviewed.
 
-    Args:
-        config, objective: of the run.
-        sampled: of the step.
-        rows: of one pass over the used samples.
-        version: of the weights that the step began with.
-        train_logprobs: float [generated tokens] of each computed sample, under the weights that the step began with.
-        updates: of the step, passes in order.
-        lr: learning rate of the last update, None when there was none.
+    Attributes:
+        details: rewards, lengths and a few samples of the last step; None before the first.
     """
-    samples = sampled.samples
-    has_older = has_older_samples(config)
-    num_stale = rows.num_chosen(sampled.num_stale(version))
+
+    details: StepDetails | None = None
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        objective: Objective,
+        observers: Observers,
+        sampler: Sampler,
+        progress: Progress,
+        num_devices: int,
+    ):
+        self._config = config
+        self._num_devices = num_devices
+        self._objective = objective
+        self._observers = observers
+        self._sampler = sampler
+        self._progress = progress
+        self._ledger = SampleLedger(progress.algorithm.samples)
+
+    def write(self, step: Step, timings: Mapping[str, float], busy: Mapping[str, float]) -> dict[str, float]:
+        """Have a step that is done written down and reviewed; return its metrics, with those that it has already.
+
+        Args:
+            timings: seconds of the stages of the step.
+            busy: metrics of how busy ranks and servers were.
+        """
+        config, samples, guards = self._config, step.samples, self._observers.guards
+        shown = samples.used[: config.observe.samples_per_step]
+        self._observers.samples.write(self._sample_records(step, shown))
+        self.details = StepDetails(
+            rewards=np.array([sample.reward.total for sample in samples.used], np.float64),
+            lengths=np.array([len(sample.completion.token_ids) for sample in samples.used]),
+            samples=[f"{one.prompt_text}\n--- reward {one.reward.total:g}\n{one.response_text}" for one in shown],
+        )
+        measured = step_metrics(config, self._objective, step)
+        performance = performance_metrics(config, timings, samples, self._num_devices)
+        if config.observe.performance_stats:
+            performance |= busy
+        judges = {f"judge/{name}": count for name, count in self._sampler.take_judge_counts().items()}
+        metrics = measure.combine_metrics(measured, performance) | step.metrics
+        if config.algorithm.dynamic_sampling:
+            metrics |= self._ledger.add(samples)
+            self._progress.algorithm.samples = self._ledger.state()
+        metrics |= judges
+        guards.review_rewards(step.number, samples.generated)
+        metrics |= guards.review(step, metrics.get("rollout_diff/mean_abs"))
+        self._progress.algorithm.guards = guards.state()
+        if "kl" in metrics and np.isfinite(metrics["kl"]):
+            self._objective.kl.update(metrics["kl"])
+            self._progress.algorithm.kl = KlState(**self._objective.kl.state())
+        return metrics
+
+    def write_fingerprint(self, weights: str, step: Step | None = None, metrics: Mapping[str, float] = {}) -> None:
+        """Write the line of the step that is done, or with None that of the start.
+
+        Args:
+            weights: digest of the weights that were published last.
+        """
+        parts = sample_parts(step.samples.used) if step else {}
+        parts |= {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
+        state = self._progress.algorithm
+        parts |= {"weights": weights}
+        state.trajectory = self._observers.fingerprint.write(self._progress.step, state.trajectory or "", parts)
+
+    def _sample_records(self, step: Step, shown: Sequence[Sample]) -> list[SampleRecord]:
+        records = [sample_record(sample, step.number) for sample in shown]
+        if not self._config.observe.sample_tokens or len(step.train_logprobs) < len(shown):
+            return records
+        with_tokens = []
+        for record, sample, advantages, logprobs in zip(records, shown, step.advantages, step.train_logprobs):
+            numbers = (advantages, sample.completion.logprobs, logprobs)
+            tokens = self._sampler.token_values(sample, dict(zip(TOKEN_VALUES, numbers, strict=True)))
+            with_tokens.append(dataclasses.replace(record, tokens=tokens))
+        return with_tokens
+
+
+def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[str, float]:
+    """Return the metrics of a step but for its times and those that it has already."""
+    samples, has_older = step.samples, has_older_samples(config)
+    num_older = step.num_chosen(samples.num_older(step.version))
     return measure.combine_metrics(
         sample_metrics(samples.generated),
-        rollout_metrics(rows.chosen(samples.used), train_logprobs, num_stale, has_older=has_older),
-        staleness_metrics(samples.used, version) if has_older else {},
-        span_metrics(sampled) if config.rollout.span_tokens else {},
-        packing_metrics(rows.batches),
-        {"packing/computed": float(rows.computed.mean())},
-        update_metrics(config, objective, rows.batches, updates, lr) if updates else {},
+        rollout_metrics(step.trained, step.train_logprobs, num_older, has_older=has_older),
+        staleness_metrics(samples.used, step.version) if has_older else {},
+        span_metrics(samples) if config.rollout.span_tokens else {},
+        packing_metrics(step.batches),
+        {"packing/computed": float(step.computed.mean())},
+        update_metrics(config, objective, step) if step.updates else {},
         tool_metrics(samples.generated) if config.tools.names or config.tools.environment else {},
     )
 
@@ -102,13 +170,13 @@ def staleness_metrics(used: Sequence[Sample], version: int) -> dict[str, float]:
     return {"staleness/mean": float(mean), "staleness/max": float(staleness.max())}
 
 
-def span_metrics(sampled: SampledStep) -> dict[str, float]:
+def span_metrics(samples: StepSamples) -> dict[str, float]:
     """Return with how many weights the responses of a step were made, and how many go on in the next."""
-    counts = [len(sample.completion.spans) for sample in sampled.samples.used]
+    counts = [len(sample.completion.spans) for sample in samples.used]
     return {
         "spans/mean": float(np.mean(counts)),
         "spans/max": float(max(counts)),
-        "spans/unfinished": float(sampled.num_unfinished),
+        "spans/unfinished": float(samples.num_unfinished),
     }
 
 
@@ -118,10 +186,9 @@ def packing_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     return measure.packing_metrics([int((row > 0).sum()) for row in rows], [len(row) for row in rows])
 
 
-def update_metrics(
-    config: GrpoConfig, objective: Objective, batches: Sequence[Batch], updates: Sequence[PolicyUpdate], lr: float
-) -> dict[str, float]:
+def update_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[str, float]:
     """Return the training scalars: means over the updates of the step, of the tokens in their rows."""
+    updates, batches = step.updates, step.batches
     counts = [batches[position % len(batches)].num_computed for position in range(len(updates))]
     means = [_per_token(update.statistics, count) for update, count in zip(updates, counts)]
     loss, *per_token = np.mean(means, axis=0)
@@ -134,7 +201,7 @@ def update_metrics(
         "kl": names["kl"],
         "entropy": names["entropy"],
         "grad_norm": np.mean([update.grad_norm for update in updates]),
-        "lr": lr,
+        "lr": step.lr,
         "recompiles": max(update.recompiles for update in updates),
         "memory/peak_rss_gb": max(update.peak_rss_gb for update in updates),
     }
@@ -153,16 +220,15 @@ def update_metrics(
 
 
 def performance_metrics(
-    config: GrpoConfig, timings: Mapping[str, float], sampled: SampledStep, num_devices: int
+    config: GrpoConfig, timings: Mapping[str, float], samples: StepSamples, num_devices: int
 ) -> dict[str, float]:
     """Return times and rates of a step, the rollout's of the samples it generated, the others of those it used."""
     if not config.observe.performance_stats:
         return {}
     num_generations = config.algorithm.num_generations
     metrics = dict(timings)
-    if sampled.rollout_s is not None:  # beside the loop
-        timings = {**timings, "timing/rollout": sampled.rollout_s}
-    samples = sampled.samples
+    if samples.rollout_s is not None:  # beside the loop
+        timings = {**timings, "timing/rollout": samples.rollout_s}
     for stages, ones in ((("rollout",), samples.generated), (("all", "update"), samples.used)):
         metrics |= throughput(
             {name: timings[name] for name in (f"timing/{stage}" for stage in stages) if name in timings},

@@ -10,7 +10,7 @@ from mindrlhf.config.derived import skips_zero_advantages
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.objective import Objective
-from mindrlhf.training.loop.step_rows import make_step_rows
+from mindrlhf.training.loop.step import Step, StepSamples
 
 OPTIONS = RowOptions((16,), 2, 1, True)
 
@@ -43,8 +43,10 @@ def config_with(training=None, observe=None, msprobe=False, **algorithm) -> Grpo
     )
 
 
-def rows_of(config, samples=SAMPLES, baselines=None):
-    return make_step_rows(config, Objective(config), samples, baselines, OPTIONS)
+def rows_of(config, samples=SAMPLES, greedy=()):
+    step = Step(1, 1, "", 0.0, StepSamples(samples, samples, greedy=greedy))
+    Objective(config).make_batches(step, OPTIONS)
+    return step
 
 
 def test_groups_of_equal_rewards_are_left_out_and_their_tokens_counted():
@@ -75,7 +77,7 @@ def test_all_are_computed_where_something_else_has_a_gradient_or_is_looked_at(co
     assert not skips_zero_advantages(config)
     rows = rows_of(config)
     np.testing.assert_array_equal(rows.computed, ALL)
-    assert rows.advantages is None
+    assert (rows.advantages is None) == Objective(config).advantages_wait
     assert rows.batches[0].num_tokens == rows.batches[0].num_computed == 37
 
 
@@ -102,6 +104,8 @@ def test_responses_that_were_cut_are_left_out_where_they_are_filtered():
 
 
 def test_baselines_count():
-    baselines = np.where([one.group == 3 for one in SAMPLES], 0.25, [one.reward.total for one in SAMPLES])
-    rows = rows_of(config_with(advantage="remax"), baselines=baselines)
-    np.testing.assert_array_equal(np.flatnonzero(rows.computed), [9, 10])
+    greedy = [with_reward(sample(group, 0.0, 2), total=total) for group, total in enumerate((0.1, 0.5, 1.0, 0.25))]
+    rows = rows_of(config_with(advantage="remax"), greedy=greedy)
+    # Those that earned just what the greedy response to their prompt did have no gradient.
+    np.testing.assert_array_equal(np.flatnonzero(rows.computed), [3, 4, 9, 10])
+    assert rows.metrics == {"reward/greedy": pytest.approx((3 * 0.1 + 3 * 0.5 + 3 * 1.0 + 2 * 0.25) / 11)}
