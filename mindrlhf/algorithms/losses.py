@@ -45,8 +45,9 @@ class PolicyLoss(nn.Cell):
             ``rollout_logprobs`` unread.
     """
 
-    # Names of what it reports, in order.
+    # Names of what it reports, and of the token arrays that it takes, in order.
     statistics = POLICY_STATISTICS
+    inputs = POLICY_INPUTS
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class PolicyLoss(nn.Cell):
         self.kl_unbiased = kl_unbiased
         self.entropy_coefficient = entropy_coefficient
         self.correction = correction
+        self.further = tuple(POLICY_INPUTS.index(name) for name in getattr(surrogate, "reads", ()))
 
     def token_arrays(self, tokens: Mapping[str, np.ndarray], mask: np.ndarray) -> list[np.ndarray]:
         """Return what the cell takes after the four arrays of every cell and before the scalars, in order.
@@ -78,41 +80,26 @@ class PolicyLoss(nn.Cell):
         unread = np.zeros_like(mask)
         return [tokens.get(name, unread) for name in POLICY_INPUTS]
 
-    def construct(
-        self,
-        input_ids,
-        segment_ids,
-        labels,
-        mask,
-        advantages,
-        weights,
-        old_logprobs,
-        reference_logprobs,
-        rollout_logprobs,
-        kl_coefficient,
-        num_tokens,
-    ):
+    def construct(self, input_ids, segment_ids, labels, mask, *given):
         """Return the loss, its statistics [7] (see ``POLICY_STATISTICS``) and the log-probabilities.
 
-        All arrays are [rows, length], float32 but for the ids; ``kl_coefficient`` and ``num_tokens``, T, are float32
-        scalars. ``weights`` is 0 outside the mask.
+        ``given`` are the token arrays called ``inputs``, then ``kl_coefficient`` and ``num_tokens``, T: float32
+        scalars. All arrays are [rows, length], float32 but for the ids; the weights are 0 outside the mask.
         """
         logprobs, entropy = self.policy(input_ids, segment_ids, labels, mask)
-        given = (advantages, old_logprobs, reference_logprobs, rollout_logprobs)
-        per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given, kl_coefficient)
-        loss, statistics = self.total(per_token, parts, weights, mask, num_tokens)
+        per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given)
+        loss, statistics = self.total(per_token, parts, given[1], mask, given[-1])
         return loss, statistics, ops.stop_gradient(logprobs)
 
-    def per_token(self, logprobs, entropy, mask, segment_ids, given, kl_coefficient):
-        """Return the loss of each token without its weight, and what the statistics sum up, [rows, length] each.
-
-        ``given`` are advantages, old, reference and rollout log-probabilities.
-        """
-        advantages, old_logprobs, reference_logprobs, rollout_logprobs = given
+    def per_token(self, logprobs, entropy, mask, segment_ids, given):
+        """Return the loss of each token without its weight, and what the statistics sum up, [rows, length] each."""
+        advantages, _, old_logprobs, reference_logprobs, rollout_logprobs = given[:5]
+        kl_coefficient = given[-2]
         old_logprobs = ops.stop_gradient(logprobs) if self.on_policy else old_logprobs
         # Bounded: far beyond any clip, and exp of more would overflow and turn the vanished gradient into NaN.
         log_ratio = ops.clip_by_value((logprobs - old_logprobs) * mask, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        per_token, low, high = self.surrogate(logprobs, log_ratio, advantages, mask, segment_ids)
+        further = [given[index] for index in self.further]
+        per_token, low, high = self.surrogate(logprobs, log_ratio, advantages, mask, segment_ids, *further)
         correction, corrected, kl = mask, ops.zeros_like(mask), ops.zeros_like(mask)
         if self.correction is not None:
             correction, corrected = self.correction(old_logprobs, rollout_logprobs, mask, segment_ids)

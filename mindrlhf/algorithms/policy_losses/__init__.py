@@ -15,6 +15,9 @@ gradient. Its arguments:
     advantages, mask: float32 [rows, length]; the mask is 1 at response tokens
     segment_ids: int32 [rows, length], which sequence a position belongs to
 
+A loss that needs further arrays of :data:`mindrlhf.algorithms.losses.POLICY_INPUTS` names them in an attribute
+``reads`` of its cell, whose ``construct`` takes them last, float32 [rows, length] each.
+
 Aggregation, KL, entropy and off-policy correction are added by :class:`mindrlhf.algorithms.losses.PolicyLoss`.
 """
 

@@ -18,7 +18,7 @@ a sum over all words. :mod:`mindrlhf.algorithms.advantages.distill` estimates it
 import numpy as np
 from mindspore import ops
 
-from mindrlhf.algorithms.losses import POLICY_STATISTICS, PolicyLoss
+from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS, PolicyLoss
 
 # What rows call the teacher's words, int32 [rows, length, K], and their log-probabilities, float32
 # [rows, length, K + 1], of which the last is that of all other words together.
@@ -57,6 +57,7 @@ class TopKPolicyLoss(PolicyLoss):
     """
 
     statistics = (*POLICY_STATISTICS, *TOP_K_STATISTICS)
+    inputs = (*POLICY_INPUTS, TEACHER_WORDS, TEACHER_LOGPROBS)
 
     def __init__(self, policy, surrogate, k: int, **others):
         super().__init__(policy, surrogate, **others)
@@ -68,27 +69,12 @@ class TopKPolicyLoss(PolicyLoss):
         logprobs = tokens.get(TEACHER_LOGPROBS, np.zeros((*mask.shape, self.k + 1), np.float32))
         return [*super().token_arrays(tokens, mask), words, logprobs]
 
-    def construct(
-        self,
-        input_ids,
-        segment_ids,
-        labels,
-        mask,
-        advantages,
-        weights,
-        old_logprobs,
-        reference_logprobs,
-        rollout_logprobs,
-        teacher_words,
-        teacher_logprobs,
-        kl_coefficient,
-        num_tokens,
-    ):
+    def construct(self, input_ids, segment_ids, labels, mask, *given):
         """Return the loss, its statistics [10] and the log-probabilities; see :meth:`PolicyLoss.construct`."""
+        teacher_words, teacher_logprobs, kl_coefficient, num_tokens = given[-4:]
         logprobs, entropy, word_logprobs = self.policy(input_ids, segment_ids, labels, mask, teacher_words)
-        given = (advantages, old_logprobs, reference_logprobs, rollout_logprobs)
-        per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given, kl_coefficient)
+        per_token, parts = self.per_token(logprobs, entropy, mask, segment_ids, given)
         kl, mass, teacher_mass = merged_kl(word_logprobs, teacher_logprobs)
         per_token = per_token + kl_coefficient * kl
-        loss, statistics = self.total(per_token, (*parts, kl, teacher_mass, mass), weights, mask, num_tokens)
+        loss, statistics = self.total(per_token, (*parts, kl, teacher_mass, mass), given[1], mask, num_tokens)
         return loss, statistics, ops.stop_gradient(logprobs)
