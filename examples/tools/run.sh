@@ -17,7 +17,7 @@ build() {
 }
 
 build sft question=prompt,response=response --task sft --max-prompt-length 160 --max-length 192
-build train question=prompt,answer=answer --max-prompt-length 40
-build test question=prompt,answer=answer --max-prompt-length 40
+build train question=prompt,answer=answer --max-prompt-length 40 --keep-control-tokens
+build test question=prompt,answer=answer --max-prompt-length 40 --keep-control-tokens
 .venv/bin/mindrlhf sft "$recipe/sft.yaml"
 .venv/bin/mindrlhf train "$recipe/config.yaml" "$@"
