@@ -9,9 +9,9 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
-from mindrlhf.algorithms import vocabulary
 from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
 from mindrlhf.algorithms.top_k.rest import with_rest
+from mindrlhf.cpu.training import vocabulary
 
 
 class GraphTokenLogProbs(nn.Cell):
@@ -140,7 +140,7 @@ def _free_kernel(number: int) -> None:
 
 
 class TiledTokenLogProbs(nn.Cell):
-    """The same values through the tiled NumPy kernels of :mod:`mindrlhf.algorithms.vocabulary` (CPU, float32).
+    """The same values through the tiled NumPy kernels of :mod:`mindrlhf.cpu.training.vocabulary` (CPU, float32).
 
     The weight, often most of a small model, never enters the graph: the kernels read it where it lies, and add its
     gradient to ``weight_gradient``, a NumPy array of this cell that the optimiser step collects. As a graph

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindrlhf.cpu.processor import OPENBLAS_CORE_VARIABLE, instruction_sets, openblas_environment
 from mindrlhf.doctor.ascend import ascend_checks
 from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
-from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets, openblas_environment
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.9.0", "mindformers": "1.9.0"}

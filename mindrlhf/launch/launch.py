@@ -16,18 +16,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from mindrlhf.cpu.launcher import msrun_argv
+from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
-from mindrlhf.launch.lean_msrun import msrun_argv
 from mindrlhf.launch.logs import LogFollower
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
 from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.processor import openblas_environment
 from mindrlhf.system.wire import family_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -9,8 +9,8 @@ import types
 import warnings
 from collections.abc import Iterator
 
+from mindrlhf.cpu.imports import left_out
 from mindrlhf.errors import UserError
-from mindrlhf.system.imports import left_out
 
 DEVICE_TARGETS = {"cpu": "CPU", "ascend": "Ascend"}
 # MindFormers' metrics, trackers, tokenizers and readers of data sets import these, MindSpore's metrics SciPy; together

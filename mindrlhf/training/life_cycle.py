@@ -145,7 +145,7 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         connections = connect(rank)
         heartbeat.enter(heartbeat.JOINED)
         if config.run.device == "cpu" and not is_split(config.parallel_config):
-            from mindrlhf.models.graph_cache import open_graph_cache
+            from mindrlhf.cpu.training.graph_cache import open_graph_cache
 
             open_graph_cache(graph_facts(config), rank.index)
         worker = training.build_worker(rank)

@@ -5,8 +5,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from mindrlhf.cpu.launcher import schedule_if_lean
 from mindrlhf.errors import RunFailure, UserError, messages_of
-from mindrlhf.launch.lean_msrun import schedule_if_lean
 from mindrlhf.system import heartbeat
 from mindrlhf.system.processes import die_with_launcher
 

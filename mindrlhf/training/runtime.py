@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.sections import ParallelSection, RunSection
+from mindrlhf.cpu.imports import lasting_objects
+from mindrlhf.cpu.processor import OPENBLAS_CORE_VARIABLE
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.imports import lasting_objects
-from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_logprobs import LENGTH, ROWS, VOCABULARY, draw, make_policy
 from test_top_k_words import with_rest
 
-from mindrlhf.algorithms import vocabulary
-from mindrlhf.algorithms.vocabulary import LEAST_REST, WHOLE_HEAD, HeadTile
+from mindrlhf.cpu.training import vocabulary
+from mindrlhf.cpu.training.vocabulary import LEAST_REST, WHOLE_HEAD, HeadTile
 
 K, TEMPERATURE, KL_COEFFICIENT, NUM_TOKENS = 5, 0.7, 0.6, 9.0
 SMALL = 7  # words of the distributions that are drawn

@@ -9,8 +9,8 @@ from test_logprobs import LENGTH, ROWS, VOCABULARY, draw, make_policy
 from test_vocabulary import draw as draw_rows
 from test_vocabulary import tiles as tiles  # a fixture
 
-from mindrlhf.algorithms import vocabulary
-from mindrlhf.algorithms.vocabulary import WHOLE_HEAD, HeadTile
+from mindrlhf.cpu.training import vocabulary
+from mindrlhf.cpu.training.vocabulary import WHOLE_HEAD, HeadTile
 
 K, TEMPERATURE = 5, 0.7
 FORMS = {

@@ -17,7 +17,7 @@ from mindrlhf.algorithms import policy_losses  # noqa: E402
 from mindrlhf.algorithms.logprobs import PolicyLogProbs  # noqa: E402
 from mindrlhf.algorithms.top_k.cells import TopWords, WordLogProbs  # noqa: E402
 from mindrlhf.algorithms.top_k.loss import TopKPolicyLoss  # noqa: E402
-from mindrlhf.algorithms.vocabulary import WHOLE_HEAD, HeadTile  # noqa: E402
+from mindrlhf.cpu.training.vocabulary import WHOLE_HEAD, HeadTile  # noqa: E402
 from mindrlhf.dryrun.compile.graph import plan_memory  # noqa: E402
 
 VOCABULARY, WIDTH, ROWS, LENGTH, K = 1024, 64, 4, 32, 8

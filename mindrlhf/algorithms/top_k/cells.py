@@ -2,9 +2,9 @@
 
 from mindspore import nn, ops
 
-from mindrlhf.algorithms import vocabulary
 from mindrlhf.algorithms.chunked_head import ChunkedTopWords
 from mindrlhf.algorithms.logprobs import PolicyLogProbs, TiledTokenLogProbs, name_kernel
+from mindrlhf.cpu.training import vocabulary
 
 
 class TiledWordLogProbs(nn.Cell):
@@ -44,7 +44,7 @@ class TiledWordLogProbs(nn.Cell):
         name_kernel(self, self.backward_kernel, backward)
 
     def construct(self, hidden, labels, mask, words):
-        """Return what :func:`mindrlhf.algorithms.vocabulary.forward` does."""
+        """Return what :func:`mindrlhf.cpu.training.vocabulary.forward` does."""
         return self.forward_kernel(hidden, labels, mask, words)
 
     def bprop(self, hidden, labels, mask, words, out, dout):

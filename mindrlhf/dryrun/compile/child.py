@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.cpu.imports import lasting_objects
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
@@ -39,7 +40,6 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.specs.lora import LoraOptions
-from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.processes import die_with_parent
 
 # What every request needs, imported once.

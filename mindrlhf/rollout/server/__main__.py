@@ -38,12 +38,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mindrlhf.cpu.imports import lasting_objects
+from mindrlhf.cpu.rollout.lean_imports import lean_imports
 from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
-from mindrlhf.rollout.server.lean_imports import lean_imports
 from mindrlhf.rollout.server.span import prepare
 from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.weights.tensors import TensorInfo
 

@@ -16,14 +16,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.executor import multiproc_executor
 
-from mindrlhf.rollout.drafts import GroupDrafts
-from mindrlhf.rollout.sampling import stream_key
+from mindrlhf.cpu.rollout import kernels as cpu
+from mindrlhf.cpu.rollout.drafter import GroupDrafter, GuessChecker
+from mindrlhf.cpu.rollout.drafts import GroupDrafts
+from mindrlhf.cpu.rollout.multi_step import MultiStep
+from mindrlhf.cpu.rollout.sampler import Stream, StreamSampler
+from mindrlhf.cpu.rollout.sampling import stream_key
 from mindrlhf.rollout.sent_images import SentImage
-from mindrlhf.rollout.server import cpu
-from mindrlhf.rollout.server.drafter import GroupDrafter, GuessChecker
-from mindrlhf.rollout.server.multi_step import MultiStep
 from mindrlhf.rollout.server.routing import RoutingRecorder
-from mindrlhf.rollout.server.sampler import Stream, StreamSampler
 from mindrlhf.rollout.server.vision import VisionModel
 from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.exchange.needs import merge_needs

@@ -10,9 +10,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
-from mindrlhf.rollout.server.in_place import InPlaceLoader
-from mindrlhf.rollout.server.linear import forget_copies
+from mindrlhf.cpu.rollout.in_place import InPlaceLoader
+from mindrlhf.cpu.rollout.kernels import do_without_lscpu, rotate_every_head
+from mindrlhf.cpu.rollout.linear import forget_copies
 from mindrlhf.rollout.server.needs import trace_reads, without_memory
 from mindrlhf.rollout.server.span import board_of_node, join_span
 from mindrlhf.weights.board import WeightBoard, WeightBoardError

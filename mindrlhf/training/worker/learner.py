@@ -12,9 +12,10 @@ import numpy as np
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.cpu.training.graph_cache import run_graph
+from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep, SharedAdamW, make_host_step
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.models.graph_cache import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, saved_state
 from mindrlhf.training.checkpoints.shards import SavesState
@@ -22,7 +23,6 @@ from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
-from mindrlhf.training.worker.host_optimizer import HostOptimizerStep, SharedAdamW, make_host_step
 from mindrlhf.training.worker.model import model_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.open import is_sharded

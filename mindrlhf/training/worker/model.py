@@ -12,12 +12,12 @@ from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.top_k.cells import TopWords
 from mindrlhf.algorithms.top_k.loss import TEACHER_LOGPROBS, TEACHER_WORDS
-from mindrlhf.algorithms.vocabulary import likeliest_first
 from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
+from mindrlhf.cpu.training.graph_cache import run_graph
+from mindrlhf.cpu.training.vocabulary import likeliest_first
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.models.graph_cache import run_graph
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank

@@ -1,4 +1,4 @@
-"""MindSpore's own ``msrun`` without the rest of MindSpore: ``python -m mindrlhf.launch.lean_msrun MSRUN COMMAND ...``.
+"""MindSpore's own ``msrun`` without the rest of MindSpore: ``python -m mindrlhf.cpu.launcher MSRUN COMMAND ...``.
 
 msrun starts processes and waits for them. Its command imports all of MindSpore for that, which takes a second of
 processor time before any rank begins. Here its modules are loaded into packages that hold nothing else. Where they are
@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindrlhf.cpu.imports import hollow_mindspore, hollow_module, hollow_packages
 from mindrlhf.launch.machine import check_launcher
 from mindrlhf.launch.peers import Peers
-from mindrlhf.system.imports import hollow_mindspore, hollow_module, hollow_packages
 from mindrlhf.system.processes import LEAN_VARIABLE
 
 # Set for the rank managers of clusters, to which msrun talks through more of MindSpore.
@@ -45,7 +45,7 @@ def msrun_argv(
     check_launcher(num_workers)
     return [
         sys.executable,
-        *(["-m", "mindrlhf.launch.lean_msrun"] if is_lean else []),
+        *(["-m", "mindrlhf.cpu.launcher"] if is_lean else []),
         str(Path(sys.executable).parent / "msrun"),
         f"--worker_num={num_workers * peers.num_nodes}",
         f"--local_worker_num={num_workers}",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindrlhf.models import graph_cache
+from mindrlhf.cpu.training import graph_cache
 
 # Each graph is a name, a constant and a number of rows; MindSpore's numbering of graphs is one of the whole process.
 PROGRAM = """
@@ -21,7 +21,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindrlhf.algorithms.logprobs import TiledTokenLogProbs
-from mindrlhf.models import graph_cache
+from mindrlhf.cpu.training import graph_cache
 
 
 class Scaled(nn.Cell):

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
-from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways
+from mindrlhf.cpu.rollout.linear import PlainLinear, Way, Ways
 
 TESTED_VERSIONS = ("0.32.0",)
 _DTYPES = ("float32", "bfloat16")

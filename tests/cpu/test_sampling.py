@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.rollout.sampling import sample_rows, stream_key, uniforms
+from mindrlhf.cpu.rollout.sampling import sample_rows, stream_key, uniforms
 
 
 def splitmix64(state: int, count: int) -> list[int]:
