@@ -1,21 +1,16 @@
-"""What this machine's processor can do, and which kernels of matrix products that calls for."""
+"""Which kernels of matrix products this machine's processor calls for."""
 
 from collections.abc import Collection
-from pathlib import Path
 
-OPENBLAS_CORE_VARIABLE = "OPENBLAS_CORETYPE"
+from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets, of_first_processor
+
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AVX2 = frozenset({"avx2", "fma"})
 
 
-def instruction_sets() -> frozenset[str]:
-    """Return the kernel's names of the instruction sets of an x86 processor; of another, nothing."""
-    return frozenset(_of_first_processor("flags").split())
-
-
 def maker() -> str:
     """Return who made an x86 processor, by its own name (``GenuineIntel``, ``AuthenticAMD``); of another, nothing."""
-    return _of_first_processor("vendor_id")
+    return of_first_processor("vendor_id")
 
 
 def has_avx2(flags: Collection[str] | None = None) -> bool:
@@ -59,11 +54,3 @@ def openblas_environment(flags: Collection[str] | None = None) -> dict[str, str]
     if flags >= _AVX512 | _AVX2:
         return {OPENBLAS_CORE_VARIABLE: "SKYLAKEX"}
     return {OPENBLAS_CORE_VARIABLE: "HASWELL"} if has_avx2(flags) else {}
-
-
-def _of_first_processor(name: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from mindrlhf.algorithms.head import HeadTile
 from mindrlhf.config.keys import key
-from mindrlhf.cpu.training.vocabulary import HeadTile
 
 ATTENTION, NORMS, ACTIVATION, MLP = OPERATORS = ("attention", "norms", "activation", "mlp")
 

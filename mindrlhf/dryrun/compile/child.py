@@ -20,7 +20,6 @@ from pathlib import Path
 
 from mindrlhf.config.memory.section import MemorySection
 from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
-from mindrlhf.cpu.imports import lasting_objects
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
@@ -41,6 +40,7 @@ from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.specs.lora import LoraOptions
 from mindrlhf.system.processes import die_with_parent
+from mindrlhf.system.speed_ups import quick_imports
 
 # What every request needs, imported once.
 _SHARED_MODULES = (
@@ -61,7 +61,7 @@ def main(directory: Path) -> int:
         simulated = simulation.activate(0, 1, level)
         from mindrlhf.models.context import import_mindformers
 
-        with lasting_objects():
+        with quick_imports():
             import_mindformers()
             for module in _SHARED_MODULES:
                 importlib.import_module(module)

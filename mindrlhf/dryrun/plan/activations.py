@@ -21,8 +21,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
 from mindrlhf.config.memory.section import ACTIVATION, ATTENTION, NORMS
-from mindrlhf.cpu.training.vocabulary import WHOLE_HEAD, HeadTile
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec
 

@@ -39,7 +39,7 @@ def join_span() -> None:
     """In a worker process of such a server, before it joins the others, put right what vLLM takes for granted."""
     if _VARIABLE not in os.environ:
         return
-    from mindrlhf.cpu.rollout.kernels import count_workers_as_devices
+    from mindrlhf.rollout.server.cpu import count_workers_as_devices
 
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the name in torch is a function of it
 
