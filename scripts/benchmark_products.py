@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways  # noqa: E402
+from mindrlhf.cpu.rollout.linear import PlainLinear, Way, Ways  # noqa: E402
 
 BYTES_OF_A_KIND = 256 << 20
 DEFAULT_WEIGHTS = ["1152x896", "896x896", "9728x896", "896x4864", "151936x896"]

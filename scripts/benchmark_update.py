@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.algorithms.vocabulary import MAX_KEPT_BYTES
+from mindrlhf.cpu.training.vocabulary import MAX_KEPT_BYTES
 from mindrlhf.launch.launch import launch
 
 PROMPT_LENGTH, RESPONSE_LENGTH, NUM_SAMPLES = 8, 64, 32

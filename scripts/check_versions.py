@@ -25,12 +25,9 @@ from wheel_sources import Definition, Library  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ROOT / "mindrlhf" / "rollout" / "server"
 WHEELS = {"vllm": "0.23.0", "vllm_ascend": "0.23.0"}
-# Runs with the versions in ``cpu.TESTED_VERSIONS`` only, which the tests of the CPU environment run for real; of these
-# the imports alone matter.
-CPU_ONLY = {
-    **dict.fromkeys(("cpu.py", "dense.py", "drafter.py", "lean_imports.py", "linear.py", "multi_step.py"), "*"),
-    "engine.py": "CpuEngine",
-}
+# Runs with the versions in ``TESTED_VERSIONS`` only, which the tests of the CPU environment run for real; the imports
+# alone matter.
+CPU_ONLY = "cpu.py"
 # What names in the server stand for: file, expression, classes that must have whatever is used of it.
 BINDINGS = (
     ("engine.py", "self._engine", ("vllm.LLMEngine",)),
@@ -85,12 +82,9 @@ def server_uses() -> Iterator[Use]:
                 for alias in node.names:
                     imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                     yield Use("import", f"{node.module}.{alias.name}", "", f"{path.name}:{node.lineno}")
-        skipped = CPU_ONLY.get(path.name)
-        if skipped == "*":
-            continue
-        nodes = [node for node in tree.body if getattr(node, "name", None) != skipped]
-        for node in (inner for outer in nodes for inner in ast.walk(outer)):
-            yield from _node_uses(node, path.name, imported)
+        if path.name != CPU_ONLY:
+            for node in ast.walk(tree):
+                yield from _node_uses(node, path.name, imported)
 
 
 def _node_uses(node: ast.AST, file: str, imported: dict[str, str]) -> Iterator[Use]:
@@ -147,7 +141,7 @@ def sampling_uses() -> Iterator[Use]:
                     yield Use("argument", "vllm.SamplingParams", field.target.id, f"{path.name}:{field.lineno}")
     tree = ast.parse((SERVER / "engine.py").read_text(encoding="utf-8"))
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TOKENS_ONLY":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TOKENS_ONLY":
             for key in node.value.keys:
                 yield Use("argument", "vllm.SamplingParams", key.value, f"engine.py:{node.lineno}")
 

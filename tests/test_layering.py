@@ -26,7 +26,7 @@ FLOORS = (
     ("checkpoint", "shards", "rollout"),
     ("debugging", "evaluation"),
     ("training",),
-    ("dryrun",),
+    ("dryrun", "cpu"),
     ("commands", "doctor", "cli"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -38,15 +38,18 @@ TRAINING_PACKAGES = {"xxhash", "pyarrow", "jsonlines", "scipy", "tensorboard", "
 ROLLOUT_LIBRARIES = {"vllm", "vllm_ascend", "torch", "torch_npu"}
 HEAVY_LIBRARIES = TRAINING_LIBRARIES | ROLLOUT_LIBRARIES
 # Where loading a module may load MindSpore, vLLM or PyTorch, and what stays light within.
-SERVER = "mindrlhf.rollout.server"
+SERVER_ROOMS = ("mindrlhf.rollout.server", "mindrlhf.cpu.rollout")
 MINDSPORE_ROOMS = (
     "mindrlhf.algorithms",
     "mindrlhf.models",
     "mindrlhf.training",
     "mindrlhf.dryrun.compile",
+    "mindrlhf.cpu.training",
 )
-HEAVY_ROOMS = (*MINDSPORE_ROOMS, SERVER)
-LIGHT_WITHIN = ("mindrlhf.algorithms.advantages",)
+HEAVY_ROOMS = (*MINDSPORE_ROOMS, *SERVER_ROOMS)
+LIGHT_WITHIN = ("mindrlhf.algorithms.advantages", "mindrlhf.algorithms.head", "mindrlhf.cpu.training.vocabulary")
+# What the others look up: the functions of these modules, by way of ``mindrlhf.system.speed_ups``.
+CPU, HOOKS = "mindrlhf.cpu", {"training.hooks", "rollout.hooks", "launcher", "imports"}
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,14 @@ def test_no_rooms_of_a_floor_import_each_other_in_a_circle():
     assert find_circles(arrows) == []
 
 
+def test_nothing_imports_the_speed_ups_of_a_cpu_and_one_module_looks_them_up():
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    outside = {module: source for module, source in sources.items() if not in_rooms(module, (CPU,))}
+    assert {module for module, source in outside.items() if CPU in source} == {"mindrlhf.system.speed_ups"}
+    looked_up = set(re.findall(r'_find\("([\w.]+)"\)', outside["mindrlhf.system.speed_ups"]))
+    assert looked_up == HOOKS and {f"{CPU}.{name}" for name in HOOKS} <= sources.keys()
+
+
 @pytest.mark.parametrize("room", FLOOR_OF)
 def test_light_rooms_load_neither_mindspore_nor_vllm_nor_torch(room):
     imports = all_imports()
@@ -256,14 +267,14 @@ def test_only_rooms_of_the_trainer_import_mindspore_when_loaded():
 
 def test_only_the_rollout_server_imports_vllm_and_torch():
     importers = {module for module, imports in all_imports().items() if imports.anywhere & ROLLOUT_LIBRARIES}
-    assert {module for module in importers if not in_rooms(module, (SERVER,))} == set()
+    assert {module for module in importers if not in_rooms(module, SERVER_ROOMS)} == set()
 
 
 @pytest.mark.parametrize("libraries", [TRAINING_LIBRARIES, TRAINING_PACKAGES], ids=["mindspore", "packages"])
 def test_the_rollout_server_can_live_without_those_of_the_trainer(libraries):
     imports = all_imports()
     anywhere = {module: Imports(found.anywhere, found.anywhere, found.named) for module, found in imports.items()}
-    servers = [module for module in imports if in_rooms(module, (SERVER,))]
+    servers = [module for module in imports if in_rooms(module, SERVER_ROOMS)]
     # Its own functions count as well; of the other modules, what loading them loads.
     graph = imports | {module: anywhere[module] for module in servers}
     assert [chain for module in servers for chain in import_chains(module, graph, libraries)] == []

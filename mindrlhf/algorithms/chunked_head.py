@@ -1,9 +1,9 @@
 """The vocabulary projection of a graph, tile by tile: logits of some positions and words exist at a time, never all.
 
 What :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs` computes, for Ascend. The backward pass computes every
-tile again from the log-normaliser, as :mod:`mindrlhf.algorithms.vocabulary` does on the CPU. It is written out, since
-MindSpore's own differentiation would keep every tile, and one tile waits for the one before, since MindSpore works a
-graph off level by level and would otherwise have all of them at once.
+tile again from the log-normaliser. It is written out, since MindSpore's own differentiation would keep every tile, and
+one tile waits for the one before, since MindSpore works a graph off level by level and would otherwise have all of them
+at once.
 """
 
 import mindspore as ms
@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import GatherDGradV2
 
+from mindrlhf.algorithms.head import HeadTile
 from mindrlhf.algorithms.top_k.rest import with_rest
-from mindrlhf.algorithms.vocabulary import HeadTile
 
 
 class ChunkedTokenLogProbs(nn.Cell):
@@ -102,7 +102,11 @@ class ChunkedTokenLogProbs(nn.Cell):
         return ops.reshape(ops.concat(outputs, -1), (shape[0], shape[1], parts.shape[1]))
 
     def _backward(self, hidden, weight, labels, first_row, outputs, slopes):
-        """Gradients of the inputs; see :func:`mindrlhf.algorithms.vocabulary.backward`."""
+        """Gradients of the inputs.
+
+        With z the logits and p their softmax: d log p(label) / dz = onehot(label) - p, and
+        d entropy / dz = -p (log p + entropy).
+        """
         rows = _as_rows(hidden)
         index = ops.reshape(labels - first_row, (rows.shape[0], -1))
         outputs, slopes = _as_rows(outputs), _as_rows(slopes)

@@ -1,17 +1,13 @@
 """Token log-probabilities and entropy from hidden states: graph cells."""
 
-import heapq
-import itertools
-import weakref
-
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
-from mindspore.ops.operations._pyfunc_registry import add_pyfunc
 
-from mindrlhf.algorithms import vocabulary
 from mindrlhf.algorithms.chunked_head import ChunkedTokenLogProbs
+from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
 from mindrlhf.algorithms.top_k.rest import with_rest
+from mindrlhf.system import speed_ups
 
 
 class GraphTokenLogProbs(nn.Cell):
@@ -117,84 +113,7 @@ def _split_pick(num_parts: int):
     )
 
 
-_free_numbers: list[int] = []  # a heap: of kernels that are no more
-_next_number = itertools.count(1)
-
-
-def name_kernel(owner: nn.Cell, kernel: ops.Custom, function) -> None:
-    """Give a Python function that a graph calls a number that is the same in every process that builds the same model.
-
-    MindSpore's own is the function's address, under which the next process knows another function, or none. The number
-    is free again when its owner is gone.
-    """
-    number = heapq.heappop(_free_numbers) if _free_numbers else next(_next_number)
-    add_pyfunc(number, function)
-    weakref.finalize(owner, _free_kernel, number)
-    kernel.add_prim_attr("fn_id", number)
-    kernel.add_prim_attr("uniq_name", f"kernel_{number}")
-
-
-def _free_kernel(number: int) -> None:
-    add_pyfunc(number, None)  # and with it the arrays that it held
-    heapq.heappush(_free_numbers, number)
-
-
-class TiledTokenLogProbs(nn.Cell):
-    """The same values through the tiled NumPy kernels of :mod:`mindrlhf.algorithms.vocabulary` (CPU, float32).
-
-    The weight, often most of a small model, never enters the graph: the kernels read it where it lies, and add its
-    gradient to ``weight_gradient``, a NumPy array of this cell that the optimiser step collects. As a graph
-    input and output it would be copied four times in every micro-batch. So ``bind`` must come before each run. A
-    weight that is not trained when the cell is made has no gradient.
-    """
-
-    def __init__(self, weight: ms.Parameter):
-        super().__init__(auto_prefix=False)
-        self.weight = weight
-        self.weight_gradient = weight_gradient = np.zeros(weight.shape, np.float32) if weight.requires_grad else None
-        # A list, since MindSpore cells do not take plain arrays as attributes that change.
-        self.bound: list[np.ndarray] = []
-        bound = self.bound  # MindSpore keeps the functions: they must not keep the cell
-        kept = vocabulary.KeptPowers()
-
-        def forward(hidden, labels, mask):
-            return vocabulary.forward(hidden, bound[0], labels, mask, kept=kept)
-
-        def backward(hidden, labels, mask, entropy, log_normaliser, grad_logprobs, grad_entropy):
-            results = (entropy, log_normaliser, grad_logprobs, grad_entropy)
-            return vocabulary.backward(hidden, bound[0], labels, mask, *results, weight_gradient, kept=kept)
-
-        self.forward_kernel = ops.Custom(
-            forward,
-            out_shape=lambda hidden, labels, mask: (labels, labels, labels),
-            out_dtype=lambda hidden, labels, mask: (hidden, hidden, hidden),
-            func_type="pyfunc",
-        )
-        self.backward_kernel = ops.Custom(
-            backward,
-            out_shape=lambda hidden, *others: hidden,
-            out_dtype=lambda hidden, *others: hidden,
-            func_type="pyfunc",
-        )
-        name_kernel(self, self.forward_kernel, forward)
-        name_kernel(self, self.backward_kernel, backward)
-
-    def bind(self) -> None:
-        """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""
-        # The first run may move a parameter; a copy outlives that.
-        self.bound[:] = [self.weight.asnumpy() if self.bound else self.weight.asnumpy().copy()]
-
-    def construct(self, hidden, labels, mask):
-        """Return what :class:`GraphTokenLogProbs` returns, and the log-normaliser that ``bprop`` needs."""
-        return self.forward_kernel(hidden, labels, mask)
-
-    def bprop(self, hidden, labels, mask, out, dout):
-        """Return the gradient of the hidden states; MindSpore calls this by name."""
-        grad_hidden = self.backward_kernel(hidden, labels, mask, out[1], out[2], dout[0], dout[1])
-        return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask)
-
-
-def _graph_logprobs(model, tile: vocabulary.HeadTile) -> nn.Cell:
+def _graph_logprobs(model, tile: HeadTile) -> nn.Cell:
     if not tile:
         return GraphTokenLogProbs(model.head_weight, model.splits)
     return ChunkedTokenLogProbs(model.head_weight, tile, model.splits)
@@ -210,15 +129,15 @@ class PolicyLogProbs(nn.Cell):
         tile: on Ascend, of how many logits there is memory at a time; all of them unless given.
     """
 
-    def __init__(self, model, temperature: float, device: str, tile: vocabulary.HeadTile = vocabulary.WHOLE_HEAD):
+    def __init__(self, model, temperature: float, device: str, tile: HeadTile = WHOLE_HEAD):
         super().__init__(auto_prefix=False)
         self.model = model
-        self.is_tiled = device == "cpu"
-        if self.is_tiled:
-            self.token_logprobs = TiledTokenLogProbs(model.head_weight)
+        self.device = device
+        if fast := speed_ups.of_rank(device):
+            self.token_logprobs = fast.TiledTokenLogProbs(model.head_weight, in_graph=model.dims.tied)
         else:
             self.token_logprobs = _graph_logprobs(model, tile)
-            self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))
+        self.scale = ops.Mul().shard(((*model.splits[:2], 1), ()))
         self.inverse_temperature = 1.0 / temperature
 
     def construct(self, input_ids, segment_ids, labels, mask):
@@ -230,35 +149,11 @@ class PolicyLogProbs(nn.Cell):
         return self.of_labels(input_ids, segment_ids, labels, mask)
 
     def scaled_hidden(self, input_ids, segment_ids):
-        """Return hidden states as the head takes them, on a CPU [rows * length, width], else [rows, length, width]."""
-        hidden = self.model(input_ids, segment_ids)
+        """Return hidden states as the head takes them, [rows, length, width]."""
         # Scaling the hidden states scales the logits, at the width of the model instead of the vocabulary.
-        if not self.is_tiled:
-            return self.scale(hidden, self.inverse_temperature)
-        return ops.reshape(hidden, (-1, hidden.shape[-1])) * self.inverse_temperature
+        return self.scale(self.model(input_ids, segment_ids), self.inverse_temperature)
 
     def of_labels(self, input_ids, segment_ids, labels, mask):
-        """See :meth:`construct`."""
-        hidden = self.scaled_hidden(input_ids, segment_ids)
-        if not self.is_tiled:
-            return self.token_logprobs(hidden, labels, mask)
-        outputs = self.token_logprobs(hidden, ops.reshape(labels, (-1,)), ops.reshape(mask, (-1,)))
-        return ops.reshape(outputs[0], labels.shape), ops.reshape(outputs[1], labels.shape)
-
-    def bind(self) -> None:
-        """To be called before each run of a graph that holds this cell."""
-        if self.is_tiled:
-            self.token_logprobs.bind()
-
-    def graph_parameters(self) -> list[ms.Parameter]:
-        """Return the trained parameters that the graph differentiates: all, but an untied head that is tiled."""
-        parameters = self.model.trainable_params()
-        if not self.is_tiled or self.model.dims.tied:
-            return parameters
-        return [parameter for parameter in parameters if parameter is not self.model.head_weight]
-
-    def collect_weight_gradient(self, accumulator: np.ndarray) -> None:
-        """Add to ``accumulator`` [vocabulary, width] the part of a trained head's gradient that the graph lacks."""
-        if self.is_tiled:
-            accumulator += self.token_logprobs.weight_gradient
-            self.token_logprobs.weight_gradient.fill(0.0)
+        """Return what :meth:`construct` does, which a subclass may extend."""
+        outputs = self.token_logprobs(self.scaled_hidden(input_ids, segment_ids), labels, mask)
+        return outputs[0], outputs[1]

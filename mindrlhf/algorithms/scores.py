@@ -73,13 +73,3 @@ class TokenScores(nn.Cell):
         All inputs are [rows, length] as in :class:`mindrlhf.data.packing.PackedRows`.
         """
         return self.projection(self.model(input_ids, segment_ids), mask)
-
-    def bind(self) -> None:
-        """Nothing to look up: the graph holds every weight."""
-
-    def graph_parameters(self) -> list[ms.Parameter]:
-        """Return the trained parameters, all of which the graph differentiates."""
-        return self.model.trainable_params()
-
-    def collect_weight_gradient(self, accumulator) -> None:
-        """Nothing to collect: every gradient is the graph's."""

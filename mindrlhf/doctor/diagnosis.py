@@ -18,7 +18,8 @@ from pathlib import Path
 from mindrlhf.doctor.ascend import ascend_checks
 from mindrlhf.doctor.check import Check
 from mindrlhf.sandbox.server import active_layers, describe, is_strong
-from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets, openblas_environment
+from mindrlhf.system import speed_ups
+from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE, instruction_sets
 
 PROBE_TIMEOUT_S = 120.0
 TRAINING_PINS = {"mindspore": "2.9.0", "mindformers": "1.9.0"}
@@ -257,7 +258,8 @@ def _check_pins(section: str, pins: Mapping[str, str], versions: Mapping[str, st
 
 def _measured_products(python: str) -> list[Check]:
     """Measure matrix products as ranks make them, and with OpenBLAS's own choice of kernels."""
-    kernels = openblas_environment() | {
+    fast = speed_ups.of_launcher()
+    kernels = (fast.openblas_environment() if fast else {}) | {
         name: value for name, value in os.environ.items() if name == OPENBLAS_CORE_VARIABLE
     }
     probes = [_probe(python, _PRODUCT_PROBE, {"OMP_NUM_THREADS": "1"} | core) for core in (kernels, {})]

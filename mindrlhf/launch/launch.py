@@ -20,14 +20,13 @@ from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.launch.failure_report import describe_end, exit_code, failure_report, log_name, say
 from mindrlhf.launch.health import HealthMonitor
 from mindrlhf.launch.joining import JoiningWatch, may_be_a_strangers_doing
-from mindrlhf.launch.lean_msrun import msrun_argv
 from mindrlhf.launch.logs import LogFollower
+from mindrlhf.launch.machine import msrun_argv
 from mindrlhf.launch.nodes.secret import SECRET_VARIABLE
 from mindrlhf.launch.peers import ALONE, Peers
 from mindrlhf.launch.processes import POLL_INTERVAL_S, RunProcesses, rank_name
 from mindrlhf.launch.stages import StageLines
-from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.processor import openblas_environment
+from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import family_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -147,13 +146,13 @@ def keep_logs(log_dir: Path) -> Path:
 def worker_environment(num_workers: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the ranks: this process's, our defaults where nothing is set, and ``env`` over all."""
     inherited = {name: value for name, value in os.environ.items() if name not in _CLUSTER_VARIABLES}
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores, fast = len(os.sched_getaffinity(0)), speed_ups.of_launcher()
     defaults = {
         "OMP_NUM_THREADS": str(max(1, num_cores // num_workers)),
         # Threads that spin while they wait take the cores that the other ranks and the rollout server need.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
-        **openblas_environment(),
+        **(fast.openblas_environment() if fast else {}),
         **_CLUSTER_DEFAULTS,
     }
     environment = defaults | inherited | dict(env)

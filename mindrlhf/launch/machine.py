@@ -1,10 +1,13 @@
-"""Whether this machine can start the ranks that a command line asks for."""
+"""Whether this machine can start the ranks that a command line asks for, and by which command."""
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mindrlhf.errors import UserError
+from mindrlhf.launch.peers import Peers
+from mindrlhf.system import speed_ups
 
 MAX_RANKS_PER_CORE = 2
 
@@ -45,6 +48,34 @@ def check_launcher(num_ranks: int) -> None:
     for name in ("msrun", "python") if num_ranks > 1 else ():
         if not (bin_dir / name).exists():
             raise UserError(f"{bin_dir} has no {name}: run bash scripts/setup.sh and use the mindrlhf of its .venv")
+
+
+def msrun_argv(
+    command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers, *, is_lean: bool
+) -> list[str]:
+    """Return the command line of msrun, lean or as it comes, for the ranks of this machine.
+
+    Raises:
+        UserError: this environment has no ``msrun``.
+    """
+    check_launcher(num_workers)
+    fast = speed_ups.of_launcher()
+    return [
+        sys.executable,
+        *(fast.msrun() if is_lean and fast else []),
+        str(Path(sys.executable).parent / "msrun"),
+        f"--worker_num={num_workers * peers.num_nodes}",
+        f"--local_worker_num={num_workers}",
+        f"--node_rank={peers.node}",
+        f"--master_addr={peers.host}",
+        f"--master_port={master_port}",
+        "--join=True",
+        f"--log_dir={log_dir}",
+        # Ranks from 0 on would be shown by processes of msrun's own; this one does not exist.
+        f"--tail_worker_log={num_workers * peers.num_nodes}",
+        "python",
+        *command,
+    ]
 
 
 def _check_npus(num_ranks: int) -> str:

@@ -17,7 +17,7 @@ from mindrlhf.observe.report import REPORT_NAME
 from mindrlhf.observe.run_data import STARTS_NAME
 from mindrlhf.observe.sinks import SinkGroup, StepDetails, open_sinks
 from mindrlhf.observe.trackers.background import open_trackers
-from mindrlhf.system import heartbeat
+from mindrlhf.system import heartbeat, speed_ups
 from mindrlhf.system.processes import has_launcher
 from mindrlhf.training.checkpoints.requests import SaveRequests, StopRequested
 from mindrlhf.training.checkpoints.run import (
@@ -144,10 +144,9 @@ def run_rank(config: AnyConfig, training: Training, *, resume: bool) -> None:
         rank = start_runtime(config.run, output_dir / "logs")
         connections = connect(rank)
         heartbeat.enter(heartbeat.JOINED)
-        if config.run.device == "cpu" and not is_split(config.parallel_config):
-            from mindrlhf.models.graph_cache import open_graph_cache
-
-            open_graph_cache(graph_facts(config), rank.index)
+        fast = speed_ups.of_rank(config.run.device)
+        if fast and not is_split(config.parallel_config):
+            fast.open_graph_cache(graph_facts(config), rank.index)
         worker = training.build_worker(rank)
         if config.profiler.steps:
             worker = ProfiledWorker(worker, config.profiler, output_dir, rank, training.servers())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_logprobs import VOCABULARY, draw, expected, make_policy, run
 
-from mindrlhf.algorithms.vocabulary import HeadTile
+from mindrlhf.algorithms.head import HeadTile
 
 # 21 positions, 40 words: tiles that divide them and tiles that do not.
 TILES = [HeadTile(11, 15), HeadTile(7, 0)]

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import vocabulary_reference as reference
+from head_hooks import bind, collect_weight_gradient, graph_parameters
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 5, 40
 DEVICES = ("cpu", "ascend")  # tiled kernels; plain operators, which run on the CPU as well
@@ -75,7 +76,7 @@ def gradients_of(policy):
         def construct(self, *inputs):
             return self.function(*inputs)
 
-    return Gradients(ms.ParameterTuple(policy.graph_parameters()))
+    return Gradients(ms.ParameterTuple(graph_parameters(policy)))
 
 
 def run(policy, input_ids, labels, mask, weights):
@@ -83,13 +84,13 @@ def run(policy, input_ids, labels, mask, weights):
     import mindspore as ms
 
     arrays = (input_ids, np.ones_like(input_ids), labels, mask, *weights)
-    policy.bind()
+    bind(policy)
     (_, logprobs, entropy), slopes = gradients_of(policy)(*map(ms.Tensor, arrays))
-    parameters = policy.graph_parameters()
+    parameters = graph_parameters(policy)
     gradients = {one.name: slope.asnumpy().copy() for one, slope in zip(parameters, slopes, strict=True)}
     head = policy.model.head_weight.name
     outside = np.zeros((VOCABULARY, WIDTH), np.float32)
-    policy.collect_weight_gradient(outside)
+    collect_weight_gradient(policy, outside)
     gradients[head] = gradients.get(head, 0.0) + outside
     return logprobs.asnumpy(), entropy.asnumpy(), gradients
 
@@ -139,7 +140,7 @@ def test_the_head_gradient_adds_up_and_is_handed_over_once():
     second = run(policy, *inputs)[2]["head"]
     np.testing.assert_allclose(second, first, rtol=1e-6, err_msg="the first run's gradient was handed over twice")
     rest = np.zeros_like(first)
-    policy.collect_weight_gradient(rest)
+    collect_weight_gradient(policy, rest)
     np.testing.assert_array_equal(rest, 0)
 
 

@@ -4,13 +4,14 @@ import functools
 
 import numpy as np
 import pytest
+from head_hooks import bind, collect_weight_gradient, graph_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_logprobs import LENGTH, ROWS, VOCABULARY, draw, make_policy
 from test_top_k_words import with_rest
 
-from mindrlhf.algorithms import vocabulary
-from mindrlhf.algorithms.vocabulary import LEAST_REST, WHOLE_HEAD, HeadTile
+from mindrlhf.algorithms.head import LEAST_REST, WHOLE_HEAD, HeadTile
+from mindrlhf.cpu.training import vocabulary
 
 K, TEMPERATURE, KL_COEFFICIENT, NUM_TOKENS = 5, 0.7, 0.6, 9.0
 SMALL = 7  # words of the distributions that are drawn
@@ -127,7 +128,7 @@ def gradients_of(form: str):
     policy = WordLogProbs(make_policy(device, TEMPERATURE).model, TEMPERATURE, device, tile)
     surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.2)
     loss = TopKPolicyLoss(policy, surrogate, K, on_policy=True)
-    parameters = ms.ParameterTuple(policy.graph_parameters())
+    parameters = ms.ParameterTuple(graph_parameters(policy))
     return loss, ms.value_and_grad(loss, None, parameters, has_aux=True)
 
 
@@ -158,12 +159,12 @@ def test_the_whole_loss_and_its_gradient_equal_float64(form):
     }
     arrays = (input_ids, np.ones_like(input_ids), labels, mask, *loss.token_arrays(given, mask))
     scalars = (ms.Tensor(KL_COEFFICIENT, ms.float32), ms.Tensor(NUM_TOKENS, ms.float32))
-    loss.policy.bind()
+    bind(loss.policy)
     (value, statistics, _), slopes = function(*map(ms.Tensor, arrays), *scalars)
     named = dict(zip(loss.statistics, statistics.asnumpy(), strict=True))
-    gradients = {one.name: slope.asnumpy() for one, slope in zip(loss.policy.graph_parameters(), slopes)}
+    gradients = {one.name: slope.asnumpy() for one, slope in zip(graph_parameters(loss.policy), slopes)}
     outside = np.zeros(model.head.shape, np.float32)
-    loss.policy.collect_weight_gradient(outside)
+    collect_weight_gradient(loss.policy, outside)
     gradients["head"] = gradients.get("head", 0.0) + outside
 
     start = {name: getattr(model, name).asnumpy().astype(np.float64) for name in ("table", "head")}

@@ -5,12 +5,13 @@ import functools
 import numpy as np
 import pytest
 import vocabulary_reference as reference
+from head_hooks import bind, collect_weight_gradient, graph_parameters
 from test_logprobs import LENGTH, ROWS, VOCABULARY, draw, make_policy
-from test_vocabulary import draw as draw_rows
-from test_vocabulary import tiles as tiles  # a fixture
+from vocabulary_reference import draw as draw_rows
+from vocabulary_reference import tiles as tiles  # a fixture
 
-from mindrlhf.algorithms import vocabulary
-from mindrlhf.algorithms.vocabulary import WHOLE_HEAD, HeadTile
+from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile, likeliest_first
+from mindrlhf.cpu.training import vocabulary
 
 K, TEMPERATURE = 5, 0.7
 FORMS = {
@@ -103,7 +104,7 @@ def test_kernel_finds_the_likeliest_words(tiles, num_words):
     hidden, weight, labels, mask = inputs
     logprobs, words, word_logprobs = vocabulary.top_words(*inputs, K, num_words)
     assert (np.diff(words[mask != 0]) > 0).all()
-    words, word_logprobs = vocabulary.likeliest_first(words, word_logprobs)
+    words, word_logprobs = likeliest_first(words, word_logprobs)
     active, full = mask != 0, log_softmax(hidden, weight)
     np.testing.assert_array_equal(words[active], likeliest(full, K, num_words)[active])
     assert_logprobs(word_logprobs[active], with_rest(full, words)[active])
@@ -120,7 +121,7 @@ def test_kernel_breaks_ties_by_the_smallest_word(tiles):
     _, _, labels, mask = draw_rows(6)
     hidden, weight = tied_head(len(labels), 6, 1), tied_head(50, 6, 2)
     _, words, logprobs = vocabulary.top_words(hidden, weight, labels, mask, 9, 50)
-    words, _ = vocabulary.likeliest_first(words, logprobs)
+    words, _ = likeliest_first(words, logprobs)
     logits = hidden.astype(np.int64) @ weight.astype(np.int64).T
     expected = likeliest(logits, 9, 50)
     kth = np.take_along_axis(logits, expected[:, -1:], 1)
@@ -154,20 +155,20 @@ def run(policy, inputs, words, slopes):
     class Gradients(nn.Cell):
         def __init__(self):
             super().__init__(auto_prefix=False)
-            parameters = ms.ParameterTuple(policy.graph_parameters())
+            parameters = ms.ParameterTuple(graph_parameters(policy))
             self.function = ops.value_and_grad(WeightedSum(), None, parameters, has_aux=True)
 
         def construct(self, *inputs):
             return self.function(*inputs)
 
     input_ids, labels, mask = inputs
-    policy.bind()
+    bind(policy)
     arrays = (input_ids, np.ones_like(input_ids), labels, mask, words, *slopes)
     (_, found), parts = Gradients()(*map(ms.Tensor, arrays))
-    named = zip(policy.graph_parameters(), parts, strict=True)
+    named = zip(graph_parameters(policy), parts, strict=True)
     gradients = {one.name: part.asnumpy().copy() for one, part in named}
     outside = np.zeros(policy.model.head_weight.shape, np.float32)
-    policy.collect_weight_gradient(outside)
+    collect_weight_gradient(policy, outside)
     head = policy.model.head_weight.name
     gradients[head] = gradients.get(head, 0.0) + outside
     return [one.asnumpy() for one in found], gradients
@@ -207,7 +208,7 @@ def test_without_words_it_is_the_plain_cell(form):
     plain = make_policy(FORMS[form][0], TEMPERATURE)
     results = []
     for one in (policy, plain):
-        one.bind()
+        bind(one)
         results.append([part.asnumpy() for part in one(*map(ms.Tensor, (input_ids, input_ids, labels, mask)))])
     for ours, theirs in zip(*results, strict=True):
         if form in ("cpu", "plain"):
@@ -227,10 +228,10 @@ def test_cells_find_the_likeliest_words_ties_by_the_smallest(form, num_words):
     policy.model.table.set_data(ms.Tensor(tied_head(VOCABULARY, 5, 1)))
     policy.model.head.set_data(ms.Tensor(tied_head(VOCABULARY, 5, 2)))
     cell = TopWords(policy, 7, num_words, tile)
-    policy.bind()
+    bind(policy)
     found = cell(*map(ms.Tensor, (input_ids, np.ones_like(input_ids), labels, mask)))
     logprobs, *of_words = (one.asnumpy() for one in found)
-    words, word_logprobs = vocabulary.likeliest_first(*of_words)
+    words, word_logprobs = likeliest_first(*of_words)
     hidden = policy.model.table.asnumpy()[input_ids] * 2
     full, active = log_softmax(hidden, policy.model.head.asnumpy()), mask != 0
     logits = (hidden.astype(np.int64) @ policy.model.head.asnumpy().astype(np.int64).T)[active]

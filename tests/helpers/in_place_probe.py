@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import torch
 
-from mindrlhf.rollout.server.in_place import InPlaceLoader
+from mindrlhf.cpu.rollout.in_place import InPlaceLoader
 from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 

@@ -14,8 +14,8 @@ import sys
 import numpy as np
 import torch
 
-from mindrlhf.rollout.server import linear
-from mindrlhf.rollout.server.linear import PlainLinear, Way, Ways, forget_copies
+from mindrlhf.cpu.rollout import linear
+from mindrlhf.cpu.rollout.linear import PlainLinear, Way, Ways, forget_copies
 
 SHAPES = [(1024, 16), (1024, 1024), (8192, 128)]  # small, large, large and narrow
 

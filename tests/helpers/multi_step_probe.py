@@ -16,8 +16,8 @@ import sys
 
 import torch
 
+from mindrlhf.cpu.rollout.linear import forget_copies
 from mindrlhf.rollout.server.engine import build_engine
-from mindrlhf.rollout.server.linear import forget_copies
 
 
 def give_weights(model: torch.nn.Module) -> None:

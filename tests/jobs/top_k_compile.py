@@ -14,10 +14,10 @@ import numpy as np  # noqa: E402
 from mindspore import nn, ops  # noqa: E402
 
 from mindrlhf.algorithms import policy_losses  # noqa: E402
+from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile  # noqa: E402
 from mindrlhf.algorithms.logprobs import PolicyLogProbs  # noqa: E402
 from mindrlhf.algorithms.top_k.cells import TopWords, WordLogProbs  # noqa: E402
 from mindrlhf.algorithms.top_k.loss import TopKPolicyLoss  # noqa: E402
-from mindrlhf.algorithms.vocabulary import WHOLE_HEAD, HeadTile  # noqa: E402
 from mindrlhf.dryrun.compile.graph import plan_memory  # noqa: E402
 
 VOCABULARY, WIDTH, ROWS, LENGTH, K = 1024, 64, 4, 32, 8
@@ -43,7 +43,7 @@ class Gradients(nn.Cell):
 
     def __init__(self, loss):
         super().__init__(auto_prefix=False)
-        parameters = ms.ParameterTuple(loss.policy.graph_parameters())
+        parameters = ms.ParameterTuple(loss.policy.model.trainable_params())
         self.function = ops.value_and_grad(loss, None, parameters, has_aux=True)
 
     def construct(self, *inputs):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from forward_loop import sample_token
+from head_hooks import bind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_tests import SLOW
@@ -152,7 +153,7 @@ def test_log_probabilities_are_those_of_the_training_cell(generator, model, temp
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 5, 1, False))
     policy = PolicyLogProbs(model, temperature, "cpu")
     (rows,) = batch.micro_batches
-    policy.bind()
+    bind(policy)
     outputs = policy(*(ms.Tensor(array) for array in (rows.input_ids, rows.segment_ids, rows.labels, rows.mask)))
     for completion, expected in zip(completions, batch.collect([[outputs[0].asnumpy()]]), strict=True):
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)

@@ -30,7 +30,7 @@ TOP_K_STATISTICS = ("topk_kl", "teacher_mass", "student_mass")
 def merged_kl(logprobs, teacher_logprobs):
     """Return KL, mass of the K words under the student, and under the teacher, float32 [rows, length] each.
 
-    The mass of the other words is never below :data:`mindrlhf.algorithms.vocabulary.LEAST_REST`, so that a teacher that
+    The mass of the other words is never below ``LEAST_REST``, so that a teacher that
     has less than that for them penalises a student as if it had that much.
 
     Args:

@@ -1,8 +1,8 @@
-"""All words but some as one more: graph code; what :mod:`mindrlhf.algorithms.vocabulary` does in NumPy."""
+"""All words but some as one more: graph code."""
 
 from mindspore import ops
 
-from mindrlhf.algorithms.vocabulary import LEAST_REST
+from mindrlhf.algorithms.head import LEAST_REST
 
 
 def with_rest(logprobs):

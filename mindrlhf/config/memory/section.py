@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.algorithms.vocabulary import HeadTile
+from mindrlhf.algorithms.head import HeadTile
 from mindrlhf.config.keys import key
 
 ATTENTION, NORMS, ACTIVATION, MLP = OPERATORS = ("attention", "norms", "activation", "mlp")

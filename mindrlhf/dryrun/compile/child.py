@@ -39,8 +39,8 @@ from mindrlhf.errors import UserError
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.specs import find_spec, with_num_layers
 from mindrlhf.specs.lora import LoraOptions
-from mindrlhf.system.imports import lasting_objects
 from mindrlhf.system.processes import die_with_parent
+from mindrlhf.system.speed_ups import quick_imports
 
 # What every request needs, imported once.
 _SHARED_MODULES = (
@@ -61,7 +61,7 @@ def main(directory: Path) -> int:
         simulated = simulation.activate(0, 1, level)
         from mindrlhf.models.context import import_mindformers
 
-        with lasting_objects():
+        with quick_imports():
             import_mindformers()
             for module in _SHARED_MODULES:
                 importlib.import_module(module)

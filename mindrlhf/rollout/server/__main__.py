@@ -22,6 +22,7 @@ engine asks, and ends when one of its workers does (see ``mindrlhf.rollout.spann
 """
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -32,6 +33,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,10 +42,8 @@ import numpy as np
 
 from mindrlhf.rollout.sent_experts import pack_experts
 from mindrlhf.rollout.sent_images import unpack_images
-from mindrlhf.rollout.server.lean_imports import lean_imports
 from mindrlhf.rollout.server.span import prepare
-from mindrlhf.system import heartbeat, processes
-from mindrlhf.system.imports import lasting_objects
+from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -64,7 +64,7 @@ def main() -> None:
     if config["starter_heartbeat"]:
         # On a CPU a rank hears from the others within a hundredth of a second, or tries again half a second later: it
         # needs a free core. So what takes longest waits, after what it has time for until then.
-        with lasting_objects():
+        with speed_ups.quick_imports():
             import torch  # noqa: F401
         heartbeat.wait_while_joining(Path(config["starter_heartbeat"]))
     if config["span"] is not None:
@@ -74,7 +74,7 @@ def main() -> None:
     os.set_inheritable(arguments.socket_fd, False)
     connection = socket.socket(fileno=arguments.socket_fd)
 
-    with lasting_objects(), lean_imports(config["device"]):
+    with _quick_imports(config["device"]):
         from mindrlhf.rollout.server.engine import build_engine  # takes seconds: vLLM and torch
 
     try:
@@ -90,10 +90,17 @@ def main() -> None:
     _leave(config["private_dir"], 0)
 
 
+@contextlib.contextmanager
+def _quick_imports(device: str) -> Iterator[None]:
+    fast = speed_ups.of_server(device)
+    with speed_ups.quick_imports(), fast.lean_imports() if fast else contextlib.nullcontext():
+        yield
+
+
 def _run_headless(config: dict[str, Any]) -> NoReturn:
     """Be the workers of another node's engine; such a process is ended from outside, or with one of them."""
     try:
-        with lasting_objects(), lean_imports(config["device"]):
+        with _quick_imports(config["device"]):
             from mindrlhf.rollout.server.engine import run_workers
 
         run_workers(config)

@@ -1,8 +1,6 @@
 """The vLLM engine as the rollout server sees it: samples in, finished samples out."""
 
 import contextlib
-import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +11,22 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.executor import multiproc_executor
 
-from mindrlhf.rollout.drafts import GroupDrafts
-from mindrlhf.rollout.sampling import stream_key
 from mindrlhf.rollout.sent_images import SentImage
 from mindrlhf.rollout.server import cpu
-from mindrlhf.rollout.server.drafter import GroupDrafter, GuessChecker
-from mindrlhf.rollout.server.multi_step import MultiStep
 from mindrlhf.rollout.server.routing import RoutingRecorder
-from mindrlhf.rollout.server.sampler import Stream, StreamSampler
+from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
+from mindrlhf.system import speed_ups
 from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.exchange.needs import merge_needs
 from mindrlhf.weights.tensors import TensorInfo
 
-# vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32. Prompts are read up to so
-# many tokens at once: of a small model another pass for the rest costs as much as 1,000 tokens.
-_CPU_BLOCK_SIZE, _CPU_READ_TOKENS = 32, 4096
+_CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32
+_CPU_READ_TOKENS = 4096  # of prompts, read at once: of a small model another pass costs as much as 1,000 tokens
+
+TOKENS_ONLY = {"detokenize": False, "ignore_eos": True}  # of SamplingParams
 
 
 @dataclass(frozen=True)
@@ -77,16 +72,19 @@ def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict
     if config["kv_cache_gib"] is not None:
         arguments["kv_cache_memory_bytes"] = int(config["kv_cache_gib"] * 2**30)
     if config["device"] == "cpu":
-        most = max(config["max_num_seqs"], min(_CPU_READ_TOKENS, config["max_num_seqs"] * config["max_model_len"]))
-        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "max_num_batched_tokens": most}
-        arguments |= {"attention_backend": cpu.LATENT_ATTENTION}
-        if not cpu.supports(config["dtype"], config["tensor_parallel_size"]):
-            # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
-            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(most, config["max_model_len"])}
+        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE, "attention_backend": cpu.LATENT_ATTENTION}
+        # Where a prompt was read in part, vLLM 0.32 sets the random stream back, which torch cannot on a CPU.
+        most = max(read_tokens(config), config["max_model_len"])
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
     if span := config["span"]:
         arguments |= {"nnodes": span["num_nodes"], "node_rank": span["number"], "distributed_executor_backend": "mp"}
         arguments |= {"master_addr": span["host"], "master_port": span["port"]}
     return arguments if vision is None else arguments | vision.engine_arguments(config["max_model_len"])
+
+
+def read_tokens(config: dict[str, Any]) -> int:
+    """Return how many tokens of prompts are read at once on a CPU that may read a prompt in parts."""
+    return max(config["max_num_seqs"], min(_CPU_READ_TOKENS, config["max_num_seqs"] * config["max_model_len"]))
 
 
 class VllmEngine:
@@ -247,7 +245,7 @@ class VllmEngine:
         self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
     ) -> None:
         params = SamplingParams(
-            **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **_TOKENS_ONLY
+            **sampling, seed=key >> 1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, **TOKENS_ONLY
         )
         if not features:
             self._internal_names[name] = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -279,115 +277,16 @@ class VllmEngine:
         )
 
 
-_TOKENS_ONLY = {"detokenize": False, "ignore_eos": True}
-
-
-class CpuEngine(VllmEngine):
-    """vLLM with the changes of ``cpu.py``, in this process."""
-
-    sampler = "inverse_cdf"
-
-    def __init__(self, config: dict[str, Any]):
-        cpu.install_kernels()
-        super().__init__(config)
-        self._core = self._engine.engine_core.engine_core
-        model_runner = self._model_runner()
-        self._sampler = model_runner.sampler = StreamSampler(model_runner)
-        self._weights_load_in_place = cpu.weights_are_plain(model_runner.get_model())
-        cpu.call_attention_directly(model_runner.get_model())
-        self._params: tuple[dict[str, Any], SamplingParams] | None = None
-        self._drafter: GroupDrafter | None = None
-        if config["draft_tokens"]:
-            self._drafter = model_runner.drafter
-            self._drafter.attach(model_runner)
-            model_runner.rejection_sampler = GuessChecker(self._sampler, self._drafter.counts)
-        self._steps = MultiStep(self._core, model_runner, self._sampler)
-        # What start-up made lives for ever: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-
-    def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
-        priority = [cpu.RMS_NORM_PROVIDER, "native"]
-        arguments = super()._engine_arguments(config)
-        arguments["ir_op_priority"] = {"rms_norm": priority, "fused_add_rms_norm": priority}
-        if config["draft_tokens"]:
-            arguments["speculative_config"] = {
-                "method": "custom_class",
-                "model": f"{GroupDrafter.__module__}.{GroupDrafter.__name__}",
-                "num_speculative_tokens": config["draft_tokens"],
-            }
-        return arguments
-
-    def submit(self, prompts: Sequence[Sequence[int]], *arguments: Any) -> None:
-        if self._drafter is not None:
-            self._drafter.begin_batch([GroupDrafts(prompt) for prompt in prompts])
-        super().submit(prompts, *arguments)
-
-    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[FinishedSample]:
-        outputs = self._steps.step(is_interrupted)
-        finished = []
-        for output in outputs[0].outputs if outputs else ():
-            if output.finish_reason is not None:
-                stream = self._sampler.streams.pop(output.request_id)
-                length = stream.length
-                finished.append(
-                    self._finish(
-                        output.request_id,
-                        stream.token_ids[:length],
-                        stream.logprobs[:length],
-                        str(output.finish_reason),
-                    )
-                )
-        return finished
-
-    def abort(self) -> None:
-        self._core.abort_requests(list(self._pending))
-        while self._core.scheduler.has_requests():
-            self._core.step_fn()
-        self._sampler.streams.clear()
-        self._pending.clear()
-
-    @property
-    def draft_counts(self) -> dict[str, int]:
-        return {} if self._drafter is None else self._drafter.counts
-
-    def _add(
-        self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
-    ) -> None:
-        if self._params is None or self._params[0] != sampling:
-            self._params = sampling, SamplingParams(**sampling, **_TOKENS_ONLY)
-        max_tokens = sampling["max_tokens"]
-        self._sampler.streams[name] = Stream(
-            key,
-            np.empty(max_tokens, np.int32),
-            np.empty(max_tokens, np.float32),
-            stop_token_ids=frozenset(sampling["stop_token_ids"]),
-        )
-        if self._drafter is not None:
-            self._drafter.add(name, group=self._pending[name][0])
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=list(features) or None,
-            sampling_params=self._params[1],
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        self._core.add_request(*self._core.preprocess_add_request(request))
-
-
 def build_engine(config: dict[str, Any]) -> VllmEngine:
-    """The fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
-    fast = cpu.supports(config["dtype"], config["tensor_parallel_size"])
-    if config["draft_tokens"] and not (fast and config["dtype"] == "float32"):
+    """Return the fastest engine that may be used with ``config`` (see ``VllmOptions`` for its keys)."""
+    fast = speed_ups.of_server(config["device"])
+    kind = fast.find_engine(config["dtype"], config["tensor_parallel_size"]) if fast else None
+    if config["draft_tokens"] and not (kind and config["dtype"] == "float32"):
         raise ValueError(
             f"draft_tokens is {config['draft_tokens']}, but guesses are checked in one CPU process in float32 with "
-            f"vLLM {' or '.join(cpu.TESTED_VERSIONS)} only: set rollout.draft_tokens to 0"
+            f"mindrlhf/cpu and vLLM {' or '.join(cpu.TESTED_VERSIONS)} only: set rollout.draft_tokens to 0"
         )
-    return CpuEngine(config) if fast else VllmEngine(config)
+    return (kind or VllmEngine)(config)
 
 
 def run_workers(config: dict[str, Any]) -> None:

@@ -11,10 +11,9 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from mindrlhf.rollout.server.cpu import do_without_lscpu, rotate_every_head
-from mindrlhf.rollout.server.in_place import InPlaceLoader
-from mindrlhf.rollout.server.linear import forget_copies
 from mindrlhf.rollout.server.needs import trace_reads, without_memory
 from mindrlhf.rollout.server.span import board_of_node, join_span
+from mindrlhf.system import speed_ups
 from mindrlhf.weights.board import WeightBoard, WeightBoardError
 from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.tensors import TensorInfo
@@ -114,9 +113,8 @@ class WorkerExtension:
     def _load_in_place(self, model: torch.nn.Module, board: WeightBoard, loading: _Loading) -> None:
         loader = getattr(self, "_loader", None)
         if loader is None:
-            self._loader = loader = InPlaceLoader(model)
+            self._loader = loader = speed_ups.of_server("cpu").make_loader(model)
         loaded = loader.load(board, _torch_tensors(board, loading.version))
-        forget_copies(model)
         loading.names = None if loaded is None or loading.names is None else loading.names | loaded
         if loading.names is None or loading.num_buckets < board.num_buckets:
             return

@@ -19,6 +19,7 @@ from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 from mindrlhf.images.pixels import image_digest
+from mindrlhf.system import speed_ups
 from mindrlhf.training.runtime import run_eagerly
 from mindrlhf.training.worker.model import model_tensors
 
@@ -63,8 +64,10 @@ class CellDump:
         if dump is None:
             return
         seen: set[int] = set()
+        fast = speed_ups.of_rank(policy.device)
         for rows in micro_batches:
-            policy.bind()
+            if fast:
+                fast.bind(policy)
             with _watched(policy, dump, seen), run_eagerly():
                 if policy.model.images is not None:
                     policy.model.images.look([self._images[digest] for digest in rows.images])

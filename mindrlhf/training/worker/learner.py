@@ -14,15 +14,15 @@ from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
 from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.models.graph_cache import run_graph
+from mindrlhf.models.context import run_graph
 from mindrlhf.observe.timing import peak_rss_gb
 from mindrlhf.shards.sources import ShardedSource, saved_state
+from mindrlhf.system import speed_ups
 from mindrlhf.training.checkpoints.shards import SavesState
 from mindrlhf.training.records import ProcessStatistics
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.adapted_model import trained_model
 from mindrlhf.training.worker.cells import AccumulateGradients, OptimizerStep, make_accumulators, make_optimizer
-from mindrlhf.training.worker.host_optimizer import HostOptimizerStep, SharedAdamW, make_host_step
 from mindrlhf.training.worker.model import model_tensors
 from mindrlhf.weights.array_file import load_arrays, save_arrays
 from mindrlhf.weights.open import is_sharded
@@ -72,16 +72,20 @@ class Learner(CountsCompiles, SavesState):
         self._accumulators = accumulators = make_accumulators(parameters)
         accumulator_of = {parameter.name: target for parameter, target in zip(parameters, accumulators)}
         self.policy = loss.policy
-        # None where the head is not trained.
-        self._head_accumulator = accumulator_of.get(network.head_weight.name)
+        self._fast = speed_ups.of_rank(device)
+        trained = self._fast.in_graph(loss, parameters) if self._fast else parameters
         # The last layer first, as the backward pass goes: MindSpore then uses and frees each gradient before the next.
-        in_graph = ms.ParameterTuple(list(self.policy.graph_parameters())[::-1])
+        in_graph = ms.ParameterTuple(trained[::-1])
         assert len(in_graph), "the head's gradient comes with those of the layers: train one of their parameters too"
         targets = ms.ParameterTuple([accumulator_of[parameter.name] for parameter in in_graph])
         self._gradients = AccumulateGradients(loss, in_graph, targets)
-        self._step = _make_step(parameters, accumulators, optimizer, rank, device)
+        if self._fast:
+            self._step = self._fast.make_host_step(parameters, accumulators, optimizer, rank)
+        else:
+            adamw = make_optimizer(parameters, optimizer)
+            self._step = OptimizerStep(adamw, accumulators, optimizer.max_grad_norm, rank.world_size)
         self.optimizer = self._step.optimizer
-        self._writes_moments = rank.is_rank_0 or not isinstance(self.optimizer, SharedAdamW)
+        self._writes_moments = rank.is_rank_0  # of those that ranks share; each has the others to itself
 
     def count_compile(self, graph: str, rows: PackedRows) -> None:
         """See :meth:`CountsCompiles.count_compile`; images may be of the shape."""
@@ -102,7 +106,6 @@ class Learner(CountsCompiles, SavesState):
             The loss cell's statistics, float64, and log-probabilities, float32 [rows, length].
         """
         self.count_compile("update", rows)
-        self.policy.bind()
         inputs = [ms.Tensor(value) for value in values]
         statistics, logprobs = run_graph(
             self._gradients, *model_tensors(self.network, rows), *inputs, ms.Tensor(num_tokens, ms.float32)
@@ -121,7 +124,7 @@ class Learner(CountsCompiles, SavesState):
             is not finite on every rank, and nothing was updated.
         """
         self.optimizer.learning_rate.set_data(ms.Tensor(lr, ms.float32))
-        self._collect_head_gradient()
+        self._collect()
         if not math.isfinite(loss):
             # The sum over the ranks carries it to the others, who know only their own loss.
             smallest = min(self._accumulators, key=lambda accumulator: accumulator.size)
@@ -130,13 +133,15 @@ class Learner(CountsCompiles, SavesState):
 
     def gradients(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield name and accumulated gradient, float32, of each trained parameter of this rank, for a look at them."""
-        self._collect_head_gradient()
+        self._collect()
         for parameter, accumulator in zip(self.network.trainable_params(), self._accumulators, strict=True):
             yield parameter.name, accumulator.asnumpy()
 
-    def _collect_head_gradient(self) -> None:
-        if self._head_accumulator is not None:
-            self.policy.collect_weight_gradient(self._head_accumulator.asnumpy())
+    def _collect(self) -> None:
+        """Add up what lies outside the accumulators."""
+        if self._fast:
+            named = zip(self.network.trainable_params(), self._accumulators, strict=True)
+            self._fast.collect_gradients(self.loss, {parameter.name: sums.asnumpy() for parameter, sums in named})
 
     def state_parameters(self) -> list[ms.Parameter]:
         """Return all that training keeps in device memory: weights, accumulated gradients, optimiser state."""
@@ -175,15 +180,3 @@ class Learner(CountsCompiles, SavesState):
         else:
             state = load_arrays(Path(directory) / self.optimizer_name)
         restore_optimizer(self.optimizer, state, writes_moments=self._writes_moments)
-
-
-def _make_step(
-    parameters: Sequence[ms.Parameter],
-    accumulators: ms.ParameterTuple,
-    options: OptimizerSection,
-    rank: Rank,
-    device: str,
-) -> HostOptimizerStep | OptimizerStep:
-    if device == "cpu":
-        return make_host_step(parameters, accumulators, options, rank)
-    return OptimizerStep(make_optimizer(parameters, options), accumulators, options.max_grad_norm, rank.world_size)

@@ -8,16 +8,16 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 
+from mindrlhf.algorithms.head import likeliest_first
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.top_k.cells import TopWords
 from mindrlhf.algorithms.top_k.loss import TEACHER_LOGPROBS, TEACHER_WORDS
-from mindrlhf.algorithms.vocabulary import likeliest_first
 from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
-from mindrlhf.models.graph_cache import run_graph
+from mindrlhf.models.context import run_graph
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank
@@ -124,13 +124,11 @@ class WholeModel(RankModel):
 
     def logprobs(self, rows: PackedRows) -> np.ndarray:
         """See :meth:`RankModel.logprobs`."""
-        self.policy.bind()
         return run_graph(self.policy, *model_tensors(self.network, rows))[0].asnumpy().copy()
 
     def top_words(self, rows: PackedRows) -> dict[str, np.ndarray]:
         """See :meth:`mindrlhf.training.distillation.models.FrozenModel.top_words`."""
         assert self._likeliest is not None, "nothing was built that finds the likeliest words"
-        self.policy.bind()
         found = run_graph(self._likeliest, *model_tensors(self.network, rows))
         logprobs, words, of_words = (output.asnumpy() for output in found)
         words, of_words = likeliest_first(words, of_words)

@@ -119,7 +119,7 @@ def move(network, values):
 
 
 def accumulated(learner):
-    learner.policy.collect_weight_gradient(learner._head_accumulator.asnumpy())
+    learner._collect()
     return {
         target.name.removeprefix("grad."): target.asnumpy().astype(np.float64) for target in learner._step.accumulators
     }

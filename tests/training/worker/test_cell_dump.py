@@ -114,7 +114,7 @@ def test_cells_are_those_of_the_compiled_graph_and_of_numpy(dumped):
         for index in range(3):
             last = data[f"Cell.token_logprobs.TiledTokenLogProbs.forward.{index}"]["output"][0]
             compiled = old[index]
-            np.testing.assert_allclose(tensor(directory, stage, last), compiled.ravel(), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(tensor(directory, stage, last), compiled, rtol=1e-6, atol=1e-6)
             norm = data[f"Cell.model.model.decoder.final_layernorm.RmsNorm.forward.{index}"]
             hidden = tensor(directory, stage, norm["input_args"][0]).astype(np.float64)
             scale = np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-6)  # the weights of a new norm are 1

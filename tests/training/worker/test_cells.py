@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from head_hooks import bind, collect_weight_gradient, graph_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_tests import RUNS_SLOW_TESTS
@@ -56,7 +57,7 @@ class Gradients:
         network = build_model(MODEL, seq_length=LONGEST)
         load_random_weights(network, seed=5)
         self.policy = PolicyLogProbs(network, 0.8, token_logprobs_device)
-        self.parameters = self.policy.graph_parameters()
+        self.parameters = graph_parameters(self.policy)
         self.head_name = network.head_weight.name
         self.accumulators = make_accumulators(self.parameters)
         surrogate = policy_losses.surrogate("ppo_clip", clip_low=0.2, clip_high=0.28)
@@ -78,7 +79,7 @@ class Gradients:
             for rows in share.micro_batches:
                 further = (rows.tokens.get(name, rows.mask) for name in POLICY_INPUTS)
                 arrays = (rows.input_ids, rows.segment_ids, rows.labels, rows.mask, *further)
-                self.policy.bind()
+                bind(self.policy)
                 scalars = (ms.Tensor(KL_COEFFICIENT, ms.float32), ms.Tensor(share.num_tokens, ms.float32))
                 outputs = self.accumulate(*map(ms.Tensor, arrays), *scalars)
                 statistics = statistics + outputs[0].asnumpy().astype(np.float64)
@@ -94,7 +95,7 @@ class Gradients:
             gradients[parameter.name] = accumulator.asnumpy().astype(np.float64)
             accumulator.asnumpy()[...] = 0.0
         head = np.zeros((VOCABULARY, MODEL["hidden_size"]), np.float32)
-        self.policy.collect_weight_gradient(head)
+        collect_weight_gradient(self.policy, head)
         gradients[self.head_name] = gradients[self.head_name] + head
         return gradients
 

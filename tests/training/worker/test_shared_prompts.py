@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from head_hooks import bind, collect_weight_gradient, graph_parameters
 from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 from mindrlhf.data.packing import TokenSequence
@@ -90,7 +91,7 @@ class Gradients:
 
         loss.set_train(True)
         self.network, self.policy, self.inputs, self.scalars = network, policy, inputs, scalars
-        self.parameters = policy.graph_parameters()
+        self.parameters = graph_parameters(policy)
         self.accumulators = make_accumulators(self.parameters)
         self.accumulate = AccumulateGradients(loss, ms.ParameterTuple(self.parameters), self.accumulators)
 
@@ -105,7 +106,7 @@ class Gradients:
             share = batch.part_of(rank, num_ranks)
             shares.append([])
             for rows in share.micro_batches:
-                self.policy.bind()
+                bind(self.policy)
                 values = [ms.Tensor(rows.tokens.get(name, rows.mask)) for name in self.inputs]
                 scalars = [ms.Tensor(value, ms.float32) for value in (*self.scalars, share.num_tokens)]
                 found, outputs = self.accumulate(*row_tensors(rows), *values, *scalars)
@@ -119,7 +120,7 @@ class Gradients:
             gradients[parameter.name] = accumulator.asnumpy().astype(np.float64)
             accumulator.asnumpy()[...] = 0.0
         head = np.zeros(self.network.head_weight.shape, np.float32)
-        self.policy.collect_weight_gradient(head)
+        collect_weight_gradient(self.policy, head)
         name = self.network.head_weight.name
         gradients[name] = gradients.get(name, 0.0) + head
         return gradients

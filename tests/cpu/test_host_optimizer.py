@@ -67,8 +67,8 @@ class Optimized:
     def __init__(self, kind: str, options: OptimizerSection):
         import mindspore as ms
 
+        from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
         from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators, make_optimizer
-        from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
 
         weights = draw_weights()
         self.parameters = [ms.Parameter(ms.Tensor(weights[name]), name=name) for name in SHAPES]
@@ -134,7 +134,7 @@ def test_steps_equal_float64_adamw(kind, max_grad_norm):
 
 def test_the_steps_can_take_turns():
     """The state of the one is the state of the other, so a checkpoint may move between devices."""
-    from mindrlhf.training.worker.host_optimizer import HostOptimizerStep
+    from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep
 
     mixed, host = begin("graph"), begin("host")
     graph, on_host = mixed.run, HostOptimizerStep(mixed.optimizer, mixed.accumulators, OPTIONS.max_grad_norm, 1)

@@ -6,30 +6,21 @@ both, the token is found by inverting its cumulative distribution, and its log-p
 
 Uniforms come from a counter-based generator: number ``position`` of stream ``key`` is a pure function of the two, so
 the draw of a sample depends on nothing else in the batch, and a request that vLLM preempts and computes again meets the
-same numbers. The function is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-OOPSLA 2014).
+same numbers.
 """
-
-from typing import TypeVar
 
 import numpy as np
 
-_Word = TypeVar("_Word", int, np.ndarray)  # 64 bits: of one number, or uint64 of each
+from mindrlhf.rollout.server.streams import mix
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 _BLOCK, _SMALL_BLOCK = 256, 64
 _SMALL_VOCABULARY = 2048
 
 
-def stream_key(seed: int, sample_index: int) -> int:
-    """The key of the random stream of sample ``sample_index`` of a request, an integer in [0, 2**64)."""
-    return _mix((_mix(seed & _MASK) + sample_index) & _MASK)
-
-
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Number ``positions[i]`` of stream ``keys[i]``: float64 [n] in [0, 1), from uint64 [n] and uint64 [n]."""
-    bits = _mix(keys + (positions + np.uint64(1)) * np.uint64(_GOLDEN))
+    bits = mix(keys + (positions + np.uint64(1)) * np.uint64(_GOLDEN))
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
@@ -78,9 +69,3 @@ def _first_above(ends: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """
     above = ends > np.minimum(targets, np.nextafter(ends[:, -1], 0.0))[:, None]
     return above.argmax(axis=1)
-
-
-def _mix(x: _Word) -> _Word:
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = ((x ^ (x >> shift)) * factor) & _MASK
-    return x ^ (x >> 31)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mindrlhf.system.processor import has_avx2, mkl_holds_back
+from mindrlhf.cpu.processor import has_avx2, mkl_holds_back
 
 # Multiplications of a product from which on oneDNN is worth its call, some 10 microseconds.
 _SMALL_PRODUCT = 1 << 20

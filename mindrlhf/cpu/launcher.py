@@ -1,4 +1,6 @@
-"""MindSpore's own ``msrun`` without the rest of MindSpore: ``python -m mindrlhf.launch.lean_msrun MSRUN COMMAND ...``.
+"""What a launcher may ask: kernels of matrix products for its ranks, and msrun and its scheduler in less time.
+
+MindSpore's own ``msrun`` without the rest of MindSpore: ``python -m mindrlhf.cpu.launcher MSRUN COMMAND ...``.
 
 msrun starts processes and waits for them. Its command imports all of MindSpore for that, which takes a second of
 processor time before any rank begins. Here its modules are loaded into packages that hold nothing else. Where they are
@@ -14,13 +16,12 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from mindrlhf.launch.machine import check_launcher
-from mindrlhf.launch.peers import Peers
-from mindrlhf.system.imports import hollow_mindspore, hollow_module, hollow_packages
+from mindrlhf.cpu.imports import hollow_mindspore, hollow_module, hollow_packages
+from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.system.processes import LEAN_VARIABLE
+
+__all__ = ["msrun", "openblas_environment", "schedule_if_lean"]
 
 # Set for the rank managers of clusters, to which msrun talks through more of MindSpore.
 _MANAGER_VARIABLES = ("MS_ENABLE_TFT", "MS_ENABLE_THM")
@@ -34,31 +35,9 @@ class _NoManager:
         return False
 
 
-def msrun_argv(
-    command: Sequence[str], num_workers: int, log_dir: Path, master_port: int, peers: Peers, *, is_lean: bool
-) -> list[str]:
-    """Return the command line of msrun, lean or as it comes, for the ranks of this machine.
-
-    Raises:
-        UserError: this environment has no ``msrun``.
-    """
-    check_launcher(num_workers)
-    return [
-        sys.executable,
-        *(["-m", "mindrlhf.launch.lean_msrun"] if is_lean else []),
-        str(Path(sys.executable).parent / "msrun"),
-        f"--worker_num={num_workers * peers.num_nodes}",
-        f"--local_worker_num={num_workers}",
-        f"--node_rank={peers.node}",
-        f"--master_addr={peers.host}",
-        f"--master_port={master_port}",
-        "--join=True",
-        f"--log_dir={log_dir}",
-        # Ranks from 0 on would be shown by processes of msrun's own; this one does not exist.
-        f"--tail_worker_log={num_workers * peers.num_nodes}",
-        "python",
-        *command,
-    ]
+def msrun() -> list[str]:
+    """Return what comes between the interpreter and the script of msrun, in a command line, to run it lean."""
+    return ["-m", __spec__.name]
 
 
 def schedule_if_lean() -> None:

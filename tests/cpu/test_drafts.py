@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindrlhf.rollout.drafts import CONTEXTS, MIN_SHARE, GroupDrafts, num_drafted, num_kept
+from mindrlhf.cpu.rollout.drafts import CONTEXTS, MIN_SHARE, GroupDrafts, num_drafted, num_kept
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 

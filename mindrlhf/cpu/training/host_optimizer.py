@@ -14,10 +14,10 @@ import numpy as np
 from mindspore import nn
 
 from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.cpu.training.rank_memory import share_memory
+from mindrlhf.cpu.training.shared_update import Piece, SharedUpdate, blocks_of, square_sums
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import SumOverRanks, make_optimizer
-from mindrlhf.training.worker.rank_memory import share_memory
-from mindrlhf.training.worker.shared_update import Piece, SharedUpdate, blocks_of, square_sums
 
 BLOCK_ELEMENTS = 1 << 16
 

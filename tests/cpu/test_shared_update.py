@@ -22,7 +22,7 @@ def mindformers(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """So small that tensors lie in several chunks, and chunks hold several tensors."""
-    from mindrlhf.training.worker import shared_update
+    from mindrlhf.cpu.training import shared_update
 
     monkeypatch.setattr(shared_update, "CHUNK_ELEMENTS", 96)
     monkeypatch.setattr(shared_update, "BLOCK_ELEMENTS", 16)
@@ -30,8 +30,8 @@ def small_chunks(monkeypatch):
 
 def on_ranks(num_ranks, sizes, run):
     """Return what ``run(shared, rank)`` returns on each rank."""
-    from mindrlhf.training.worker.rank_memory import RankMemory
-    from mindrlhf.training.worker.shared_update import SharedUpdate
+    from mindrlhf.cpu.training.rank_memory import RankMemory
+    from mindrlhf.cpu.training.shared_update import SharedUpdate
 
     array = np.zeros(SharedUpdate.size_bytes(sizes, num_ranks), np.uint8)
     barrier = threading.Barrier(num_ranks, timeout=60)
@@ -75,7 +75,7 @@ def test_owners_have_the_sum_from_rank_0_on_and_all_ranks_its_norm(num_ranks):
             )
             assert square_sums == results[0][step][1]
             if num_ranks == 2:  # the bits do not depend on the number of ranks
-                from mindrlhf.training.worker import shared_update
+                from mindrlhf.cpu.training import shared_update
 
                 assert square_sums == shared_update.square_sums(expected, shared_update.blocks_of(SIZES))
 
@@ -110,8 +110,8 @@ def test_the_divided_step_has_the_bits_of_the_undivided_one(num_ranks):
     import mindspore as ms
 
     from mindrlhf.checkpoint.optimizer import optimizer_arrays
+    from mindrlhf.cpu.training.host_optimizer import HostOptimizerStep, SharedAdamW
     from mindrlhf.training.worker.cells import make_accumulators, make_optimizer
-    from mindrlhf.training.worker.host_optimizer import HostOptimizerStep, SharedAdamW
 
     sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
     shares = [[*draw_gradients(2, 0.1), *draw_gradients(1, 1e-4)] for _ in range(num_ranks)]

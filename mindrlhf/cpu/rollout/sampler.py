@@ -1,4 +1,4 @@
-"""Takes the place of vLLM's sampler on a CPU: tokens by ``mindrlhf.rollout.sampling``, several at a time."""
+"""Takes the place of vLLM's sampler on a CPU: tokens by ``mindrlhf.cpu.rollout.sampling``, several at a time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from mindrlhf.rollout.sampling import sample_rows, uniforms
+from mindrlhf.cpu.rollout.sampling import sample_rows, uniforms
 
 NO_TOKEN = -1  # vLLM takes it for a place without one
 

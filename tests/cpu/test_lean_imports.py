@@ -10,8 +10,8 @@ import mindrlhf
 
 LEAN = """
 import importlib.util, sys
-from mindrlhf.rollout.server.lean_imports import lean_imports
-with lean_imports("cpu"):
+from mindrlhf.cpu.rollout.lean_imports import lean_imports
+with lean_imports():
     from mindrlhf.rollout.server import engine
 loaded = {"torch._inductor.lowering", "openai", "opentelemetry", "vllm.parser"} & sys.modules.keys()
 assert not loaded, f"{loaded} are loaded"
@@ -43,12 +43,11 @@ assert double(torch.ones(2)).tolist() == [2, 2] and len(calls) == 1, "compiled o
 """
 UNKNOWN = """
 import sys
-from mindrlhf.rollout.server import lean_imports as module
+from mindrlhf.cpu.rollout import lean_imports as module
 module._KNOWN = {"torch": "0.0"}
 finders = list(sys.meta_path)
-for device in ("cpu", "ascend"):
-    with module.lean_imports(device):
-        assert "torch" not in sys.modules and sys.meta_path == finders and "opentelemetry" not in sys.modules
+with module.lean_imports():
+    assert "torch" not in sys.modules and sys.meta_path == finders and "opentelemetry" not in sys.modules
 """
 
 

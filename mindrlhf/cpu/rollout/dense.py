@@ -17,7 +17,7 @@ from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from mindrlhf.rollout.server.linear import PlainLinear
+from mindrlhf.cpu.rollout.linear import PlainLinear
 
 _LAYERS = {Qwen2ForCausalLM: Qwen2DecoderLayer, Qwen3ForCausalLM: Qwen3DecoderLayer}
 

@@ -24,8 +24,8 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from mindrlhf.rollout.server.dense import DenseDecoder
-from mindrlhf.rollout.server.sampler import StreamSampler
+from mindrlhf.cpu.rollout.dense import DenseDecoder
+from mindrlhf.cpu.rollout.sampler import StreamSampler
 
 # Of a step. More would gain little.
 MAX_TOKENS = 64

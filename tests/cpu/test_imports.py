@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from mindrlhf.system.imports import lasting_objects, left_out
+from mindrlhf.cpu.imports import lasting_objects, left_out
 
 
 class Knot:
@@ -73,7 +73,7 @@ def test_a_package_that_is_loaded_stays():
 IMPORT = """
 import sys, types
 from mindrlhf.models.context import UNUSED_PACKAGES, import_mindspore, prepare_mindformers
-from mindrlhf.system.imports import _Placeholder
+from mindrlhf.cpu.imports import _Placeholder
 assert "mindspore" not in sys.modules
 import_mindspore()
 prepare_mindformers("cpu", sys.argv[1])
@@ -114,7 +114,7 @@ def test_a_part_of_a_package_is_left_out_and_can_be_had_afterwards():
 
 HOLLOW = """
 import sys
-from mindrlhf.system.imports import hollow_module, hollow_packages
+from mindrlhf.cpu.imports import hollow_module, hollow_packages
 hollow_packages("xml", "xml.etree")
 hollow_module("xml.etree.cElementTree", parse=7)
 from xml.etree import ElementPath
@@ -131,12 +131,12 @@ def test_modules_are_imported_without_the_packages_around_them():
 
 LEAN = """
 import sys
-from mindrlhf.system import imports
+from mindrlhf.cpu import imports
 assert imports.hollow_mindspore() and not hasattr(sys.modules["mindspore"], "Tensor")
 """
 UNKNOWN = """
 import sys
-from mindrlhf.system import imports
+from mindrlhf.cpu import imports
 imports._HOLLOW_MINDSPORES = ("0.0",)
 assert not imports.hollow_mindspore() and "mindspore" not in sys.modules
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindrlhf.training.worker.rank_memory import RankMemory
+from mindrlhf.cpu.training.rank_memory import RankMemory
 
 CHUNK_ELEMENTS = 1 << 21  # of whole blocks
 BLOCK_ELEMENTS = 1 << 14  # parts are whole blocks; a block stays in the cache between its sum and its norm

@@ -6,9 +6,9 @@ computes the tiles again from the saved log-normaliser. What is small enough is 
 whose mask is not 0 are computed.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
+
+from mindrlhf.algorithms.head import LEAST_REST
 
 # Tile of logits: 512 x 1024 float32 = 2 MiB, about a core's share of cache.
 TOKEN_TILE = 512
@@ -19,31 +19,6 @@ _FAR = 60.0
 
 # What the forward pass may keep for the backward pass.
 MAX_KEPT_BYTES = 384 << 20
-
-# The least probability that all words but some have together. It is 1 - sum, a difference that is exact where it is
-# small (Sterbenz), of a sum that has an error of some 1e-7, as the normaliser adds up float32 numbers: below ten times
-# as much it is rounding, or below 0, and its logarithm noise. It counts as this much then, and has no gradient.
-LEAST_REST = 1e-6
-
-
-@dataclass(frozen=True)
-class HeadTile:
-    """Of how many logits a rank on Ascend has the memory at a time.
-
-    Attributes:
-        positions: of its micro-batch; 0 means all.
-        words: of its part of the vocabulary; 0 means all.
-    """
-
-    positions: int = 0
-    words: int = 0
-
-    def __bool__(self) -> bool:
-        """Whether the projection is made in tiles at all."""
-        return bool(self.positions or self.words)
-
-
-WHOLE_HEAD = HeadTile()
 
 
 class KeptPowers:
@@ -147,16 +122,6 @@ def top_words(
         logprobs[rows], _, log_normaliser = _forward_tile(hidden[rows], weight, labels[rows], best)
         words[rows], word_logprobs[rows] = best.words, _with_rest(best.logits - log_normaliser[:, None])
     return logprobs, words, word_logprobs
-
-
-def likeliest_first(words: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Order words [..., k] that are in the order of their numbers by log-probability, equal ones as they are.
-
-    The log-probabilities are [..., k + 1]; the last, of all others, stays where it is.
-    """
-    order = np.argsort(-logprobs[..., :-1], axis=-1, kind="stable")
-    ordered = np.take_along_axis(logprobs, order, -1)
-    return np.take_along_axis(words, order, -1), np.concatenate([ordered, logprobs[..., -1:]], axis=-1)
 
 
 class _GivenWords:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindrlhf.cpu.rollout.linear import forget_copies
 from mindrlhf.rollout.server.needs import storage_of, tensors_in
 from mindrlhf.weights.board import WeightBoard
 
@@ -59,6 +60,7 @@ class InPlaceLoader:
         if self._board is not board:
             self._board, self._plans = board, {}
         with torch.inference_mode():
+            forget_copies(self._model)
             if plan := self._plans.get(board.bucket):
                 plan.run()
                 return plan.names

@@ -25,6 +25,7 @@ from mindspore import nn, ops
 from mindspore.graph.api import _get_compile_cache_dep_files
 
 import mindrlhf
+from mindrlhf.cpu.training.heads import bind
 
 VARIABLE = "MINDRLHF_GRAPH_CACHE"
 MAX_BYTES = 1 << 30
@@ -150,7 +151,8 @@ def open_graph_cache(facts: Sequence[str], rank: int = 0) -> None:
 
 
 def run_graph(cell: nn.Cell, *inputs: Any) -> Any:
-    """Call a cell in graph mode, with its graph from the cache, if one is open."""
+    """Call a cell in graph mode, with the weights of its heads where they lie now and its graph from an open cache."""
+    bind(cell)
     signature, seen = ", ".join(map(_signature, inputs)), _seen.setdefault(cell, set())
     if signature not in seen:
         seen.add(signature)

@@ -1,8 +1,8 @@
 """Speculative decoding in vLLM's CPU engine: who guesses, and how guesses are checked so that nothing changes.
 
-Number ``t`` of a sample's random stream decides its token at position ``t`` (``mindrlhf.rollout.sampling``), whatever
-was guessed. So a guess is right when it is the token that would have been sampled there without guesses, and the
-samples are those of plain decoding, up to rounding in the kernels; no acceptance by chance is needed.
+Number ``t`` of a sample's random stream decides its token at position ``t`` (``sampling.py``), whatever was guessed.
+So a guess is right when it is the token that would have been sampled there without guesses, and the samples are those
+of plain decoding, up to rounding in the kernels; no acceptance by chance is needed.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from mindrlhf.rollout.drafts import GroupDrafts, num_drafted, num_kept
-from mindrlhf.rollout.sampling import uniforms
-from mindrlhf.rollout.server.sampler import NO_TOKEN, StreamSampler, divisor, draw, of_rows, probabilities
+from mindrlhf.cpu.rollout.drafts import GroupDrafts, num_drafted, num_kept
+from mindrlhf.cpu.rollout.sampler import NO_TOKEN, StreamSampler, divisor, draw, of_rows, probabilities
+from mindrlhf.cpu.rollout.sampling import uniforms
 
 
 class GroupDrafter:

@@ -5,26 +5,10 @@ import pytest
 import vocabulary_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vocabulary_reference import NUM_TOKENS, draw
+from vocabulary_reference import tiles as tiles  # a fixture
 
-from mindrlhf.algorithms import vocabulary
-
-TILES = [(512, 1024), (1, 1), (3, 7), (8, 50), (100, 49)]
-NUM_TOKENS, WIDTH, VOCABULARY = 23, 6, 50
-
-
-@pytest.fixture(params=TILES, ids=[f"{tokens}x{words}" for tokens, words in TILES])
-def tiles(request, monkeypatch):
-    monkeypatch.setattr(vocabulary, "TOKEN_TILE", request.param[0])
-    monkeypatch.setattr(vocabulary, "VOCABULARY_TILE", request.param[1])
-
-
-def draw(seed=0, num_tokens=NUM_TOKENS, vocabulary_size=VOCABULARY, scale=1.0):
-    stream = np.random.default_rng(seed)
-    hidden = (stream.standard_normal((num_tokens, WIDTH)) * scale).astype(np.float32)
-    weight = stream.standard_normal((vocabulary_size, WIDTH)).astype(np.float32)
-    labels = stream.integers(0, vocabulary_size, num_tokens).astype(np.int32)
-    mask = (stream.random(num_tokens) < 0.7).astype(np.float32)
-    return hidden, weight, labels, mask
+from mindrlhf.cpu.training import vocabulary
 
 
 def backward(hidden, weight, *others, kept=None):

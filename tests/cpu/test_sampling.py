@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.rollout.sampling import sample_rows, stream_key, uniforms
+from mindrlhf.cpu.rollout.sampling import sample_rows, uniforms
+from mindrlhf.rollout.server.streams import stream_key
 
 
 def splitmix64(state: int, count: int) -> list[int]:

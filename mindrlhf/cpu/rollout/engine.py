@@ -1,0 +1,124 @@
+"""vLLM's engine of one process, in the versions whose internals this package knows, in less time.
+
+1. Kernels: see ``kernels.py``.
+2. Tokens are sampled by ``sampler.py``, and guessed by ``drafter.py`` where that is asked for.
+3. Requests go to the engine core and come back from it without vLLM's text output layer; log-probabilities are taken
+   where tokens are sampled.
+4. Tokens are planned several at a time (``multi_step.py``), and dense models compute them without vLLM's layers
+   (``dense.py``).
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.engine import EngineCoreRequest
+
+from mindrlhf.cpu.rollout import kernels
+from mindrlhf.cpu.rollout.drafter import GroupDrafter, GuessChecker
+from mindrlhf.cpu.rollout.drafts import GroupDrafts
+from mindrlhf.cpu.rollout.multi_step import MultiStep
+from mindrlhf.cpu.rollout.sampler import Stream, StreamSampler
+from mindrlhf.rollout.server.engine import TOKENS_ONLY, FinishedSample, VllmEngine, read_tokens
+
+
+class CpuEngine(VllmEngine):
+    """vLLM in this process, with the changes of :mod:`mindrlhf.cpu.rollout.engine`."""
+
+    sampler = "inverse_cdf"
+
+    def __init__(self, config: dict[str, Any]):
+        kernels.install_kernels()
+        super().__init__(config)
+        self._core = self._engine.engine_core.engine_core
+        model_runner = self._model_runner()
+        self._sampler = model_runner.sampler = StreamSampler(model_runner)
+        self._weights_load_in_place = kernels.weights_are_plain(model_runner.get_model())
+        kernels.call_attention_directly(model_runner.get_model())
+        self._params: tuple[dict[str, Any], SamplingParams] | None = None
+        self._drafter: GroupDrafter | None = None
+        if config["draft_tokens"]:
+            self._drafter = model_runner.drafter
+            self._drafter.attach(model_runner)
+            model_runner.rejection_sampler = GuessChecker(self._sampler, self._drafter.counts)
+        self._steps = MultiStep(self._core, model_runner, self._sampler)
+        # What start-up made lives for ever: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+
+    def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
+        priority = [kernels.RMS_NORM_PROVIDER, "native"]
+        arguments = super()._engine_arguments(config) | {"max_num_batched_tokens": read_tokens(config)}
+        del arguments["enable_chunked_prefill"]  # the sampler's streams have no state to set back
+        arguments["ir_op_priority"] = {"rms_norm": priority, "fused_add_rms_norm": priority}
+        if config["draft_tokens"]:
+            arguments["speculative_config"] = {
+                "method": "custom_class",
+                "model": f"{GroupDrafter.__module__}.{GroupDrafter.__name__}",
+                "num_speculative_tokens": config["draft_tokens"],
+            }
+        return arguments
+
+    def submit(self, prompts: Sequence[Sequence[int]], *arguments: Any) -> None:
+        if self._drafter is not None:
+            self._drafter.begin_batch([GroupDrafts(prompt) for prompt in prompts])
+        super().submit(prompts, *arguments)
+
+    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[FinishedSample]:
+        outputs = self._steps.step(is_interrupted)
+        finished = []
+        for output in outputs[0].outputs if outputs else ():
+            if output.finish_reason is not None:
+                stream = self._sampler.streams.pop(output.request_id)
+                length = stream.length
+                finished.append(
+                    self._finish(
+                        output.request_id,
+                        stream.token_ids[:length],
+                        stream.logprobs[:length],
+                        str(output.finish_reason),
+                    )
+                )
+        return finished
+
+    def abort(self) -> None:
+        self._core.abort_requests(list(self._pending))
+        while self._core.scheduler.has_requests():
+            self._core.step_fn()
+        self._sampler.streams.clear()
+        self._pending.clear()
+
+    @property
+    def draft_counts(self) -> dict[str, int]:
+        return {} if self._drafter is None else self._drafter.counts
+
+    def _add(
+        self, name: str, prompt: list[int], key: int, sampling: dict[str, Any], features: list[MultiModalFeatureSpec]
+    ) -> None:
+        if self._params is None or self._params[0] != sampling:
+            self._params = sampling, SamplingParams(**sampling, **TOKENS_ONLY)
+        max_tokens = sampling["max_tokens"]
+        self._sampler.streams[name] = Stream(
+            key,
+            np.empty(max_tokens, np.int32),
+            np.empty(max_tokens, np.float32),
+            stop_token_ids=frozenset(sampling["stop_token_ids"]),
+        )
+        if self._drafter is not None:
+            self._drafter.add(name, group=self._pending[name][0])
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            mm_features=list(features) or None,
+            sampling_params=self._params[1],
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))

@@ -1,0 +1,208 @@
+"""The vocabulary projection as cells over the NumPy kernels of ``vocabulary.py`` (CPU, float32).
+
+The weight, often most of a small model, never enters the graph: the kernels read it where it lies, and add its gradient
+to ``weight_gradient``, a NumPy array that the optimiser step collects. As a graph input and output it would be copied
+four times in every micro-batch. So :func:`bind` must come before each run, and :func:`collect_gradients` before what
+was accumulated is read.
+"""
+
+import heapq
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+from mindspore.ops.operations._pyfunc_registry import add_pyfunc
+
+from mindrlhf.cpu.training import vocabulary
+
+_free_numbers: list[int] = []  # a heap: of kernels that are no more
+_next_number = itertools.count(1)
+_found: weakref.WeakKeyDictionary[nn.Cell, list[weakref.ref]] = weakref.WeakKeyDictionary()  # heads, by cell
+
+
+class TiledTokenLogProbs(nn.Cell):
+    """What :class:`mindrlhf.algorithms.logprobs.GraphTokenLogProbs` computes, and the log-normaliser.
+
+    Args:
+        weight: output projection [vocabulary, width]; one that is not trained now has no gradient.
+        in_graph: the graph has it too, as the embedding of a tied model; its gradient is then the sum of both parts.
+    """
+
+    def __init__(self, weight: ms.Parameter, in_graph: bool = False):
+        super().__init__(auto_prefix=False)
+        self.weight = weight
+        self.in_graph = in_graph
+        self.weight_gradient = np.zeros(weight.shape, np.float32) if weight.requires_grad else None
+        # A list, since MindSpore cells do not take plain arrays as attributes that change.
+        self.bound: list[np.ndarray] = []
+        self.of_labels = _OfLabels(self.bound, self.weight_gradient)
+        self.of_words = _OfWords(self.bound, self.weight_gradient)
+
+    def construct(self, hidden, labels, mask, words=None):
+        """Return log-probabilities, entropies, log-normalisers, float32 [rows, length]; with ``words`` theirs before.
+
+        ``hidden`` is [rows, length, width], ``words`` int32 [rows, length, k]; of these and of all others together the
+        log-probabilities are float32 [rows, length, k + 1].
+        """
+        if words is None:
+            return self.of_labels(hidden, labels, mask)
+        logprobs, entropy, _, word_logprobs = self.of_words(hidden, labels, mask, words)
+        return logprobs, entropy, word_logprobs
+
+    def bind(self) -> None:
+        """Look up where the weight lies now. The kernels cannot: asking MindSpore from inside a run would deadlock."""
+        # The first run may move a parameter; a copy outlives that.
+        self.bound[:] = [self.weight.asnumpy() if self.bound else self.weight.asnumpy().copy()]
+
+
+class _OfLabels(nn.Cell):
+    # MindSpore keeps the functions of kernels: they must not keep the cell.
+    def __init__(self, bound: list[np.ndarray], weight_gradient: np.ndarray | None):
+        super().__init__(auto_prefix=False)
+        kept = vocabulary.KeptPowers()
+
+        def forward(hidden, labels, mask):
+            found = vocabulary.forward(_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1), kept=kept)
+            return tuple(array.reshape(labels.shape) for array in found)
+
+        def backward(hidden, labels, mask, entropy, normaliser, grad_logprobs, grad_entropy):
+            arrays = (labels, mask, entropy, normaliser, grad_logprobs, grad_entropy)
+            flat = (array.reshape(-1) for array in arrays)
+            return vocabulary.backward(_rows(hidden), bound[0], *flat, weight_gradient, kept=kept).reshape(hidden.shape)
+
+        self.forward_kernel = _kernel(
+            self,
+            forward,
+            shapes=lambda hidden, labels, mask: (labels, labels, labels),
+            dtypes=lambda hidden, labels, mask: (hidden, hidden, hidden),
+        )
+        self.backward_kernel = _kernel(self, backward)
+
+    def construct(self, hidden, labels, mask):
+        return self.forward_kernel(hidden, labels, mask)
+
+    def bprop(self, hidden, labels, mask, out, dout):
+        grad_hidden = self.backward_kernel(hidden, labels, mask, out[1], out[2], dout[0], dout[1])
+        return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask)
+
+
+class _OfWords(nn.Cell):
+    def __init__(self, bound: list[np.ndarray], weight_gradient: np.ndarray | None):
+        super().__init__(auto_prefix=False)
+
+        def forward(hidden, labels, mask, words):
+            found = vocabulary.forward(_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1), _rows(words))
+            return tuple(array.reshape(*labels.shape, *array.shape[1:]) for array in found)
+
+        def backward(hidden, labels, mask, words, entropy, normaliser, results, grad_logprobs, grad_entropy, slopes):
+            of_tokens = (labels, mask, entropy, normaliser, grad_logprobs, grad_entropy)
+            flat, given = (array.reshape(-1) for array in of_tokens), tuple(map(_rows, (words, results, slopes)))
+            return vocabulary.backward(_rows(hidden), bound[0], *flat, weight_gradient, given).reshape(hidden.shape)
+
+        self.forward_kernel = _kernel(
+            self,
+            forward,
+            shapes=lambda hidden, labels, mask, words: (labels, labels, labels, [*words[:-1], words[-1] + 1]),
+            dtypes=lambda hidden, labels, mask, words: (hidden, hidden, hidden, hidden),
+        )
+        self.backward_kernel = _kernel(self, backward)
+
+    def construct(self, hidden, labels, mask, words):
+        return self.forward_kernel(hidden, labels, mask, words)
+
+    def bprop(self, hidden, labels, mask, words, out, dout):
+        results = (out[1], out[2], out[3], dout[0], dout[1], dout[3])
+        grad_hidden = self.backward_kernel(hidden, labels, mask, words, *results)
+        return grad_hidden, ops.zeros_like(labels), ops.zeros_like(mask), ops.zeros_like(words)
+
+
+class TiledTopWords(nn.Cell):
+    """What :class:`mindrlhf.algorithms.chunked_head.ChunkedTopWords` computes, without gradients.
+
+    Args:
+        head: of the model.
+        k: number of words.
+        num_words: which may be chosen: the first so many.
+    """
+
+    def __init__(self, head: TiledTokenLogProbs, k: int, num_words: int):
+        super().__init__(auto_prefix=False)
+        bound = head.bound
+
+        def forward(hidden, labels, mask):
+            flat = (_rows(hidden), bound[0], labels.reshape(-1), mask.reshape(-1))
+            found = vocabulary.top_words(*flat, k, num_words)
+            return tuple(array.reshape(*labels.shape, *array.shape[1:]) for array in found)
+
+        self.kernel = _kernel(
+            self,
+            forward,
+            shapes=lambda hidden, labels, mask: (labels, [*labels, k], [*labels, k + 1]),
+            dtypes=lambda hidden, labels, mask: (hidden, labels, hidden),
+        )
+
+    def construct(self, hidden, labels, mask):
+        """Return the labels' log-probabilities, the words in the order of their numbers, and theirs."""
+        return self.kernel(hidden, labels, mask)
+
+
+def bind(cell: nn.Cell) -> None:
+    """Look up where the weights of the heads in ``cell`` lie; to be called before each run of it."""
+    for head in _heads(cell):
+        head.bind()
+
+
+def in_graph(cell: nn.Cell, parameters: Sequence[ms.Parameter]) -> list[ms.Parameter]:
+    """Return those of the trained ``parameters`` that the graph of ``cell`` differentiates."""
+    outside = {id(head.weight) for head in _heads(cell) if not head.in_graph}
+    return [parameter for parameter in parameters if id(parameter) not in outside]
+
+
+def collect_gradients(cell: nn.Cell, accumulators: Mapping[str, np.ndarray]) -> None:
+    """Add to ``accumulators``, by the name of a trained parameter, what the graph of ``cell`` lacks of its gradient."""
+    for head in _heads(cell):
+        if head.weight_gradient is not None:
+            gradient = accumulators[head.weight.name]
+            gradient += head.weight_gradient
+            head.weight_gradient.fill(0.0)
+
+
+def _heads(cell: nn.Cell) -> list[TiledTokenLogProbs]:
+    if cell not in _found:
+        heads = [part for _, part in cell.cells_and_names() if isinstance(part, TiledTokenLogProbs)]
+        _found[cell] = [weakref.ref(head) for head in heads]
+    return [head() for head in _found[cell]]
+
+
+def _rows(array: np.ndarray) -> np.ndarray:
+    """Return [rows, length, n] as [rows * length, n]."""
+    return array.reshape(-1, array.shape[-1])
+
+
+def _kernel(
+    owner: nn.Cell,
+    function: Callable[..., Any],
+    shapes: Callable = lambda hidden, *others: hidden,
+    dtypes: Callable = lambda hidden, *others: hidden,
+) -> ops.Custom:
+    """Return a Python function as a kernel of graphs, under a number that the next process gives it too.
+
+    MindSpore's own is the function's address, under which the next process knows another function, or none. The number
+    is free again when the owner is gone.
+    """
+    kernel = ops.Custom(function, out_shape=shapes, out_dtype=dtypes, func_type="pyfunc")
+    number = heapq.heappop(_free_numbers) if _free_numbers else next(_next_number)
+    add_pyfunc(number, function)
+    weakref.finalize(owner, _free_kernel, number)
+    kernel.add_prim_attr("fn_id", number)
+    kernel.add_prim_attr("uniq_name", f"kernel_{number}")
+    return kernel
+
+
+def _free_kernel(number: int) -> None:
+    add_pyfunc(number, None)  # and with it the arrays that it held
+    heapq.heappush(_free_numbers, number)

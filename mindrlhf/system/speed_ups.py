@@ -1,0 +1,52 @@
+"""Where the rest of the program looks up what makes it fast on a CPU: the package ``mindrlhf.cpu``.
+
+Nothing imports that package, and everything works without it, slower. What a kind of process can ask of it are the
+public functions of one module: ``training/hooks.py`` for ranks, ``rollout/hooks.py`` for rollout servers,
+``launcher.py`` for launchers, and ``imports.py`` for all.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Collection, Iterator
+from types import ModuleType
+
+_PACKAGE = "mindrlhf.cpu"
+MISSING = "mindrlhf: the CPU speed-ups (mindrlhf/cpu) are not there: training and sampling are slower"
+
+
+def of_rank(device: str) -> ModuleType | None:
+    """Return the speed-ups of a rank; None on other devices than "cpu", and without the package."""
+    return _find("training.hooks") if device == "cpu" else None
+
+
+def of_server(device: str) -> ModuleType | None:
+    """Return the speed-ups of a rollout server; None on other devices than "cpu", and without the package."""
+    return _find("rollout.hooks") if device == "cpu" else None
+
+
+def of_launcher() -> ModuleType | None:
+    """Return the speed-ups of a launcher and of the scheduler that it starts; None without the package."""
+    return _find("launcher")
+
+
+@contextlib.contextmanager
+def quick_imports(unused: Collection[str] = ()) -> Iterator[None]:
+    """Have the body, which imports large libraries, take less time and memory.
+
+    Args:
+        unused: packages that these libraries import and nobody here calls; without the speed-ups they are imported.
+    """
+    imports = _find("imports")
+    if imports is None:
+        yield
+        return
+    with imports.lasting_objects(), imports.left_out(unused) if unused else contextlib.nullcontext():
+        yield
+
+
+def _find(name: str) -> ModuleType | None:
+    found = importlib.util.find_spec(_PACKAGE)
+    if found is None or found.origin is None:  # a folder without sources is a package too, of nothing
+        return None
+    return importlib.import_module(f"{_PACKAGE}.{name}")
