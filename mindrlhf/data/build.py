@@ -149,11 +149,9 @@ def build_prompts(
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
 
     Args:
-        inputs: JSONL, JSON or Parquet files.
-        output: the MindRecord file, replaced when it exists.
+        inputs, output: JSONL, JSON or Parquet files, and the MindRecord file, which is replaced when it exists.
         tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
-        template, system, template_options: see ``load_template``.
-        min_pixels, max_pixels, image_root: see ``PictureReader``.
+        template, system, template_options: see ``load_template``; image_root and pixels: see ``PictureReader``.
         task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
         max_prompt_length: in tokens; longer prompts are dropped and counted.
         max_length: for tasks with responses, in tokens of prompt + (longer) response, end token included;

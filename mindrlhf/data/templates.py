@@ -48,7 +48,7 @@ _RESERVED |= {"chat_template", "continue_final_message", "return_assistant_token
 # What a template of a question may read, even where it has no value.
 _QUESTION_VARIABLES = frozenset({"question", "add_generation_prompt", "bos_token", "eos_token", CLOCK})
 _QUESTION_VARIABLES |= {"tools", "documents", "enable_thinking", "add_vision_id"}
-# Stands for an assistant's turn whose end is looked for.
+# Stands for a turn that is looked for in what a template makes of it.
 _TURN_MARK = "MINDRLHF-TURN"
 
 Options = Mapping[str, Any]
@@ -86,12 +86,13 @@ class PromptTemplate:
         self.takes_messages = "messages" in self.variables
         self.kept_source = source if self.takes_messages and not _is_named(name, tokenizer) else ""
         self._check(system)
+        self._has_parts = self.takes_messages and self._needs_parts()
 
     def _check(self, system: str | None) -> None:
         for option in self.options:
             if option not in self.variables:
-                read = ", ".join(sorted(self.variables - _RESERVED)) or "none"
-                raise UserError(f"template {self.name!r} reads no variable {option!r} that could be set: it has {read}")
+                read = ", ".join(sorted(self.variables - _RESERVED)) or "none that an option gives"
+                raise UserError(f"template {self.name!r} reads no variable {option!r}; it reads {read}")
         if self.takes_messages:
             return
         if "question" not in self.variables:
@@ -103,6 +104,13 @@ class PromptTemplate:
         known = {*_QUESTION_VARIABLES, *self._special_tokens, *self.options}
         for name in sorted(self.variables - known):
             raise UserError(f"template {self.name!r} uses unknown variable {name!r}; it has {', '.join(sorted(known))}")
+
+    def _needs_parts(self) -> bool:
+        """Whether the template, of a model with vision, leaves out a text that is not a list of parts."""
+        parts = [{"type": "text", "text": _TURN_MARK}]
+        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (_TURN_MARK, parts)]
+        as_text, as_parts = (isinstance(text, str) and _TURN_MARK in text for text in self._render(chats))
+        return as_parts and not as_text
 
     def render(self, example: Example, options: Options | None = None) -> str:
         """Return the prompt's text; see ``render_all``.
@@ -134,22 +142,22 @@ class PromptTemplate:
                 texts.append(RecordError(reason))
                 continue
             texts.append(None)
-            chats.append(([_as_chat(message) for message in messages], self._variables(options, example.messages[-1])))
+            chats.append(([self._as_chat(one) for one in messages], self._variables(options, example.messages[-1])))
         rendered = iter(self._render(chats))
         return [next(rendered) if text is None else text for text in texts]
 
-    def next_turn(self, messages: Sequence[Mapping[str, Any]], options: Options | None = None) -> str:
+    def next_turn(self, messages: Sequence[Message], options: Options | None = None) -> str:
         """Return the text between the end token of an assistant's turn and the assistant's next turn.
 
         Args:
-            messages: between the two turns, as chat templates take them: what tools have answered, or the user.
+            messages: between the two turns: what tools have answered, or the user.
             options: what the record sets for itself.
 
         Raises:
             RecordError: the template refuses the messages, or leaves turns out.
         """
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN_MARK}]
-        (text,) = self._render([([*turn, *messages], self._variables(options or {}))])
+        chat = [self._as_chat(one) for one in (Message("user", "?"), Message("assistant", _TURN_MARK), *messages)]
+        (text,) = self._render([(chat, self._variables(options or {}))])
         if isinstance(text, RecordError):
             raise text
         _, mark, rest = text.partition(_TURN_MARK)
@@ -157,6 +165,16 @@ class PromptTemplate:
             raise RecordError(f"template {self.name!r} leaves the turns of the assistant out")
         before, end, after = rest.partition(self._end_token) if self._end_token else ("", "", "")
         return after if end and not before.strip() else rest
+
+    def _as_chat(self, message: Message) -> dict[str, Any]:
+        """Return a message as chat templates know it: with images, and for some always, a list of parts."""
+        if not (message.images or self._has_parts):
+            return {"role": message.role, "content": message.content}
+        texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(texts):
+            parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+        return {"role": message.role, "content": parts}
 
     def _variables(self, options: Options, question: Message | None = None) -> dict[str, Any]:
         variables = {**self._special_tokens, CLOCK: DATE, **self.options, **options}
@@ -293,16 +311,6 @@ def _read_template(path: Path, tokenizer: Tokenizer) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read template {path}: {error}") from error
-
-
-def _as_chat(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates know it: one with images has a list of parts."""
-    if not message.images:
-        return {"role": message.role, "content": message.content}
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(message.content.split(IMAGE_MARK)):
-        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-    return {"role": message.role, "content": parts}
 
 
 def _question(message: Message) -> str:
