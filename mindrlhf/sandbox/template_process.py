@@ -30,7 +30,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.sandbox.leash import landlock
 from mindrlhf.system.imports import hollow_packages
 
-MAX_CPU_S = 5  # of one compilation or rendering
+MAX_CPU_S = 3  # of one compilation or rendering
 MAX_MEMORY_BYTES = 512 << 20  # on top of what the loaded modules take
 MAX_TEXT_CHARS = 1 << 24
 _MAX_REASON_CHARS = 500
