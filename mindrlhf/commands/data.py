@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.commands.vocabulary import add_aliases, allow_json, model_directory
+from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allow_json, model_directory
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import DATASETS, MODELS
 
@@ -73,8 +73,12 @@ def _register_build(actions) -> None:
         help="for map_keys; also answer, response, rejected, verifier, images",
     )
     build.add_argument(
-        "--template", default="qwen", metavar="NAME", help="qwen (default: the tokenizer's own), plain, r1, Jinja file"
+        "--template",
+        default="chat",
+        metavar="NAME",
+        help="chat (default: the tokenizer's own), plain, r1, the name of one of the tokenizer's own, or a Jinja file",
     )
+    add_template_options(build)
     build.add_argument("--system", metavar="TEXT", help="system prompt in place of the template's own")
     build.add_argument(
         "--task",
@@ -138,6 +142,7 @@ def run_build(arguments) -> int:
         min_pixels=arguments.min_pixels,
         max_pixels=arguments.max_pixels,
         image_root=arguments.image_root,
+        template_options=dict(arguments.template_option),
     )
     if arguments.json:
         print(json.dumps(asdict(report), indent=1, default=str))
@@ -190,6 +195,8 @@ def run_show(arguments) -> int:
         print(json.dumps(found, indent=1))
         return 0
     for name, value in asdict(prompts.header).items():
+        if name == "template_source" and value:
+            value = f"{len(value)} characters (--json prints them)"
         print(f"{name:22} {value}")
     for number, record in enumerate(records):
         print(f"\n--- {record.source_id}")

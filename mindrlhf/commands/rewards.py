@@ -2,7 +2,7 @@
 
 import argparse
 
-from mindrlhf.commands.vocabulary import add_aliases, allow_json, print_json
+from mindrlhf.commands.vocabulary import add_aliases, add_template_options, allow_json, print_json
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -67,6 +67,7 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
     serve.add_argument(
         "--api-key-variable", default="OPENAI_API_KEY", help="variable whose value, if any, requests must bear"
     )
+    add_template_options(serve)
     serve.set_defaults(run=_serve)
 
 
@@ -186,9 +187,14 @@ def _serve(arguments: argparse.Namespace) -> int:
         load_weights=True,
     )
     try:
-        api_key = os.environ.get(arguments.api_key_variable, "")
         server = ChatServer(
-            generator, tokenizer, arguments.model, arguments.max_length, port=arguments.port, api_key=api_key
+            generator,
+            tokenizer,
+            arguments.model,
+            arguments.max_length,
+            port=arguments.port,
+            api_key=os.environ.get(arguments.api_key_variable, ""),
+            template_options=dict(arguments.template_option),
         )
         generator.wait_ready()
         print(f"serving {arguments.model} at {server.url}; end with Ctrl-C", flush=True)

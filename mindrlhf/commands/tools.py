@@ -2,6 +2,8 @@
 
 import argparse
 
+from mindrlhf.commands.vocabulary import allow_json
+
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     """Add the parser of this command."""
@@ -10,14 +12,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--instructions", default="You are a helpful assistant.", help="what the system prompt says first"
     )
+    allow_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it."""
+    """Print it; with ``--json`` the tools' schemas, for a chat template that describes them itself."""
+    import json
+
     from mindrlhf.tools.calls import system_prompt
     from mindrlhf.tools.registry import describe, resolve
 
     tools = resolve([name.strip() for name in arguments.names.split(",")])
-    print(system_prompt([describe(name, tool) for name, tool in tools.items()], arguments.instructions))
+    descriptions = [describe(name, tool) for name, tool in tools.items()]
+    print(json.dumps(descriptions) if arguments.json else system_prompt(descriptions, arguments.instructions))
     return 0

@@ -50,6 +50,33 @@ def model_directory(text: str) -> str:
     return local_directory(text)
 
 
+def add_template_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--template-option``, whose values are pairs of a name and a JSON value."""
+    parser.add_argument(
+        "--template-option",
+        action="append",
+        default=[],
+        type=template_option,
+        metavar="NAME=JSON",
+        help="a variable of the chat template, as in enable_thinking=false; may be given several times",
+    )
+
+
+def template_option(text: str) -> tuple[str, Any]:
+    """Return ``("enable_thinking", False)`` for ``enable_thinking=false``."""
+    import json
+
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=JSON, as in enable_thinking=false, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {value!r} is not JSON: write true, false, null, a number, or text in quotes: '{name}=\"...\"'"
+        ) from None
+
+
 def write_text(path: str, text: str, *, overwrite: bool = True) -> None:
     """Write a result to a file, whole or not at all, or to standard output when ``path`` is ``-``.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonpath, relpath
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -131,7 +132,7 @@ def build_prompts(
     merges_path: str | Path | None = None,
     handler: str = "gsm8k",
     key_map: Mapping[str, str] | None = None,
-    template: str = "qwen",
+    template: str = "chat",
     system: str | None = None,
     task: str = "prompts",
     max_prompt_length: int = 1024,
@@ -143,14 +144,14 @@ def build_prompts(
     max_pixels: int | None = None,
     image_root: str | Path | None = None,
     show_progress: bool = True,
+    template_options: Mapping[str, Any] | None = None,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
 
     Args:
-        inputs: JSONL, JSON or Parquet files.
-        output: the MindRecord file, replaced when it exists.
+        inputs, output: JSONL, JSON or Parquet files, and the MindRecord file, which is replaced when it exists.
         tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
-        template, system: see ``load_template``; min_pixels, max_pixels, image_root: see ``PictureReader``.
+        template, system, template_options: see ``load_template``; image_root and pixels: see ``PictureReader``.
         task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
         max_prompt_length: in tokens; longer prompts are dropped and counted.
         max_length: for tasks with responses, in tokens of prompt + (longer) response, end token included;
@@ -180,6 +181,7 @@ def build_prompts(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         image_root=None if image_root is None else str(image_root),
+        template_options=dict(template_options or {}),
     )
     return _build(inputs, Path(output), settings, num_workers, skip_bad, show_progress)
 
@@ -327,6 +329,8 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) ->
         longest_response=tally.summary(1).longest,
         verifier_choices=tuple(sorted(tally.choices)) if any(tally.choices) else (),
         images=_image_header(encoder, tally),
+        template_options=encoder.template.options,
+        template_source=encoder.template.kept_source,
     )
 
 

@@ -7,6 +7,7 @@ first character.
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from mindrlhf.data.handlers import Example
 
@@ -39,3 +40,14 @@ def neutralised(example: Example, pattern: re.Pattern[str]) -> Example:
 
     messages = tuple(replace(message, content=apart(message.content)) for message in example.messages)
     return replace(example, messages=messages, response=apart(example.response), rejected=apart(example.rejected))
+
+
+def neutralised_value(value: Any, pattern: re.Pattern[str]) -> Any:
+    """A JSON value with every control token in its texts and names written apart."""
+    if isinstance(value, str):
+        return written_apart(value, pattern)
+    if isinstance(value, list):
+        return [neutralised_value(item, pattern) for item in value]
+    if isinstance(value, dict):
+        return {written_apart(name, pattern): neutralised_value(item, pattern) for name, item in value.items()}
+    return value

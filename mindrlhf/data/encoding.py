@@ -3,17 +3,18 @@
 Worker processes import this module, so it stays free of MindSpore, which costs seconds and 400 MB each.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised
+from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised, neutralised_value
 from mindrlhf.data.handlers import Example, RecordError, load_handler, with_source
 from mindrlhf.data.mindrecord import RESPONSES
 from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
-from mindrlhf.data.templates import load_template, response_end_id
+from mindrlhf.data.templates import load_template, record_options, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
 
 
@@ -41,6 +42,7 @@ class EncoderSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     image_root: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,13 @@ class EncodedRecord:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A record before its texts become ids."""
+    """A record before its texts become ids, and at first before its template is rendered."""
 
     example: Example
-    prompt: str
-    pictures: tuple[Picture, ...]
+    template_options: Mapping[str, Any]  # of its own
     has_control_tokens: bool
+    prompt: str = ""
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass
@@ -100,7 +103,7 @@ class RecordEncoder:
         self._settings = settings
         self._handler = load_handler(settings.handler, settings.key_map)
         self.tokenizer = load_tokenizer(settings.tokenizer_path, settings.merges_path)
-        self.template = load_template(settings.template, self.tokenizer, settings.system)
+        self.template = load_template(settings.template, self.tokenizer, settings.system, settings.template_options)
         self.pictures = PictureReader(
             settings.tokenizer_path, self.tokenizer, settings.min_pixels, settings.max_pixels, settings.image_root
         )
@@ -112,11 +115,11 @@ class RecordEncoder:
         """Return the chunk of ``raw_records``."""
         chunk = EncodedChunk(num_read=len(raw_records))
         prepared: list[_Prepared] = []
-        for raw in raw_records:
-            try:
-                prepared.append(self._prepare(raw))
-            except RecordError as error:
-                chunk.bad_records.append(BadRecord(raw.path, raw.number, str(error)))
+        for raw, record in zip(raw_records, self._prepare_all(raw_records)):
+            if isinstance(record, RecordError):
+                chunk.bad_records.append(BadRecord(raw.path, raw.number, str(record)))
+            else:
+                prepared.append(record)
         chunk.num_with_control_tokens = sum(record.has_control_tokens for record in prepared)
         all_prompt_ids = self.tokenizer.encode_batch([record.prompt for record in prepared])
         examples = [record.example for record in prepared]
@@ -140,8 +143,18 @@ class RecordEncoder:
         texts = [getattr(example, name) for example in examples]
         return [[*ids, self._end_id] for ids in self.tokenizer.encode_batch(texts)]
 
-    def _prepare(self, raw: RawRecord | BadRecord) -> _Prepared:
-        """Return the example, its prompt and its images; ids come for many prompts at once."""
+    def _prepare_all(self, raw_records: Sequence[RawRecord | BadRecord]) -> list[_Prepared | RecordError]:
+        """Return the example, the prompt and the images of each record, or what is wrong with it; ids come later, for
+        many prompts at once."""
+        read = [_caught(self._read, raw) for raw in raw_records]
+        usable = [(one.example, one.template_options) for one in read if isinstance(one, _Prepared)]
+        prompts = iter(self.template.render_all(usable))
+        return [
+            _caught(self._finish, raw, one, next(prompts)) if isinstance(one, _Prepared) else one
+            for raw, one in zip(raw_records, read)
+        ]
+
+    def _read(self, raw: RawRecord | BadRecord) -> _Prepared:
         if isinstance(raw, BadRecord):
             raise RecordError(raw.reason)
         source = self._settings.source_names[str(raw.path)]
@@ -151,23 +164,39 @@ class RecordEncoder:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
-        sources = [source for message in example.messages for source in message.images]
-        if not sources:
+        if not any(message.images for message in example.messages):
             _check_no_images(raw.fields, self._settings.handler)
-        is_controlled = self._control_tokens is not None and holds_control_token(example, self._control_tokens)
+        options, pattern = record_options(raw.fields), self._control_tokens
+        if pattern is None:
+            return _Prepared(example, options, has_control_tokens=False)
+        options_apart = neutralised_value(options, pattern)
+        is_controlled = holds_control_token(example, pattern) or options_apart != options
         if is_controlled and not self._settings.keep_control_tokens:
-            example = neutralised(example, self._control_tokens)
-        prompt = self.template.render(example)
+            example, options = neutralised(example, pattern), options_apart
+        return _Prepared(example, options, is_controlled)
+
+    def _finish(self, raw: RawRecord, record: _Prepared, prompt: str | RecordError) -> _Prepared:
+        if isinstance(prompt, RecordError):
+            raise prompt
+        example = record.example
         for text in (prompt, example.answer, example.response or "", example.rejected or ""):
             _check_storable(text)
+        sources = [source for message in example.messages for source in message.images]
         pictures = tuple(self.pictures.read(sources, raw.path))
         self.pictures.check_prompt(prompt, len(pictures))
-        return _Prepared(example, prompt, pictures, is_controlled)
+        return replace(record, prompt=prompt, pictures=pictures)
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
         max_length = self._settings.max_length
         fits_row = max_length is None or prompt_length + response_length <= max_length
         return fits_row and prompt_length <= self._settings.max_prompt_length
+
+
+def _caught(function: Callable[..., _Prepared], *arguments: Any) -> _Prepared | RecordError:
+    try:
+        return function(*arguments)
+    except RecordError as error:
+        return error
 
 
 def _check_no_images(fields: Mapping, handler: str) -> None:

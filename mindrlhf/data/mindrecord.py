@@ -86,6 +86,8 @@ class PromptFileHeader:
     format_version: int = FORMAT_VERSION
     verifier_choices: tuple[str, ...] = ()  # the records' distinct values of ``verifier``; empty when all are ""
     images: ImageHeader | None = None  # None when no record has an image
+    template_options: dict = field(default_factory=dict)  # values of the template's variables, for all records
+    template_source: str = ""  # of a chat template from a file; the tokenizer has the others
 
 
 def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> None:
@@ -150,9 +152,9 @@ def _row(record: Prompt, columns: Mapping[str, object]) -> dict[str, object]:
 
 
 def _description(header: PromptFileHeader) -> dict:
-    """Return the header's fields. Files without choices of verifiers, or images, stay readable by older releases."""
+    """Return the header's fields, without those that are empty and that older releases do not know."""
     values = asdict(header)
-    for name in ("verifier_choices", "images"):
+    for name in ("verifier_choices", "images", "template_options", "template_source"):
         if not values[name]:
             del values[name]
     return values
@@ -318,6 +320,7 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
     choices = description.get("verifier_choices", [])
     description["verifier_choices"] = tuple(choices) if isinstance(choices, list) else choices
     description["images"] = _parsed_images(path, description.get("images"))
+    description = {"template_options": {}, "template_source": "", **description}
     kinds = {known.name: known.type for known in fields(PromptFileHeader)} | {"verifier_choices": tuple}
     if description.keys() != kinds.keys():
         raise UserError(f"{path} has an incomplete header: build it again")

@@ -1,22 +1,24 @@
-"""Templates: from an ``Example`` to the text of the prompt. All are Jinja, rendered in a sandbox."""
+"""Templates: from an ``Example`` to the text of the prompt. All are Jinja, rendered as transformers renders them."""
 
 import hashlib
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
+from typing import Any
 
 from mindrlhf.data.handlers import IMAGE_MARK, Example, Message, RecordError
+from mindrlhf.data.mindrecord import PromptFileHeader
 from mindrlhf.data.pictures.processor import IMAGE_FRAME, IMAGE_TOKEN
-from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.data.tokenizers import DEFAULT_TEMPLATE, Tokenizer
 from mindrlhf.errors import UserError
+from mindrlhf.sandbox import template_process
+from mindrlhf.sandbox.template_process import TemplateFailure
 
-BUILT_IN = ("qwen", "plain", "r1")
+CHAT = "chat"
+BUILT_IN = (CHAT, "plain", "r1")
+# The name that ``chat`` had, which files of prompts go on to have where it is asked for.
+OLD_CHAT = "qwen"
 
 PLAIN_SOURCE = "{{ question + '\\n' }}"
 
@@ -34,96 +36,249 @@ R1_PLAIN_SOURCE = (
     "{{ 'Assistant:\\n' }}"
 )
 
-# What chat templates of published models ask for beyond our own variables; they test it before use.
-OPTIONAL_VARIABLES = frozenset({"tools", "documents", "enable_thinking", "add_vision_id", "strftime_now"})
-VARIABLES = frozenset({"messages", "question", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
+# What a record can set for itself, as in TRL's data sets: the variables of its template.
+OPTIONS_COLUMN = "chat_template_kwargs"
+CLOCK = "strftime_now"
+# What a template that asks for today's date is told: prompts must repeat. Templates of Llama 3 fall back to this date
+# where there is no clock.
+DATE = "2024-07-26"
+# Set here, or by transformers' function.
+_RESERVED = frozenset({"messages", "question", "add_generation_prompt", "raise_exception", "conversations"})
+_RESERVED |= {"chat_template", "continue_final_message", "return_assistant_tokens_mask"}
+# What a template of a question may read, even where it has no value.
+_QUESTION_VARIABLES = frozenset({"question", "add_generation_prompt", "bos_token", "eos_token", CLOCK})
+_QUESTION_VARIABLES |= {"tools", "documents", "enable_thinking", "add_vision_id"}
+# Stands for a turn that is looked for in what a template makes of it.
+_TURN_MARK = "MINDRLHF-TURN"
+
+Options = Mapping[str, Any]
 
 
 class PromptTemplate:
     """A template bound to a tokenizer's special tokens.
 
     Attributes:
-        name: ``qwen``, ``plain``, ``r1``, or the file name of a custom template.
-        sha256: hash (hex) of the Jinja source and the system prompt.
+        name: ``chat``, ``plain``, ``r1``, the tokenizer's name for one of its templates, or a file name.
+        source: Jinja.
+        options: values of variables of the template, for all records.
+        sha256: hash (hex) of the Jinja source, the system prompt and the options.
         ends_turns: the chat end token closes each turn, so it also closes the response.
+        takes_messages: it renders a chat, and not only one question.
+        kept_source: the source of a chat template that cannot be found again by its name; "" of others.
     """
 
-    def __init__(self, name: str, source: str, system: str | None, tokenizer: Tokenizer):
+    def __init__(
+        self, name: str, source: str, system: str | None, tokenizer: Tokenizer, options: Options | None = None
+    ):
         self.name = name
-        self.sha256 = hashlib.sha256(json.dumps([source, system]).encode()).hexdigest()
+        self.source = source
+        self.options = dict(options or {})
+        hashed = [source, system, self.options] if self.options else [source, system]
+        self.sha256 = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
         self.ends_turns = tokenizer.chat_end_token is not None and tokenizer.chat_end_token in source
+        self._end_token = tokenizer.chat_end_token if self.ends_turns else tokenizer.eos_token
         self._system = system
-        self._special_tokens = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token or ""}
-        self._template, variables = _compile(source, name)
-        self._takes_messages = "messages" in variables
-        if not self._takes_messages:
-            if "question" not in variables:
-                raise UserError(f"template {name!r} uses neither 'messages' nor 'question', so all prompts are equal")
-            if system is not None:
-                raise UserError(f"template {name!r} has no place for a system prompt; leave --system out")
+        self._special_tokens = tokenizer.special_tokens
+        try:
+            self.variables = template_process.find_variables(source)
+        except TemplateFailure as failure:
+            raise UserError(f"template {name!r} cannot be compiled: {failure}") from None
+        self.takes_messages = "messages" in self.variables
+        self.kept_source = source if self.takes_messages and not _is_named(name, tokenizer) else ""
+        self._check(system)
+        self._has_parts = self.takes_messages and self._needs_parts()
 
-    def render(self, example: Example) -> str:
-        """Return the prompt's text.
+    def _check(self, system: str | None) -> None:
+        for option in self.options:
+            if option not in self.variables:
+                read = ", ".join(sorted(self.variables - _RESERVED)) or "none that an option gives"
+                raise UserError(f"template {self.name!r} reads no variable {option!r}; it reads {read}")
+        if self.takes_messages:
+            return
+        if "question" not in self.variables:
+            raise UserError(f"template {self.name!r} uses neither 'messages' nor 'question', so all prompts are equal")
+        if system is not None:
+            raise UserError(f"template {self.name!r} has no place for a system prompt; leave --system out")
+        # Jinja renders an unknown name as nothing, so a slip of the pen would build wrong prompts in silence. Chat
+        # templates of published models do read names that are not there.
+        known = {*_QUESTION_VARIABLES, *self._special_tokens, *self.options}
+        for name in sorted(self.variables - known):
+            raise UserError(f"template {self.name!r} uses unknown variable {name!r}; it has {', '.join(sorted(known))}")
 
-        A system prompt of this template takes the place of the record's own.
+    def _needs_parts(self) -> bool:
+        """Whether the template, of a model with vision, leaves out a text that is not a list of parts."""
+        parts = [{"type": "text", "text": _TURN_MARK}]
+        chats = [([{"role": "user", "content": content}], self._variables({})) for content in (_TURN_MARK, parts)]
+        as_text, as_parts = (isinstance(text, str) and _TURN_MARK in text for text in self._render(chats))
+        return as_parts and not as_text
+
+    def render(self, example: Example, options: Options | None = None) -> str:
+        """Return the prompt's text; see ``render_all``.
 
         Raises:
             RecordError: the template refuses the messages, or has no place for some of them.
         """
-        messages = example.messages
-        if self._system is not None:
-            messages = (Message("system", self._system), *(m for m in messages if m.role != "system"))
-        if not self._takes_messages and len(messages) > 1:
-            raise RecordError(f"template {self.name!r} takes one question, the record has {len(messages)} messages")
-        try:
-            text = self._template.render(
-                messages=[{"role": message.role, "content": _content(message)} for message in messages],
-                question=_question(example.messages[-1]),
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        # A sandboxed template may fail with any error its expressions can raise.
-        except Exception as error:
-            raise RecordError(f"template {self.name!r} failed: {type(error).__name__}: {error}") from error
-        if not text:
-            raise RecordError(f"template {self.name!r} gives an empty prompt")
+        (text,) = self.render_all([(example, options or {})])
+        if isinstance(text, RecordError):
+            raise text
         return text
 
+    def render_all(self, examples: Sequence[tuple[Example, Options]]) -> list[str | RecordError]:
+        """Return the text of each prompt, or why there is none.
 
-def load_template(name: str, tokenizer: Tokenizer, system: str | None = None) -> PromptTemplate:
+        A system prompt of this template takes the place of the record's own.
+
+        Args:
+            examples: with what each sets for itself, beside and before the options of this template.
+        """
+        texts: list[str | RecordError | None] = []
+        chats = []
+        for example, options in examples:
+            messages = example.messages
+            if self._system is not None:
+                messages = (Message("system", self._system), *(m for m in messages if m.role != "system"))
+            if not self.takes_messages and len(messages) > 1:
+                reason = f"template {self.name!r} takes one question, the record has {len(messages)} messages"
+                texts.append(RecordError(reason))
+                continue
+            texts.append(None)
+            chats.append(([self._as_chat(one) for one in messages], self._variables(options, example.messages[-1])))
+        rendered = iter(self._render(chats))
+        return [next(rendered) if text is None else text for text in texts]
+
+    def next_turn(self, messages: Sequence[Message], options: Options | None = None) -> str:
+        """Return the text between the end token of an assistant's turn and the assistant's next turn.
+
+        Args:
+            messages: between the two turns: what tools have answered, or the user.
+            options: what the record sets for itself.
+
+        Raises:
+            RecordError: the template refuses the messages, or leaves turns out.
+        """
+        chat = [self._as_chat(one) for one in (Message("user", "?"), Message("assistant", _TURN_MARK), *messages)]
+        (text,) = self._render([(chat, self._variables(options or {}))])
+        if isinstance(text, RecordError):
+            raise text
+        _, mark, rest = text.partition(_TURN_MARK)
+        if not mark:
+            raise RecordError(f"template {self.name!r} leaves the turns of the assistant out")
+        before, end, after = rest.partition(self._end_token) if self._end_token else ("", "", "")
+        return after if end and not before.strip() else rest
+
+    def _as_chat(self, message: Message) -> dict[str, Any]:
+        """Return a message as chat templates know it: with images, and for some always, a list of parts."""
+        if not (message.images or self._has_parts):
+            return {"role": message.role, "content": message.content}
+        texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(texts):
+            parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+        return {"role": message.role, "content": parts}
+
+    def _variables(self, options: Options, question: Message | None = None) -> dict[str, Any]:
+        variables = {**self._special_tokens, CLOCK: DATE, **self.options, **options}
+        if "question" in self.variables and question is not None:
+            variables["question"] = _question(question)
+        return variables
+
+    def _render(self, chats: Sequence[tuple]) -> list[str | RecordError]:
+        texts = template_process.render(self.source, chats) if chats else []
+        return [self._checked(text) for text in texts]
+
+    def _checked(self, text: str | TemplateFailure) -> str | RecordError:
+        if isinstance(text, TemplateFailure):
+            return RecordError(f"template {self.name!r} failed: {text}")
+        return text or RecordError(f"template {self.name!r} gives an empty prompt")
+
+
+def load_template(
+    name: str, tokenizer: Tokenizer, system: str | None = None, options: Options | None = None
+) -> PromptTemplate:
     """Return a template.
 
     Args:
-        name: ``qwen`` (the tokenizer's own chat template, whatever its family), ``plain`` (the question and a
+        name: ``chat`` (the tokenizer's own chat template; ``qwen`` is its old name), ``plain`` (the question and a
             line break, nothing else), ``r1`` (a system prompt that asks for ``<think>`` and ``<answer>``, in
-            the tokenizer's chat template where it has one), or the path of a Jinja file with the variables
-            ``messages``, ``question``, ``add_generation_prompt``, ``bos_token`` and ``eos_token``. The last
+            the tokenizer's chat template where it has one), the name of one of several templates of the tokenizer,
+            or the path of a Jinja file: a chat template, or one that reads ``question``. The last
             line break of the file is not part of the prompt.
         tokenizer: source of the chat template and the special tokens.
         system: system prompt; for ``r1`` it replaces the built-in wording.
+        options: values of variables of the template, as JSON has them.
 
     Raises:
-        UserError: unknown name, no chat template, a faulty Jinja file, or no place for ``system``.
+        UserError: unknown name, no chat template, a faulty Jinja file, an option that the template does not read or no
+            place for ``system``.
     """
-    if name == "qwen":
-        if tokenizer.chat_template is None:
+    options = checked_options(options or {})
+    if name in (CHAT, OLD_CHAT):
+        source = _chat_template(tokenizer, options)
+        if source is None:
             raise UserError(
-                "template 'qwen' needs the chat template of the tokenizer, which has none: add tokenizer_config.json "
-                "to the tokenizer, or choose template plain or r1"
+                f"template {name!r} needs the chat template of the tokenizer, which has none: add "
+                "tokenizer_config.json to the tokenizer, or choose template plain or r1"
             )
-        return PromptTemplate(name, tokenizer.chat_template, system, tokenizer)
-    if name == "plain":
-        return PromptTemplate(name, PLAIN_SOURCE, system, tokenizer)
-    if name == "r1":
-        return PromptTemplate(name, tokenizer.chat_template or R1_PLAIN_SOURCE, system or R1_SYSTEM, tokenizer)
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f"no template {name!r}: choose from {', '.join(BUILT_IN)}, or name a Jinja file")
+    elif name == "plain":
+        source = PLAIN_SOURCE
+    elif name == "r1":
+        source, system = _chat_template(tokenizer, options) or R1_PLAIN_SOURCE, system or R1_SYSTEM
+    elif name in tokenizer.chat_templates:
+        source = tokenizer.chat_templates[name]
+    else:
+        path = Path(name)
+        name, source = path.name, _read_template(path, tokenizer)
+    return PromptTemplate(name, source, system, tokenizer, options)
+
+
+def template_of(header: PromptFileHeader, tokenizer: Tokenizer) -> PromptTemplate | None:
+    """Return the chat template that made the prompts of a file, for what follows them; None when none did, or one from
+    a file that older releases did not keep."""
+    name, options = header.template, header.template_options
+    if header.template_source:
+        return PromptTemplate(name, header.template_source, None, tokenizer, options)
+    if not _is_named(name, tokenizer):
+        return None
+    template = load_template(name, tokenizer, options=options)
+    return template if template.takes_messages else None
+
+
+def _is_named(name: str, tokenizer: Tokenizer) -> bool:
+    return name in BUILT_IN or name == OLD_CHAT or name in tokenizer.chat_templates
+
+
+def checked_options(options: Options) -> dict[str, Any]:
+    """Return the values of a template's variables that a user gives.
+
+    Raises:
+        UserError: one that is not the user's to give, or a date that is none.
+    """
+    for name in options.keys() & _RESERVED:
+        raise UserError(f"{name!r} is no option of a template: the record and the command set it")
+    if CLOCK in options:
+        try:
+            datetime.fromisoformat(options[CLOCK])
+        except (TypeError, ValueError):
+            raise UserError(f"{CLOCK} is {options[CLOCK]!r}: give a date such as {DATE}") from None
+    return dict(options)
+
+
+def record_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record sets of its template's variables: an object, or JSON of one, in ``chat_template_kwargs``.
+
+    Null stands for a name that is not there, since tables have every column in every row.
+
+    Raises:
+        RecordError: it is no such object.
+    """
+    value = fields.get(OPTIONS_COLUMN)
     try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read template {path}: {error}") from error
-    return PromptTemplate(path.name, source, system, tokenizer)
+        value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping | None):
+            raise ValueError(f"found {type(value).__name__}")
+        return checked_options({name: one for name, one in (value or {}).items() if one is not None})
+    except (ValueError, RecursionError, UserError) as error:
+        raise RecordError(f"field {OPTIONS_COLUMN!r} must hold an object of template variables: {error}") from None
 
 
 def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
@@ -138,14 +293,24 @@ def response_end_id(template: PromptTemplate, tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_ids[0 if template.ends_turns else -1]
 
 
-def _content(message: Message) -> str | list[dict[str, str]]:
-    """Return the content as chat templates know it: a message with images is a list of parts."""
-    if not message.images:
-        return message.content
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(message.content.split(IMAGE_MARK)):
-        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-    return parts
+def _chat_template(tokenizer: Tokenizer, options: Options) -> str | None:
+    """Choose among a tokenizer's templates as transformers does."""
+    templates = tokenizer.chat_templates
+    name = "tool_use" if options.get("tools") is not None and "tool_use" in templates else DEFAULT_TEMPLATE
+    if templates and name not in templates:
+        names = ", ".join(sorted(templates))
+        raise UserError(f"the tokenizer has several chat templates and no default: choose template {names}")
+    return templates.get(name)
+
+
+def _read_template(path: Path, tokenizer: Tokenizer) -> str:
+    if not path.is_file():
+        choice = ", ".join([*BUILT_IN, *sorted(tokenizer.chat_templates.keys() - {DEFAULT_TEMPLATE})])
+        raise UserError(f"no template {str(path)!r}: choose from {choice}, or name a Jinja file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read template {path}: {error}") from error
 
 
 def _question(message: Message) -> str:
@@ -154,43 +319,3 @@ def _question(message: Message) -> str:
         return message.content
     start, end = IMAGE_FRAME
     return message.content.replace(IMAGE_MARK, f"{start}{IMAGE_TOKEN}{end}")
-
-
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
-    """The environment Hugging Face chat templates are written for, without the clock: prompts must repeat."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _to_json(value: object, indent: int | None = None, separators: Sequence[str] | None = None) -> str:
-    # Jinja's own filter escapes HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators and tuple(separators))
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _compile(source: str, name: str) -> tuple[jinja2.Template, set[str]]:
-    """Return the compiled template and the variables it reads."""
-    environment = _environment()
-    try:
-        variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        template = environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"template {name!r}, line {error.lineno}: {error.message}") from error
-    # Jinja makes Python source of a template, which can break any limit of Python's compiler.
-    except Exception as error:
-        raise UserError(f"template {name!r} cannot be compiled: {type(error).__name__}: {error}") from error
-    variables -= set(environment.globals)
-    # Jinja renders an unknown name as nothing, so a slip of the pen would build wrong prompts in silence.
-    unknown = variables - VARIABLES - OPTIONAL_VARIABLES if name not in BUILT_IN else set()
-    if unknown:
-        known = ", ".join(sorted(VARIABLES))
-        raise UserError(f"template {name!r} uses unknown variable {min(unknown)!r}; it has {known}")
-    return template, variables

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from mindrlhf.errors import UserError
 
+# Templates that a tokenizer does not name.
+DEFAULT_TEMPLATE = "default"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
@@ -21,13 +24,17 @@ class AddedTokenSpec:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The settings this package needs; None where the files say nothing."""
+    """The settings this package needs; None or empty where the files say nothing.
+
+    Attributes:
+        special_tokens: by the names that chat templates know them by: ``bos_token`` and the like,
+            ``additional_special_tokens`` (a list), and those of ``extra_special_tokens``.
+        chat_templates: Jinja sources by name; one without a name is the ``default``.
+    """
 
     tokenizer_class: str | None = None
-    bos_token: str | None = None
-    eos_token: str | None = None
-    pad_token: str | None = None
-    chat_template: str | None = None
+    special_tokens: Mapping[str, str | list[str]] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
     add_prefix_space: bool = False
     added_tokens: tuple[AddedTokenSpec, ...] = ()
 
@@ -44,13 +51,12 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig | None:
     fields = read_json_object(path)
     names_path = directory / "special_tokens_map.json"
     names = read_json_object(names_path) if names_path.is_file() else {}
-    special = {key: _token_text(fields.get(key) or names.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
     return TokenizerConfig(
         tokenizer_class=fields.get("tokenizer_class"),
-        chat_template=_chat_template(directory, fields.get("chat_template")),
+        special_tokens=_special_tokens({**names, **{key: value for key, value in fields.items() if value}}),
+        chat_templates=_chat_templates(directory, fields.get("chat_template")),
         add_prefix_space=bool(fields.get("add_prefix_space", False)),
         added_tokens=_added_tokens(path, fields.get("added_tokens_decoder") or {}),
-        **special,
     )
 
 
@@ -83,18 +89,39 @@ def _check_encodable(token: str) -> None:
         raise UserError(f"tokenizer_config.json holds the token {token!r}, which is no text: {error.reason}") from error
 
 
-def _chat_template(directory: Path, entry: object) -> str | None:
-    """Newer directories keep the template in a file of its own, which comes first; some name several."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {path}: {error}") from error
-    if isinstance(entry, list):
+def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
+    extra = fields.get("extra_special_tokens")
+    named = {**(extra if isinstance(extra, Mapping) else {}), **{name: fields.get(name) for name in SPECIAL_TOKENS}}
+    tokens: dict[str, str | list[str]] = {name: text for name, one in named.items() if (text := _token_text(one))}
+    more = fields.get("additional_special_tokens")
+    if isinstance(more, list) and (texts := [text for one in more if (text := _token_text(one))]):
+        tokens["additional_special_tokens"] = texts
+    return tokens
+
+
+def _chat_templates(directory: Path, entry: object) -> dict[str, str]:
+    """Look for chat templates where transformers 4.57 does: files of their own come before tokenizer_config.json, and a
+    processor's chat_template.json, where there is a processor, before both."""
+    files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    if (default := directory / "chat_template.jinja").is_file():
+        files[DEFAULT_TEMPLATE] = default
+    if files:
+        templates: dict[str, object] = {name: _read_text(path) for name, path in files.items()}
+    elif isinstance(entry, list):
         templates = {item.get("name"): item.get("template") for item in entry if isinstance(item, Mapping)}
-        entry = templates.get("default")
-    return entry if isinstance(entry, str) else None
+    else:
+        templates = dict(entry) if isinstance(entry, Mapping) else {DEFAULT_TEMPLATE: entry}
+    legacy = directory / "chat_template.json"
+    if legacy.is_file() and (not templates.get(DEFAULT_TEMPLATE) or (directory / "preprocessor_config.json").is_file()):
+        templates[DEFAULT_TEMPLATE] = read_json_object(legacy).get("chat_template")
+    return {str(name): source for name, source in templates.items() if isinstance(source, str)}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _added_tokens(path: Path, entries: object) -> tuple[AddedTokenSpec, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tokenizers
 
-from mindrlhf.data.tokenizer_config import AddedTokenSpec, TokenizerConfig, read_tokenizer_config
+from mindrlhf.data.tokenizer_config import DEFAULT_TEMPLATE, AddedTokenSpec, TokenizerConfig, read_tokenizer_config
 from mindrlhf.errors import UserError
 from mindrlhf.hub.cache import advice
 
@@ -33,25 +33,29 @@ class Tokenizer(ABC):
         vocab_size: one more than the highest id that ``encode`` can give. (A model's embedding may have
             more rows.)
         bos_token, eos_token: their text, None when there is none.
+        special_tokens, chat_templates: see ``TokenizerConfig``.
         eos_token_ids: every id that ends a response: the chat end token first, then eos, where they exist.
         pad_token_id: the pad token, else eos, else 0. Padding is masked everywhere, so any valid id serves.
-        chat_template: Jinja source, None when the tokenizer has none.
+        chat_template: Jinja source of the default one, None when the tokenizer has none.
         control_tokens: the texts that steer a model rather than say something: special tokens, and all of the above.
     """
 
     def __init__(self, config: TokenizerConfig, added_ids: dict[str, int], special: set[str], vocab_size: int):
         """``added_ids`` maps the special and added tokens to their ids; ``special`` are those marked as special."""
         self.vocab_size = vocab_size
-        self.bos_token = config.bos_token
-        self.eos_token = config.eos_token
-        self.chat_template = config.chat_template
+        self.special_tokens = config.special_tokens
+        self.bos_token = config.special_tokens.get("bos_token")
+        self.eos_token = config.special_tokens.get("eos_token")
+        pad_token = config.special_tokens.get("pad_token")
+        self.chat_templates = config.chat_templates
+        self.chat_template = config.chat_templates.get(DEFAULT_TEMPLATE)
         self.chat_end_token = next((token for token in CHAT_END_TOKENS if token in added_ids), None)
-        named = {config.bos_token, config.eos_token, config.pad_token, self.chat_end_token} - {None}
+        named = {self.bos_token, self.eos_token, pad_token, self.chat_end_token} - {None}
         self.control_tokens = frozenset(special | named)
-        end_ids = [self._special_id(token) for token in (self.chat_end_token, config.eos_token) if token]
+        end_ids = [self._special_id(token) for token in (self.chat_end_token, self.eos_token) if token]
         self.eos_token_ids = tuple(dict.fromkeys(end_ids))
-        if config.pad_token:
-            self.pad_token_id = self._special_id(config.pad_token)
+        if pad_token:
+            self.pad_token_id = self._special_id(pad_token)
         else:
             self.pad_token_id = end_ids[-1] if end_ids else 0
 
@@ -152,7 +156,9 @@ class SentencePieceTokenizer(Tokenizer):
         control_ids = [piece_id for piece_id in range(self._num_pieces) if model.IsControl(piece_id)]
         self._special_ids = {model.IdToPiece(piece_id): piece_id for piece_id in control_ids}
         if config is None:
-            config = TokenizerConfig(bos_token=self._piece(model.bos_id()), eos_token=self._piece(model.eos_id()))
+            named = (("bos_token", model.bos_id()), ("eos_token", model.eos_id()))
+            pieces = {name: model.IdToPiece(piece_id) for name, piece_id in named if piece_id >= 0}
+            config = TokenizerConfig(special_tokens=pieces)
         for spec in config.added_tokens:
             self._check_added(path, spec)
             self._special_ids[spec.content] = spec.token_id
@@ -164,14 +170,13 @@ class SentencePieceTokenizer(Tokenizer):
         special = {token for token, token_id in self._special_ids.items() if token_id in self._skipped_ids}
         super().__init__(config, self._special_ids, special, vocab_size)
 
-    def _piece(self, piece_id: int) -> str | None:
-        return self._processor.IdToPiece(piece_id) if piece_id >= 0 else None
-
     def _check_added(self, path: Path, spec: AddedTokenSpec) -> None:
-        if spec.token_id < self._num_pieces and self._processor.IdToPiece(spec.token_id) != spec.content:
+        if spec.token_id >= self._num_pieces:
+            return
+        if (piece := self._processor.IdToPiece(spec.token_id)) != spec.content:
             raise UserError(
                 f"{path.parent / 'tokenizer_config.json'} gives {spec.content!r} the id {spec.token_id}, "
-                f"which is {self._piece(spec.token_id)!r} in {path.name}"
+                f"which is {piece!r} in {path.name}"
             )
 
     def token_to_id(self, token: str) -> int | None:
@@ -267,7 +272,8 @@ def _load_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Tokenizer:
     if config is None:
         # What Qwen2Tokenizer does without a configuration.
         end_token = AddedTokenSpec(backend.get_vocab_size(), QWEN2_END_TOKEN, {"special": True, "normalized": False})
-        config = TokenizerConfig(eos_token=QWEN2_END_TOKEN, pad_token=QWEN2_END_TOKEN, added_tokens=(end_token,))
+        special = {"eos_token": QWEN2_END_TOKEN, "pad_token": QWEN2_END_TOKEN}
+        config = TokenizerConfig(special_tokens=special, added_tokens=(end_token,))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), behavior="isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=config.add_prefix_space, use_regex=False)
     backend.normalizer = tokenizers.normalizers.NFC()

@@ -9,7 +9,7 @@ from typing import Any
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.data.mindrecord import PromptFile
-from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut, accuracy_verifier, applicable
 from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
@@ -35,8 +35,8 @@ class EvaluationJob:
     max_prompts: int  # 0 means all
     set_name: str = ""  # of evaluation.sets, whose verifier then counts as accuracy
 
-    def held_out(self) -> tuple[HeldOut, Any, int]:
-        """Open the prompts; return them, the tokenizer and the longest prompt and response together.
+    def held_out(self) -> tuple[HeldOut, Tokenizer, PromptFile]:
+        """Open the prompts; return them, the tokenizer and the file.
 
         Raises:
             UserError: the file is missing, empty or built with another tokenizer; or sampling contradicts itself.
@@ -67,7 +67,7 @@ class EvaluationJob:
         selection.check_prompts(file.header.verifier_choices, self.data_file, verifier)
         records = file.read(range(count))
         held_out = HeldOut(records, self.num_samples, part_name(verifier), sampling, config.run.seed)
-        return held_out, tokenizer, file.header.longest_prompt + config.rollout.max_response_length
+        return held_out, tokenizer, file
 
 
 def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path) -> list[Evaluation]:
@@ -78,7 +78,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
     Raises:
         UserError: the system gives the sandbox too little for programs of the models.
     """
-    held_out, tokenizer, max_model_len = job.held_out()
+    held_out, tokenizer, file = job.held_out()
     reward, tools = job.config.reward, job.config.tools
     out_dir.mkdir(parents=True, exist_ok=True)
     evaluations = []
@@ -88,7 +88,7 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
             generator = start_replicas(
                 job.config.rollout,
                 model_dir=model_dir,
-                max_model_len=max_model_len,
+                max_model_len=file.header.longest_prompt + job.config.rollout.max_response_length,
                 seed=job.config.run.seed,
                 device=job.config.run.device,
                 log_dir=out_dir,
@@ -97,7 +97,8 @@ def evaluate_models(job: EvaluationJob, model_dirs: Sequence[str], out_dir: Path
             try:
                 generator.wait_ready()
                 with contextlib.ExitStack() as stack:
-                    samples = held_out.sample(Sampler(with_tools(tools, generator, tokenizer, stack), pool, tokenizer))
+                    source = with_tools(tools, generator, tokenizer, stack, [file])
+                    samples = held_out.sample(Sampler(source, pool, tokenizer))
             finally:
                 generator.close()
             evaluations.append(Evaluation.of(0, held_out.verifier, samples, held_out.num_samples))

@@ -10,15 +10,15 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from mindrlhf.data.control_tokens import control_token_pattern, neutralised
+from mindrlhf.data.control_tokens import control_token_pattern, neutralised, neutralised_value
 from mindrlhf.data.handlers import Example, Message, RecordError
-from mindrlhf.data.templates import load_template
+from mindrlhf.data.templates import CHAT, load_template, record_options
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.types import CompletionSource, GenerationRequest, SamplingParams
@@ -59,9 +59,11 @@ class ChatServer:
         max_model_len: longest prompt and reply together, in tokens.
         port: 0 takes any that is free.
         api_key: what requests must bear; "" lets every process of this machine ask.
+        template_options: values of variables of the chat template; a request's ``chat_template_kwargs``, as vLLM's
+            server takes them, come before them.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the port is taken.
+        UserError: the tokenizer has no chat template, that reads no such variable, or the port is taken.
     """
 
     def __init__(
@@ -72,10 +74,11 @@ class ChatServer:
         max_model_len: int,
         port: int = 0,
         api_key: str = "",
+        template_options: Mapping[str, Any] | None = None,
     ):
         self._generator = generator
         self._tokenizer = tokenizer
-        self._template = load_template("qwen", tokenizer)
+        self._template = load_template(CHAT, tokenizer, options=template_options)
         self._control_tokens = control_token_pattern(tokenizer.control_tokens)
         self._max_model_len = max_model_len
         self._questions: queue.Queue[Question] = queue.Queue(MAX_WAITING)
@@ -144,7 +147,7 @@ class ChatServer:
     def _question(self, body: Any) -> Question:
         if not isinstance(body, dict):
             raise BadQuestion("the body is no JSON object")
-        prompt_ids = self._prompt_ids(body.get("messages"))
+        prompt_ids = self._prompt_ids(body.get("messages"), body)
         room = self._max_model_len - len(prompt_ids)
         if room < 1:
             raise BadQuestion(f"the prompt has {len(prompt_ids)} tokens, {self._max_model_len} is for it and reply")
@@ -161,14 +164,16 @@ class ChatServer:
                 raise BadQuestion(f"{name} is not supported here")
         return Question(prompt_ids, min(max_tokens, room), float(temperature), seed)
 
-    def _prompt_ids(self, messages: Any) -> tuple[int, ...]:
+    def _prompt_ids(self, messages: Any, body: dict[str, Any]) -> tuple[int, ...]:
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise BadQuestion(f"messages must be a list of objects with role ({', '.join(ROLES)}) and text content")
         example = Example(tuple(Message(one["role"], one["content"]) for one in messages), answer="")
-        if self._control_tokens is not None:
-            example = neutralised(example, self._control_tokens)  # or the graded text could end its own turn
         try:
-            return tuple(self._tokenizer.encode(self._template.render(example)))
+            options = record_options(body)
+            if self._control_tokens is not None:  # or the graded text could end its own turn
+                example = neutralised(example, self._control_tokens)
+                options = neutralised_value(options, self._control_tokens)
+            return tuple(self._tokenizer.encode(self._template.render(example, options)))
         except RecordError as error:
             raise BadQuestion(str(error)) from None
 

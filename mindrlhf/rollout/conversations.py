@@ -16,9 +16,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mindrlhf.data.control_tokens import control_token_pattern, written_apart
+from mindrlhf.data.handlers import Message, RecordError
+from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
+from mindrlhf.data.templates import Options, PromptTemplate, template_of
 from mindrlhf.data.tokenizers import Tokenizer
+from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
-from mindrlhf.tools.calls import TURN_END, TURN_START, ToolAnswer, ToolCall, answer_turn, observation_turn, parse_calls
+from mindrlhf.tools.calls import (
+    TURN_END,
+    TURN_START,
+    ToolAnswer,
+    ToolCall,
+    answer_turn,
+    answers_text,
+    observation_turn,
+    parse_calls,
+    without_markup,
+)
 from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
@@ -94,11 +108,70 @@ class _Conversation:
         )
 
 
+class TurnTexts:
+    """The text between two turns of the model: that of the chat template which made the prompt, with the values that
+    its variables had. Without a template the turn markers of Qwen stand around it, where the tokenizer has them.
+
+    Args:
+        tokenizer: of the model.
+        template: None where the prompts were made by none, or by one that takes no chat.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: PromptTemplate | None = None):
+        self._template = template
+        self._is_chat = None not in (tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END))
+        self._has_tool_role = template is not None and _has_tool_role(template)
+
+    def answers(self, texts: Sequence[str], options: Options) -> str:
+        """Return what tools have answered to the calls of a turn, in their order.
+
+        Where the template has tools, it writes each answer as a message of the role ``tool``; else they are one message
+        of the user, in ``<tool_response>``.
+        """
+        if self._template is None:
+            return answer_turn(texts, is_chat=self._is_chat)
+        if self._has_tool_role:
+            messages = [Message("tool", without_markup(text)) for text in texts]
+        else:
+            messages = [Message("user", answers_text(texts))]
+        return _next_turn(self._template, messages, options)
+
+    def observation(self, text: str, options: Options) -> str:
+        """Return what an environment shows after a turn."""
+        if self._template is None:
+            return observation_turn(text, is_chat=self._is_chat)
+        return _next_turn(self._template, [Message("user", without_markup(text))], options)
+
+
+def _has_tool_role(template: PromptTemplate) -> bool:
+    if "tools" not in template.variables:
+        return False
+    try:
+        return "MINDRLHF-ANSWER" in template.next_turn([Message("tool", "MINDRLHF-ANSWER")])
+    except RecordError:  # it demands a call that it has read itself
+        return False
+
+
+def _next_turn(template: PromptTemplate, messages: Sequence[Message], options: Options) -> str:
+    try:
+        return template.next_turn(messages, options)
+    except RecordError as error:
+        raise RunFailure(f"a turn of a conversation cannot be written: {error}") from None
+
+
 class Conversations:
-    """Samples conversations: turns come from ``generator``, answers from ``tools``."""
+    """Samples conversations: turns come from ``generator``, answers from ``tools``.
+
+    ``template`` made the prompts: see ``TurnTexts``.
+    """
 
     def __init__(
-        self, generator: CompletionSource, tools: ToolPool | None, tokenizer: Tokenizer, limits: ConversationLimits
+        self,
+        generator: CompletionSource,
+        tools: ToolPool | None,
+        tokenizer: Tokenizer,
+        limits: ConversationLimits,
+        template: PromptTemplate | None = None,
     ):
         self._generator = generator
         self._tools = tools
@@ -106,7 +179,7 @@ class Conversations:
         self._limits = limits
         self._control_tokens = control_token_pattern(tokenizer.control_tokens)
         self._has_warned = False
-        self._is_chat = None not in (tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END))
+        self._turns = TurnTexts(tokenizer, template)
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> Iterator[Completion]:
         """Yield every conversation as it ends: ``sum(r.num_samples)`` of them, in any order.
@@ -170,7 +243,7 @@ class Conversations:
             answer = pending if isinstance(pending, ToolAnswer) else pending.result()
             conversation.num_failures += answer.is_failure
             texts.append(self._cut(self._as_data(answer.text.strip("\n"), conversation)))
-        return self._tokenizer.encode(answer_turn(texts, is_chat=self._is_chat))
+        return self._tokenizer.encode(self._turns.answers(texts, conversation.request.template_options))
 
     def _as_data(self, text: str, conversation: _Conversation) -> str:
         """The answer with control tokens written apart: it is told, and must not end its turn or forge another."""
@@ -199,9 +272,14 @@ class Episodes(Conversations):
     """Samples episodes: every turn of the model is an action in an environment, whose observation comes next."""
 
     def __init__(
-        self, generator: CompletionSource, episodes: EpisodePool, tokenizer: Tokenizer, limits: ConversationLimits
+        self,
+        generator: CompletionSource,
+        episodes: EpisodePool,
+        tokenizer: Tokenizer,
+        limits: ConversationLimits,
+        template: PromptTemplate | None = None,
     ):
-        super().__init__(generator, None, tokenizer, limits)
+        super().__init__(generator, None, tokenizer, limits, template)
         self._episodes = episodes
         self._numbers = itertools.count()
 
@@ -234,20 +312,58 @@ class Episodes(Conversations):
         if conversation.num_turns >= self._limits.max_turns:
             return "length"
         shown = self._cut(self._as_data(step.observation, conversation))
-        return self._tokenizer.encode(observation_turn(shown, is_chat=self._is_chat))
+        return self._tokenizer.encode(self._turns.observation(shown, conversation.request.template_options))
 
 
 def with_tools(
-    tools: "ToolSection", generator: CompletionSource, tokenizer: Tokenizer, stack: contextlib.ExitStack
+    tools: "ToolSection",
+    generator: CompletionSource,
+    tokenizer: Tokenizer,
+    stack: contextlib.ExitStack,
+    files: Sequence[PromptFile] = (),
 ) -> CompletionSource:
     """Return the generator, with the tools or the environment of a config's section before it if there are any;
-    ``stack`` ends them."""
-    limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
-    if tools.environment:
-        return Episodes(generator, stack.enter_context(EpisodePool.from_config(tools)), tokenizer, limits)
-    if not tools.names:
+    ``stack`` ends them.
+
+    Args:
+        files: of all prompts that will be sampled.
+
+    Raises:
+        UserError: see ``conversation_template``.
+    """
+    if not tools.environment and not tools.names:
         return generator
-    return Conversations(generator, stack.enter_context(ToolPool.from_config(tools)), tokenizer, limits)
+    limits = ConversationLimits(tools.max_turns, tools.max_calls, tools.max_response_tokens)
+    template = conversation_template(tools, files, tokenizer)
+    if tools.environment:
+        return Episodes(generator, stack.enter_context(EpisodePool.from_config(tools)), tokenizer, limits, template)
+    return Conversations(generator, stack.enter_context(ToolPool.from_config(tools)), tokenizer, limits, template)
+
+
+def conversation_template(
+    tools: "ToolSection", files: Sequence[PromptFile], tokenizer: Tokenizer | None
+) -> PromptTemplate | None:
+    """Return the chat template that made the prompts of files, None when none did or there are no tools.
+
+    Raises:
+        UserError: they were made by different ones, so that a later turn could be of either.
+    """
+    if not files or tokenizer is None or not (tools.environment or tools.names):
+        return None
+    templates = [template_of(file.header, tokenizer) for file in files]
+    sources = [template and (template.source, template.options) for template in templates]
+    for file, source in zip(files, sources):
+        if source != sources[0]:
+            found = [f"{one.path} with {_shown_template(one.header)}" for one in (files[0], file)]
+            raise UserError(
+                f"with tools all prompts need one chat template, found {' and '.join(found)}: build them again with "
+                "the same --template and --template-option"
+            )
+    return templates[0]
+
+
+def _shown_template(header: PromptFileHeader) -> str:
+    return f"{header.template!r} {header.template_options or ''}".strip()
 
 
 def tool_metrics(samples: Sequence["Sample"]) -> dict[str, float]:

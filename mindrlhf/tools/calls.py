@@ -62,25 +62,35 @@ def _failure(reason: str) -> ToolAnswer:
     return ToolAnswer(f"Error: {reason}", is_failure=True)
 
 
+def without_markup(text: str) -> str:
+    """Return what a tool has answered as text that is no markup of a turn, whatever the tokenizer."""
+    return _MARKUP.sub("< ", text)
+
+
+def answers_text(texts: Iterable[str]) -> str:
+    """Return the content of a user's turn that gives the answers to the calls of a turn, in their order."""
+    return "\n".join(f"{ANSWER_START}\n{without_markup(text)}\n{ANSWER_END}" for text in texts)
+
+
 def answer_turn(texts: Iterable[str], *, is_chat: bool) -> str:
-    """Return the text between a turn with calls and the next turn.
+    """Return the text between a turn with calls and the next turn, where no chat template says it.
 
     Args:
         texts: answers, in the order of the calls.
         is_chat: the tokenizer has Qwen's turn markers; without them the answers stand on lines of their own.
     """
-    answers = "\n".join(f"{ANSWER_START}\n{_MARKUP.sub('< ', text)}\n{ANSWER_END}" for text in texts)
-    if not is_chat:
-        return f"\n{answers}\n"
-    return f"\n{TURN_START}user\n{answers}{TURN_END}\n{TURN_START}assistant\n"
+    return _between_turns(answers_text(texts), is_chat)
 
 
 def observation_turn(text: str, *, is_chat: bool) -> str:
     """Return the text between two turns of a model that acts in an environment; see ``answer_turn``."""
-    shown = _MARKUP.sub("< ", text)
+    return _between_turns(without_markup(text), is_chat)
+
+
+def _between_turns(content: str, is_chat: bool) -> str:
     if not is_chat:
-        return f"\n{shown}\n"
-    return f"\n{TURN_START}user\n{shown}{TURN_END}\n{TURN_START}assistant\n"
+        return f"\n{content}\n"
+    return f"\n{TURN_START}user\n{content}{TURN_END}\n{TURN_START}assistant\n"
 
 
 def system_prompt(descriptions: Sequence[Mapping[str, Any]], instructions: str = "You are a helpful assistant.") -> str:

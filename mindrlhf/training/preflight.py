@@ -22,6 +22,7 @@ from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
 from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
+from mindrlhf.rollout.conversations import conversation_template
 from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
@@ -97,6 +98,7 @@ def check_grpo_inputs(
         for file, accuracy in ((files.training, ""), *accuracies):
             if file is not None:
                 check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
+    check(conversation_template, config.tools, files.present, files.tokenizer)
     check(_check_msprobe, config)
     check(read_order, config.rollout.replay_order)
     num_steps = 0
@@ -123,10 +125,7 @@ def check_grpo_inputs(
 
 
 def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
-    """Open the inputs of a `mindrlhf sft` run on ``world_size`` ranks; see :func:`check_grpo_inputs`.
-
-    Its number of steps depends on the packing and is 0 here.
-    """
+    """Open the inputs of a `mindrlhf sft` run; the number of steps, which depends on the packing, is 0 here."""
     mistakes = Mistakes() if mistakes is None else mistakes
     mistakes.check(check_offline, config, "sft", needs=["model.path"])
     if config.run.device == "cpu":

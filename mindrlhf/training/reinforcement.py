@@ -166,7 +166,8 @@ class ReinforcementTraining(life_cycle.Training):
         if config.reward.model_path:
             scored = dataclasses.replace(plain, in_step=is_split(config.parallel_config))
             self._reward_model = RewardModel(self.team, scored, config.reward, requests.uninterruptible)
-        source = with_tools(config.tools, self._generator, inputs.tokenizer, stack)
+        files = [inputs.prompts, *filter(None, (inputs.held_out, *inputs.more_held_out.values()))]
+        source = with_tools(config.tools, self._generator, inputs.tokenizer, stack, files)
         self._sampler = Sampler(source, rewards, inputs.tokenizer, self._reward_model)
 
     def open(self, progress: Progress, checkpoints: RunCheckpoints, first_step: int, stack: contextlib.ExitStack):

@@ -16,3 +16,13 @@ def test_the_prompt_describes_the_tools(capsys):
 def test_an_unknown_tool_is_one_line(capsys):
     assert main(["tools", "--names", "calculater"]) == 2
     assert "unknown tool 'calculater'" in capsys.readouterr().err
+
+
+def test_the_schemas_are_what_a_chat_template_takes_as_tools(capsys):
+    assert main(["tools", "--names", "calculator,python", "--json"]) == 0
+    schemas = json.loads(capsys.readouterr().out)
+    assert [(one["type"], one["function"]["name"]) for one in schemas] == [
+        ("function", "calculator"),
+        ("function", "python"),
+    ]
+    assert schemas[0]["function"]["parameters"]["required"] == ["expression"]

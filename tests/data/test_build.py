@@ -64,7 +64,7 @@ def test_records_hold_ids_answers_and_sources_in_input_order(tokenizer_directory
     assert sources == ["b.jsonl:1", "b.jsonl:300", "a.parquet:1", "a.parquet:10"]
     assert (report.prompt_lengths.shortest, report.prompt_lengths.mean, report.prompt_lengths.longest) == (10, 10.0, 10)
     assert report.header == prompts.header
-    assert (prompts.header.num_read, prompts.header.longest_prompt, prompts.header.template) == (310, 10, "qwen")
+    assert (prompts.header.num_read, prompts.header.longest_prompt, prompts.header.template) == (310, 10, "chat")
 
 
 def test_a_record_may_name_its_source(tokenizer_directory, tmp_path):

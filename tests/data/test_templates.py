@@ -21,10 +21,10 @@ class StubTokenizer:
     """The part of a tokenizer that templates look at."""
 
     def __init__(self, chat_template=None, chat_end_token="<|im_end|>", eos_token_ids=(7, 1)):
-        self.chat_template = chat_template
+        self.chat_templates = {} if chat_template is None else {"default": chat_template}
         self.chat_end_token = chat_end_token
         self.eos_token_ids = eos_token_ids
-        self.bos_token = "<s>"
+        self.special_tokens = {"bos_token": "<s>"}
         self.eos_token = None
 
 
@@ -157,7 +157,7 @@ def test_template_that_fails_makes_a_bad_record(jinja_file, source, message):
 
 
 def test_unknown_names(tmp_path):
-    with pytest.raises(UserError, match="no template 'qwen3': choose from qwen, plain, r1"):
+    with pytest.raises(UserError, match="no template 'qwen3': choose from chat, plain, r1"):
         load_template("qwen3", StubTokenizer())
     with pytest.raises(UserError, match="needs the chat template of the tokenizer"):
         load_template("qwen", StubTokenizer())

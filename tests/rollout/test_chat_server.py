@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "quickstart" / "checkpoint"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
+    "<|im_start|>assistant\n{{ '<think></think>' if enable_thinking is defined and not enable_thinking }}"
 )
 MAX_MODEL_LEN = 600
 
@@ -95,6 +95,14 @@ def test_a_question_is_rendered_generated_and_answered(serve):
     assert sampling.stop_token_ids == echo.tokenizer.eos_token_ids
 
 
+def test_variables_of_the_template_come_from_the_server_and_before_that_from_the_request(serve):
+    server, echo = serve(lambda prompt: "ok", template_options={"enable_thinking": False})
+    put(server, question())
+    put(server, question(chat_template_kwargs={"enable_thinking": True}))
+    prompts = [echo.tokenizer.decode(batch[0].prompt_ids, skip_special_tokens=False) for batch, _ in echo.batches]
+    assert [prompt.endswith("<think></think>") for prompt in prompts] == [True, False]
+
+
 def test_a_graded_text_cannot_end_its_turn(serve):
     server, echo = serve(lambda prompt: "ok")
     end = echo.tokenizer.eos_token_ids[0]
@@ -132,6 +140,8 @@ def test_waiting_questions_are_answered_together_each_with_its_own(serve):
         ([], 400, "no JSON object"),
         ({"messages": []}, 400, "messages must be a list"),
         (question(1), 400, "messages must be a list"),
+        (question(chat_template_kwargs=[1]), 400, "'chat_template_kwargs' must hold an object"),
+        (question(chat_template_kwargs={"messages": []}), 400, "'messages' is no option of a template"),
         (question(max_tokens=-1), 400, "max_tokens is -1"),
         (question(temperature="hot"), 400, "temperature is 'hot'"),
         (question(seed=-1), 400, "seed is -1"),

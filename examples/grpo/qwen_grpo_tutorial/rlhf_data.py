@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--file_path", required=True, nargs="+", help="raw data: .jsonl, .json or .parquet")
     parser.add_argument("--output_path", required=True, help="MindRecord file to write")
     parser.add_argument("--dataset_type", default="gsm8k", help="gsm8k (default), deepscaler or dapo_math_17k")
-    parser.add_argument("--template", default="qwen", help="qwen (default), plain, r1, or a Jinja file")
+    parser.add_argument("--template", default="chat", help="chat (default), plain, r1, or a Jinja file")
     parser.add_argument("--max_prompt_length", type=int, default=1024, help="longer ones are dropped (default: 1024)")
     return parser.parse_args()
 
