@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindrlhf"
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+MAP = ROOT / "CONTRIBUTING.md"
 
 # The rooms by floor, from the ground up. An import goes to a lower floor or along its own, never up.
 FLOORS = (
@@ -215,7 +215,7 @@ def test_the_reader_of_arrows_sees_lazy_ones_those_for_types_and_circles(tmp_pat
 def test_the_floors_are_those_of_the_package_and_of_the_map_in_the_readme():
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert rooms - {"__init__"} == set(FLOOR_OF)
-    rows = re.findall(r"^\| (\d) \| `mindrlhf/(\w+)(?:\.py)?` \| .+ \|$", CONTRIBUTING.read_text(encoding="utf-8"), re.M)
+    rows = re.findall(r"^\| (\d) \| `mindrlhf/(\w+)(?:\.py)?` \| .+ \|$", MAP.read_text(encoding="utf-8"), re.M)
     assert [(int(floor), room) for floor, room in rows] == [(FLOOR_OF[room], room) for room in FLOOR_OF]
 
 
