@@ -5,7 +5,7 @@ A name of the program is a stand-in here. To call it sends the arguments to the 
 the value as data. So what the statements compare are plain values. Standard library only, after ``values.py`` and
 ``distrust.py``.
 
-Descriptor 3 is a socket to the program. ``request.json`` holds ``tests``, ``allow_own_helpers`` and
+Descriptor 3 is a socket to the program. Standard input is JSON with ``tests``, ``allow_own_helpers`` and
 ``stop_at_failure``. Out goes one line of JSON per test on standard output: true, false, or a text, why the test cannot
 be trusted.
 """
@@ -363,10 +363,11 @@ def _let_write(does):
 
 
 def main():
-    with open("request.json", encoding="utf-8") as file:
+    with open(0, "rb", closefd=False) as file:
         request = json.load(file)
     verdicts = os.fdopen(os.dup(1), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
     os.dup2(null, 1)
     link = Link()
     for test in request["tests"] if link.is_loaded() else ():

@@ -62,10 +62,10 @@ def run_statements(
         ValueError: a statement that cannot tell a right program from one that cheats.
     """
     request = {"tests": statements, "allow_own_helpers": allow_own_helpers, "stop_at_failure": stop_at_failure}
-    files = {"main.py": _text_of("values", "distrust", "judge_harness"), "request.json": json.dumps(request)}
+    files = {"main.py": _text_of("values", "distrust", "judge_harness")}
     ours, theirs = socket.socketpair()
     with ours, theirs, _start_program(source, limits, theirs) as program:
-        with Program(files, "main.py", limits, link=ours, is_main_ours=True) as judge:
+        with Program(files, "main.py", limits, stdin=json.dumps(request), link=ours, is_main_ours=True) as judge:
             ours.close()
             theirs.close()
             run = judge.collect()
