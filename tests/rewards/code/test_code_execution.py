@@ -3,10 +3,10 @@ import sys
 import pytest
 from code_rewards import fenced, reward
 
-from mindrlhf.rewards.code.unit_tests import UnitTests
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
 pytestmark = [
     pytest.mark.timeout(120),

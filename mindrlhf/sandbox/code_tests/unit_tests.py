@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindrlhf.rewards.code.judging import run_calls, run_statements
+from mindrlhf.sandbox.code_tests.judging import run_calls, run_statements
 from mindrlhf.sandbox.run import SandboxLimits, run_files
 
 # Below it no interpreter starts; a test that has less time left counts as failed.

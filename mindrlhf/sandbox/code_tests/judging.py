@@ -88,7 +88,7 @@ def _start_program(source: str, limits: SandboxLimits, link: socket.socket) -> P
 @functools.cache
 def _text_of(*modules: str) -> str:
     """Return the source of modules of this package, one after the other: what runs in a sandbox is one file."""
-    package = resources.files("mindrlhf.rewards.code")
+    package = resources.files("mindrlhf.sandbox.code_tests")
     return "\n".join(package.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in modules)
 
 
