@@ -33,8 +33,8 @@ def code_execution(
     ``memory_limit_mib``. See ``mindrlhf.sandbox.run`` for what the program cannot do.
 
     Expected values never come near the program: what it returns leaves its sandbox as data and is compared elsewhere
-    (``mindrlhf.sandbox.code_tests.judging``). A statement that the program could pass by its own definitions is an error that
-    says why, unless ``allow_own_helpers``.
+    (``mindrlhf.sandbox.code_tests.judging``). A statement that the program could pass by its own definitions is an
+    error that says why, unless ``allow_own_helpers``.
 
     Raises:
         ValueError: the answer holds no unit tests, or one that cannot tell a right program from one that cheats.
