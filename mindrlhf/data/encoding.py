@@ -15,6 +15,7 @@ from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ class RecordEncoder:
         for name in self._response_fields:
             if getattr(example, name) is None:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
+        if not self._response_fields:
+            _check_unit_tests(example)
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
         sources = [source for message in example.messages for source in message.images]
@@ -168,6 +171,14 @@ class RecordEncoder:
         max_length = self._settings.max_length
         fits_row = max_length is None or prompt_length + response_length <= max_length
         return fits_row and prompt_length <= self._settings.max_prompt_length
+
+
+def _check_unit_tests(example: Example) -> None:
+    """Refuse unit tests that test nothing, here instead of at every sample of a run."""
+    try:
+        UnitTests.check_record(example.answer, example.verifier)
+    except ValueError as error:
+        raise RecordError(f"the answer: {error}") from error
 
 
 def _check_no_images(fields: Mapping, handler: str) -> None:

@@ -18,6 +18,8 @@ import sys
 
 # Answers that no test should take for right, by kind: a test that passes with all of a kind does not look at the value.
 CONSTANTS = ((0, 7919, -7919.5), (True, False), ("", "qz7"), ([], [7919, 2]), ({}, {"qz7": 7919}))
+# All pass where a test looks at each item of a value, whatever that is; None passes too where it asks for no truth.
+EMPTY = ([], "", {}, ())
 # Answers that no data set expects; True is what a test of truth expects.
 UNLIKELY = (7919, -7919.5, 1e308, "qz7")
 CONSTANTS_TIME_S = 1.0
@@ -115,10 +117,12 @@ def find_weak(tests):
     weak, constant = [], None
     try:
         for number, test in enumerate(tests, start=1):
-            if any(all(_passes(test, value) for value in values) for values in CONSTANTS):
+            is_weak = any(all(_passes(test, value) for value in values) for values in CONSTANTS)
+            if is_weak or all(_passes(test, value) for value in EMPTY) and not _passes(test, None):
                 weak.append(number)
         if not all(_passes(test, True) for test in tests):
-            constant = next((value for value in UNLIKELY if all(_passes(test, value) for test in tests)), None)
+            unlikely = UNLIKELY if any("" in test.mentions for test in tests) else (*UNLIKELY, "")
+            constant = next((value for value in unlikely if all(_passes(test, value) for test in tests)), None)
     except OutOfTime:
         pass
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,5 +1,6 @@
 """Unit tests of a program, in the forms that data sets give them, and running them in the sandbox."""
 
+import ast
 import functools
 import json
 import re
@@ -16,6 +17,13 @@ from mindrlhf.sandbox.run import SandboxLimits, run_files
 MIN_TIME_S = 0.05
 # What HumanEval's and LeetCode's harnesses hand to `check`: a name, or a method of an object made without arguments.
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*)*")
+# What tests look like, in Python and in JSON.
+_SIGNS = re.compile(
+    r"""(^|\["|\\n)\s*assert\b|(^|\\n)def (test|check)\w*\(|\bTestCase\b"""
+    r"""|"(outputs|test_list|entry_point|test_cases)"\s*:""",
+    re.MULTILINE,
+)
+_KEYS = frozenset({"outputs", "test_list", "entry_point", "test_cases"})
 _EXPECTED_FORMS = (
     "give Python tests, a list of them, {inputs, outputs}, a list of {input, output}, or {test, entry_point}"
 )
@@ -41,6 +49,17 @@ class UnitTests:
             ValueError: there is no test, one that tests nothing, or the JSON is of no known form.
         """
         return _parse(answer)
+
+    @classmethod
+    def check_record(cls, answer: str, verifier: str) -> None:
+        """Parse the answer of a record that chooses ``verifier`` (names with commas between), if it holds unit tests:
+        if it chooses ``code_execution``, or nothing and looks like them.
+
+        Raises:
+            ValueError: as ``parse``.
+        """
+        if "code_execution" in verifier.split(",") or not verifier and _looks_like_tests(answer):
+            cls.parse(answer)
 
     def run(
         self, source: str, limits: SandboxLimits, stop_at_failure: bool, allow_own_helpers: bool = False
@@ -80,7 +99,11 @@ class UnitTests:
                 break
             run = run_files({"solution.py": source}, "solution.py", stdin, replace(limits, time_s=remaining_s))
             passed.append(run.succeeded and _same_output(run.stdout, expected))
-        return passed + [False] * (len(self.streams) - len(passed))
+        # To print nothing is right where nothing is expected, and earns nothing.
+        kept = [
+            has_passed for has_passed, (_, expected) in zip(passed, self.streams) if expected.strip() or not has_passed
+        ]
+        return kept + [False] * (len(self.streams) - len(passed))
 
 
 @functools.lru_cache(maxsize=256)  # the samples of a prompt have one answer
@@ -104,6 +127,21 @@ def _parse(answer: str) -> UnitTests:
         if "public_test_cases" in tests or "private_test_cases" in tests:
             return _live_code_bench(tests)
     raise ValueError(f"the answer holds no unit tests: {_EXPECTED_FORMS}")
+
+
+def _looks_like_tests(answer: str) -> bool:
+    if not _SIGNS.search(answer):
+        return False
+    tests = _json_in(answer)
+    if isinstance(tests, str):
+        try:
+            ast.parse(tests)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+        return True
+    if isinstance(tests, dict):
+        return not _KEYS.isdisjoint(tests)
+    return isinstance(tests, list) and all(isinstance(test, str) for test in tests)
 
 
 def _json_in(text: Any) -> Any:
