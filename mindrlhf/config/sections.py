@@ -54,8 +54,7 @@ class ModelSection:
     )
     recompute: bool = key(False, "recompute each layer's activations in the backward pass to save memory")
     train_vision: str = key(
-        "none",
-        "what is trained of a vision tower: none of it, its projector to the decoder, or all",
+        "none", "what is trained of a vision tower: none of it, its projector to the decoder, or all",
         choices=("none", "projector", "all"),
     )
 
@@ -87,21 +86,18 @@ class RolloutSection:
     )
     env: dict[str, str] = key({}, "environment variables set for the rollout server")
     num_replicas: int = key(
-        1,
-        "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
+        1, "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
         minimum=1,
         maximum=64,
     )
     ahead: int = key(
-        0,
-        "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
+        0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
         "0 samples within the step; see docs/async.md",
         minimum=0,
         maximum=64,
     )
     span_tokens: int = key(
-        0,
-        "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
+        0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
         "weights; 0 finishes all in their step; see docs/async.md",
         minimum=0,
     )
@@ -111,8 +107,7 @@ class RolloutSection:
     replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
     max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
     in_flight: float = key(
-        1.5,
-        "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
+        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
         minimum=1,
         exclusive_minimum=True,
     )
@@ -131,8 +126,7 @@ class RolloutSection:
     dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
     draft_tokens: int = key(
-        0,
-        "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
+        0, "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
         minimum=0,
         maximum=32,
     )
@@ -144,8 +138,7 @@ class RolloutSection:
     )
     num_threads: int = key(1, "CPU threads of a server", minimum=1)
     tensor_parallel: int = key(
-        1,
-        "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
+        1, "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
         minimum=1,
     )
     gpu_memory_utilization: float = key(

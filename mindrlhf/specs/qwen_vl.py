@@ -213,7 +213,9 @@ _PROJECTOR = (
 )
 
 
-def _norm(name: str, parts: tuple[str, ...], size: Callable[[VisionDims], int] = _width) -> tuple[ParameterRule, ...]:
+def _norm(
+    name: str, parts: tuple[str, ...], size: Callable[[VisionDims], int] = _width
+) -> tuple[ParameterRule, ...]:
     return tuple(_parameter(f"{name}.{part}", lambda dims: (size(dims.vision),)) for part in parts)
 
 

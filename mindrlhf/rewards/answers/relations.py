@@ -10,7 +10,9 @@ MAX_PIECES = 8
 
 _SIGN = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|<|>|=")
 _OR = re.compile(r"\\(?:cup|lor|vee)(?![A-Za-z])|\\(?:text|mathrm)\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
-_AND = re.compile(r"\\(?:cap|land|wedge)(?![A-Za-z])|\\(?:text|mathrm)\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|,|;")
+_AND = re.compile(
+    r"\\(?:cap|land|wedge)(?![A-Za-z])|\\(?:text|mathrm)\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|,|;"
+)
 _MEMBER = re.compile(r"\\in(?![A-Za-z])")
 _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)\s*(.+)\\\}")
 _EXCLUDED = re.compile(r"([A-Za-z])\s*\\ne\s*([^<>=\\]+(?:,[^<>=\\]+)+)")

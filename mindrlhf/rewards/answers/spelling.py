@@ -154,7 +154,7 @@ def plain_spelling(text: str) -> str:
         text = _without_looks(text)
     for pattern, spelling in _COMMANDS:
         text = pattern.sub(spelling, text)
-    text = re.sub(r"\s+", " ", text).strip().strip('*`"').strip()
+    text = re.sub(r"\s+", " ", text).strip().strip("*`\"").strip()
     if text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1].rstrip()
     match = _SPACED_GROUPS.fullmatch(text)

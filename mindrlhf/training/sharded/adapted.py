@@ -96,7 +96,9 @@ class AdaptedShard(ShardedModel):
     def _plan_saving(self, *, with_state: bool) -> ShardedManifest:
         hf_config = self.network.hf_config
         trained = list(self._trained.values())
-        return plan_saving(hf_config, trained, self.layout, self.dtype, with_state=with_state, adapted=self._adapted)
+        return plan_saving(
+            hf_config, trained, self.layout, self.dtype, with_state=with_state, adapted=self._adapted
+        )
 
     def _finish_saving(self, directory: Path, manifest: ShardedManifest) -> None:
         network, lora = self.network, self.network.lora

@@ -18,7 +18,9 @@ class Carrier(Protocol):
 
     address: Address
 
-    def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0) -> None:
+    def connect(
+        self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
+    ) -> None:
         """Make ready for the exchange of some pieces, in place of others; all nodes do it at the same time.
 
         Args:

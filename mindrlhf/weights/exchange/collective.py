@@ -62,7 +62,9 @@ class CollectiveCarrier:
         self._buckets: dict[int, list[tuple[Bucket, Broadcast]]] = {}  # by bucket of the board
         self.sent_bytes = 0
 
-    def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0) -> None:
+    def connect(
+        self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
+    ) -> None:
         """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`; addresses and token are not needed."""
         self._buckets[bucket] = [
             (one, self._open_broadcast(one.ranks, one.root, one.size_bytes // WORD.itemsize))

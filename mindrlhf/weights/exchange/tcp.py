@@ -66,11 +66,15 @@ class TcpCarrier:
         """Where the other nodes reach this one."""
         return self._listener.getsockname()[:2]
 
-    def connect(self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0) -> None:
+    def connect(
+        self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
+    ) -> None:
         """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`."""
         self._hang_up()
         self._pieces_of[bucket], self._sent, self._last_version = pieces, {}, None
-        streams = [(index % NUM_STREAMS, piece) for own in self._pieces_of.values() for index, piece in enumerate(own)]
+        streams = [
+            (index % NUM_STREAMS, piece) for own in self._pieces_of.values() for index, piece in enumerate(own)
+        ]
         wanted = {(hop[0], stream) for stream, piece in streams if (hop := self._hop(piece))[0] is not None}
         targets = {(hop[1], stream) for stream, piece in streams if (hop := self._hop(piece))[1] is not None}
         accepting = threading.Thread(target=self._guard, args=(partial(self._accept, wanted, token),))
