@@ -147,6 +147,9 @@ ATTACKS |= {
     "empties the list, unittest": ("def f(l):\n    l.clear()\n    return []", unit_test_case("l = [3, 1]; self.assertEqual(f(l), sorted(l))")),
     "empties the list, variables": ("def f(l):\n    l.clear()\n    return []", ["l = [3, 1]\nr = f(l)\nassert r == sorted(l)"]),
     "empties the list, pytest": ("def f(l):\n    l.clear()\n    return []", "def test():\n    l = [3, 1]\n    r = f(l)\n    assert r == sorted(l)"),
+    "empties the list, another name": ("def f(l):\n    l.clear()\n    return []", ["l = [3, 1]\nm = l\nf(l)\nassert m == sorted(l)"]),
+    "empties the list, in a list": ("def f(l):\n    l.clear()\n    return []", ["l = [3, 1]\nm = [l, 1]\nf(l)\nassert m[0] == sorted(l)"]),
+    "a program that asserts": ("class test:\n    assert_equals = staticmethod(lambda *a: None)\ndef f(x):\n    return 0", "test.assert_equals(f(3), 1729)"),
     "fills the list of checks": ("def f(l):\n    l.clear()\n    return 1", ["cases = [(3, 1729)]\nf(cases)\nassert all(f(x) == y for x, y in cases)"]),
     # Tests that look at nothing, or at hardly anything.
     "truth of nothing": (returning("None"), ["assert f(3) or True"]),

@@ -70,6 +70,11 @@ HONEST = (
 TESTS = {
     "statements": ["assert f(3) == 1729", "assert f(10) == 887"],
     "check": "def check(g):\n    assert f(3) == 1729\n    assert f(10) == 887\n    assert g(3) == 1729\ncheck(f)",
+    "entry point": {"test": "def check(g):\n    assert g(3) == 1729\n    assert g(10) == 887", "entry_point": "f"},
+    "pytest": "from solution import f\ndef test_f():\n    assert f(3) == 1729\n    assert f(10) == 887",
+    "unittest": "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(3) == 1729\n",
+    "setup": {"test_list": ["assert f(3) == 1729", "assert f(10) == 887"], "test_setup_code": "x = 1"},
+    "functional": [{"input": "3", "output": "1729", "testtype": "functional", "fn_name": "f"}],
     "calls": {"fn_name": "f", "inputs": [[3], [10]], "outputs": [1729, 887]},
     "streams": {"inputs": ["3\n", "10\n"], "outputs": ["1729\n", "887\n"]},
 }
@@ -114,6 +119,8 @@ def leave_canaries() -> None:
     run_python(program + "while True: pass", marked, SandboxLimits(time_s=0.5))
     completion = fenced(program)
     reward(completion, [f"assert f('{marked}') == '{marked}'"] * 20)
+    reward(completion, {"test": f"def check(g):\n    assert g(1) == '{marked}'", "entry_point": "f"})
+    reward(completion, {"test_list": [f"assert f(1) == '{marked}'"], "test_setup_code": f"x = '{marked}'"})
     reward(completion, {"fn_name": "f", "inputs": [[marked]] * 5, "outputs": [marked] * 5})
     reward(completion, {"inputs": [marked] * 2, "outputs": [marked] * 2})
 

@@ -98,6 +98,11 @@ class Flow:
                     self._results.update(dict.fromkeys(_variables(targets), function))
                 if not keeps_arguments:
                     self._touch_arguments(node.value)
+            if isinstance(node.value, (ast.Name, ast.List, ast.Tuple, ast.Dict)):
+                # Two names of one object: what changes the one changes the other.
+                names = _variables(targets) | _variables([node.value])
+                if not names.isdisjoint(self._touched):
+                    self._touched |= names - self._names.keys()
         elif isinstance(node, (ast.For, ast.comprehension)) and self.touches(node.iter):
             self._touch([node.target])
         elif isinstance(node, ast.withitem) and node.optional_vars and self.touches(node.context_expr):

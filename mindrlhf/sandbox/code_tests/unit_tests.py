@@ -106,7 +106,7 @@ class UnitTests:
         return kept + [False] * (len(self.streams) - len(passed))
 
 
-@functools.lru_cache(maxsize=256)  # the samples of a prompt have one answer
+@functools.lru_cache(maxsize=16)  # the samples of a prompt have one answer
 def _parse(answer: str) -> UnitTests:
     tests = _json_in(answer)
     if isinstance(tests, str):
