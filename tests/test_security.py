@@ -56,8 +56,8 @@ FORBIDDEN_METHODS = {"extractall", "read_pickle", "to_pickle"}
 FORBIDDEN_KEYWORDS = ("shell", "allow_pickle", "trust_remote_code")
 # The program under test runs here, in the sandbox.
 ALLOWED = {
-    ("mindrlhf/rewards/code/harness.py", "exec"),
-    ("mindrlhf/rewards/code/judge_harness.py", "exec"),
+    ("mindrlhf/sandbox/code_tests/harness.py", "exec"),
+    ("mindrlhf/sandbox/code_tests/judge_harness.py", "exec"),
     ("mindrlhf/sandbox/launcher.py", "exec"),
 }
 

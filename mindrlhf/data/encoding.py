@@ -16,6 +16,7 @@ from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, record_options, response_end_id
 from mindrlhf.data.tokenizers import load_tokenizer
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class RecordEncoder:
         for name in self._response_fields:
             if getattr(example, name) is None:
                 raise RecordError(f"no {name} to train on; handler map_keys takes one: {name}=KEY")
+        if not self._response_fields:
+            _check_unit_tests(example)
         if "rejected" in self._response_fields and example.response == example.rejected:
             raise RecordError("the preferred and the rejected response are the same text")
         if not any(message.images for message in example.messages):
@@ -197,6 +200,14 @@ def _caught(function: Callable[..., _Prepared], *arguments: Any) -> _Prepared | 
         return function(*arguments)
     except RecordError as error:
         return error
+
+
+def _check_unit_tests(example: Example) -> None:
+    """Refuse unit tests that test nothing, here instead of at every sample of a run."""
+    try:
+        UnitTests.check_record(example.answer, example.verifier)
+    except ValueError as error:
+        raise RecordError(f"the answer: {error}") from error
 
 
 def _check_no_images(fields: Mapping, handler: str) -> None:

@@ -4,17 +4,23 @@ One launcher waits, warm, for each process that runs programs. For every program
 start, and there are then three processes more:
 
 1. the watch leaves the namespaces of the launcher and waits, so that the end of all the others is seen;
-2. the namespace's first process mounts what the program may write to, counts what it holds, and kills it at a limit:
-   with it ends the namespace and all that is in it;
+2. the namespace's first process reads the request, mounts what the program may write to, counts what it holds, and
+   kills it at a limit: with it ends the namespace and all that is in it;
 3. the program runs without rights, under limits, a Landlock ruleset and a seccomp filter (``leash/``).
 
-Nothing of one program is left for the next but the launcher's own state, which holds no data of any. What a system
-refuses is left out and told in the first line on the control socket: ``{"layers": [...]}``.
+A program gets a copy of all memory of the processes it was forked from, freed parts too. So the launcher and the watch
+never read a request: they pass on descriptors, and the only process that reads it has no descendants but that program's
+(``tests/sandbox/test_launcher_memory.py`` looks). What a system refuses is left out and told in the first line on the
+control socket: ``{"layers": [...]}``.
 
-``SETTINGS`` is JSON: ``control_fd`` and ``without``, layers not to use. For each program the control socket brings a
-byte with the descriptors of its channel, standard input, output, error and, if it has one, its link to a judge. The
-channel brings the request, one line of JSON with the fields of ``run.LaunchRequest``, and takes the answers: the
-watch's process id, then how the program ended.
+``SETTINGS`` is JSON: ``control_fd`` and ``without``, layers not to use. The control socket brings one byte at a time,
+with descriptors:
+
+- ``p``, a program: its channel, standard input, output, error and, if it has one, its link to a judge. The channel
+  brings the request, one line of JSON with the fields of ``run.LaunchRequest``, and takes the answers: the watch's
+  process id, then how the program ended.
+- ``m``, a main file of this package, to be compiled once for all programs whose request names its number. It is the
+  same every time and holds nothing of any request.
 """
 
 import contextlib
@@ -40,6 +46,7 @@ import watch  # noqa: E402
 del sys.path[0]
 
 CANNOT_START_EXIT_CODE = 126
+_NO_REQUEST_EXIT_CODE = 125
 LINK_FD = 3
 # Imported once, here, instead of in every program.
 WARM_MODULES = (
@@ -48,10 +55,11 @@ WARM_MODULES = (
     "traceback typing"
 )
 _MAX_OPEN_FILES, _MAX_PENDING_SIGNALS, _LOCKED_BYTES = 64, 256, 64 << 10
+_NOBODY = 65534  # where a container maps fewer users
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_compiled: dict[str, types.CodeType] = {}
+_main_files: list[types.CodeType] = []
 
 
 # What a program's process goes on with: the compiled main file, if it is ours, and the namespace to run it in.
@@ -62,12 +70,11 @@ Started = tuple[types.CodeType | None, dict]
 class Launch:
     """One program to start."""
 
-    request: dict
-    code: types.CodeType | None  # of the main file, if it is ours
     channel: socket.socket
     descriptors: list[int]  # 0, 1, 2 of the program, and its link
     layers: set[str]
     work_dir: str = namespaces.WORK_DIR
+    request: dict = dataclasses.field(default_factory=dict)  # read by the first process of the program's namespaces
 
 
 def main() -> Started | None:
@@ -90,21 +97,21 @@ def main() -> Started | None:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 8)
         if not message:
             return None
-        channel = socket.socket(fileno=descriptors.pop(0))
-        request = _read_request(channel)
-        if request is not None:
-            code = _compile_once(request)
-            if os.fork() == 0:
-                control.close()
-                try:
-                    return _be_watch(Launch(request, code, channel, descriptors, layers))
-                except BaseException as error:  # of the watch or the first process: what the program raises is later
-                    with contextlib.suppress(OSError):
-                        _tell(channel, failure=f"{type(error).__name__}: {error}")
-                    os._exit(1)
-        channel.close()
-        for fd in descriptors:
-            os.close(fd)
+        if message == b"m":
+            with open(descriptors[0], "rb") as file:
+                _main_files.append(compile(file.read(), "main.py", "exec"))
+        elif os.fork() == 0:
+            control.close()
+            channel = socket.socket(fileno=descriptors.pop(0))
+            try:
+                return _be_watch(Launch(channel, descriptors, layers))
+            except BaseException as error:  # of the watch or the first process: what the program raises is later
+                with contextlib.suppress(OSError):
+                    _tell(channel, failure=f"{type(error).__name__}: {error}")
+                os._exit(1)
+        else:
+            for fd in descriptors:
+                os.close(fd)
 
 
 def _take_layers(without: set[str]) -> set[str]:
@@ -121,26 +128,6 @@ def _take_layers(without: set[str]) -> set[str]:
     return layers - without
 
 
-def _read_request(channel: socket.socket) -> dict | None:
-    """Return the request; None when the caller has gone away."""
-    try:
-        with channel.makefile("rb") as file:
-            line = file.readline()
-    except OSError:
-        return None
-    return json.loads(line) if line.endswith(b"\n") else None
-
-
-def _compile_once(request: dict) -> types.CodeType | None:
-    """Compile the main file if it is ours, and the same every time; other people's source is not touched here."""
-    if not request["is_main_ours"]:
-        return None
-    source = request["files"][request["main"]]
-    if source not in _compiled:
-        _compiled[source] = compile(source, request["main"], "exec")
-    return _compiled[source]
-
-
 def _be_watch(launch: Launch) -> Started:
     """Start the first process of the program's namespaces and wait for its end, which is the end of all of them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -150,31 +137,35 @@ def _be_watch(launch: Launch) -> Started:
         namespaces.leave_for_program()
     else:
         launch.work_dir = tempfile.mkdtemp(prefix="mindrlhf-sandbox-")
-        os.chmod(launch.work_dir, 0o777)  # the program may be another user
     _tell(launch.channel, pid=os.getpid(), work_dir=launch.work_dir)
     first = os.fork()
     if first == 0:
         return _be_first_process(launch)
     for fd in launch.descriptors:
         os.close(fd)
-    os.waitpid(first, 0)
+    _, status = os.waitpid(first, 0)
+    if "namespaces" not in launch.layers and os.waitstatus_to_exitcode(status) == _NO_REQUEST_EXIT_CODE:
+        os.rmdir(launch.work_dir)
+        os._exit(0)
     while "namespaces" not in launch.layers:
         signal.pause()  # daemons may be left below this process: the caller finds them there and kills all
     os._exit(0)
 
 
 def _be_first_process(launch: Launch) -> Started:
-    """Prepare what the program sees, start it, and see to it that it ends."""
+    """Read the request, prepare what the program sees, start it, and see to it that it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_DUMPABLE, 0)  # a program of the same user cannot look into this process
+    launch.request = _read_request(launch.channel)
     is_isolated = "namespaces" in launch.layers
     if is_isolated:
         namespaces.mount_program_dirs(launch.request["disk_bytes"])
+    elif os.geteuid() == 0 and "user" in launch.layers:
+        _give_to_user(launch.work_dir, launch.request["user_id"])
     for name, text in launch.request["files"].items():
-        if name != launch.request["main"] or not launch.request["is_main_ours"]:
-            with open(os.path.join(launch.work_dir, name), "wb") as file:
-                file.write(text.encode(errors="surrogatepass"))
+        with open(os.path.join(launch.work_dir, name), "wb") as file:
+            file.write(text.encode(errors="surrogatepass"))
     program = os.fork()
     if program == 0:
         return _become_program(launch)
@@ -198,6 +189,16 @@ def _be_first_process(launch: Launch) -> Started:
     with contextlib.suppress(OSError):
         _tell(launch.channel, ending=ending)
     os._exit(0)
+
+
+def _read_request(channel: socket.socket) -> dict:
+    """Return the request; end this process when the caller has gone away."""
+    line = b""
+    with contextlib.suppress(OSError), channel.makefile("rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n"):
+        os._exit(_NO_REQUEST_EXIT_CODE)
+    return json.loads(line)
 
 
 def _become_program(launch: Launch) -> Started:
@@ -257,10 +258,18 @@ def _restrict_files(launch: Launch) -> None:
     landlock.restrict(readable, [launch.work_dir, "/dev/null"], allows_network=False)
 
 
+def _give_to_user(path: str, user_id: int) -> None:
+    """Let nobody but the program's user into a directory."""
+    for user in (user_id, _NOBODY):
+        with contextlib.suppress(OSError):
+            os.chown(path, user, user)
+            return
+
+
 def _drop_privileges(user_id: int) -> None:
     """Become a user that nobody else is: the kernel limits the number of processes per user, and root's never."""
     os.setgroups([])
-    for user in (user_id, 65534):
+    for user in (user_id, _NOBODY):
         try:
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
@@ -286,7 +295,8 @@ def _prepare_interpreter(launch: Launch) -> Started:
     module = types.ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
-    return launch.code, vars(module)
+    number = launch.request["main_number"]
+    return None if number is None else _main_files[number], vars(module)
 
 
 def _show_without_launcher(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:

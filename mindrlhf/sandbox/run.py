@@ -5,7 +5,6 @@ Landlock, a user of its own, limits, and a watch over the memory it really holds
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import random
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindrlhf.sandbox import server, time_limit
+from mindrlhf.sandbox.server import input_file
 from mindrlhf.system.processes import kill_tree
 
 MAX_ERROR_CHARS = 2000
@@ -66,7 +66,7 @@ class LaunchRequest:
 
     files: dict[str, str]
     main: str
-    is_main_ours: bool  # its compiled form may be kept for the next
+    main_number: int | None  # of the launcher's compiled main files, where ``main`` is one and no file
     user_id: int
     memory_bytes: int
     disk_bytes: int
@@ -99,7 +99,8 @@ def run_files(
         stdin: what it reads.
         limits: what it may use.
         link: a socket that the program finds as descriptor 3.
-        is_main_ours: the script is a part of this package, and its compiled form may be kept.
+        is_main_ours: the script is a part of this package, the same every time; the launcher keeps its compiled form.
+            All that goes into one program goes by the others, or by ``stdin``.
 
     Raises:
         OSError: no process could be started.
@@ -131,10 +132,11 @@ class Program:
         self._has_ended = False
         self._told: dict[str, Any] = {}
         self._unread = b""
+        files = dict(files)
         request = LaunchRequest(
-            files=dict(files),
+            files=files,
             main=main,
-            is_main_ours=is_main_ours,
+            main_number=self._server.number_of_main(files.pop(main)) if is_main_ours else None,
             user_id=FIRST_USER_ID + random.SystemRandom().randrange(NUM_USER_IDS),
             memory_bytes=limits.memory_bytes,
             disk_bytes=limits.disk_bytes,
@@ -145,7 +147,7 @@ class Program:
         self._channel, theirs = socket.socketpair()
         handed = []
         try:
-            handed.append(_input_file(stdin))
+            handed.append(input_file(stdin))
             for _ in range(2):
                 if captures:
                     reading, writing = os.pipe()
@@ -267,19 +269,6 @@ class Program:
         for fd in self._outputs:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-
-def _input_file(text: str) -> int:
-    """Return a descriptor of a file that holds ``text``, lies in memory and cannot be written any more."""
-    writing = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with os.fdopen(os.dup(writing), "wb") as file:
-            file.write(text.encode(errors="surrogatepass"))
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(writing, fcntl.F_ADD_SEALS, seals)
-        return os.open(f"/proc/self/fd/{writing}", os.O_RDONLY)
-    finally:
-        os.close(writing)
 
 
 def _name_of(ending: int | str | None) -> str:

@@ -1,6 +1,7 @@
 """The warm launcher of this process: started at the first program, ended with this process."""
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -23,6 +24,21 @@ STRONG = (
     frozenset({"seccomp", "user"}),
 )
 
+_lock = threading.Lock()
+
+
+def input_file(text: str) -> int:
+    """Return a descriptor of a file that holds ``text``, lies in memory and cannot be written any more."""
+    writing = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(writing), "wb") as file:
+            file.write(text.encode(errors="surrogatepass"))
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(writing, fcntl.F_ADD_SEALS, seals)
+        return os.open(f"/proc/self/fd/{writing}", os.O_RDONLY)
+    finally:
+        os.close(writing)
+
 
 class LauncherServer:
     """A launcher and the socket by which programs are handed to it. Threads may share one; forked processes may not."""
@@ -38,6 +54,7 @@ class LauncherServer:
         """
         self._control, theirs = socket.socketpair()
         self.pid_of_owner = os.getpid()
+        self._main_numbers: dict[str, int] = {}
         settings = {"control_fd": theirs.fileno(), "without": sorted(without)}
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
         with theirs:
@@ -69,7 +86,19 @@ class LauncherServer:
 
     def launch(self, descriptors: Collection[int]) -> None:
         """Hand over the descriptors of one program: channel, standard input, output, error, link."""
-        socket.send_fds(self._control, [b"r"], list(descriptors))
+        socket.send_fds(self._control, [b"p"], list(descriptors))
+
+    def number_of_main(self, source: str) -> int:
+        """Return the number of a main file of this package; at its first use the launcher compiles it."""
+        with _lock:
+            if source not in self._main_numbers:
+                fd = input_file(source)
+                try:
+                    socket.send_fds(self._control, [b"m"], [fd])
+                finally:
+                    os.close(fd)
+                self._main_numbers[source] = len(self._main_numbers)
+            return self._main_numbers[source]
 
     def close(self) -> None:
         """End the launcher and every program it has started."""
@@ -79,7 +108,6 @@ class LauncherServer:
             self._process.wait()
 
 
-_lock = threading.Lock()
 _server: LauncherServer | None = None
 _has_warned = False
 

@@ -246,13 +246,42 @@ def test_preference_pairs_hold_both_responses_and_the_longer_one_counts(tokenize
 
 def test_records_may_choose_their_verifiers(tokenizer_directory, tmp_path):
     choices = ["code_execution", "", "accuracy_reward,format_reward", "code_execution"]
-    lines = [json.dumps({"q": f"question {i}", "v": choice}) for i, choice in enumerate(choices)]
+    lines = [json.dumps({"q": f"question {i}", "a": "assert f(1) == 1", "v": v}) for i, v in enumerate(choices)]
     path = _write_lines(tmp_path / "r.jsonl", lines)
-    options = {"handler": "map_keys", "key_map": {"question": "q", "verifier": "v"}, "template": "plain"}
+    keys = {"question": "q", "answer": "a", "verifier": "v"}
+    options = {"handler": "map_keys", "key_map": keys, "template": "plain"}
     build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
     file = PromptFile.open(tmp_path / "o.mindrecord")
     assert file.header.verifier_choices == ("", "accuracy_reward,format_reward", "code_execution")
     assert [record.verifier for record in file.read(range(4))] == choices
+
+
+@pytest.mark.parametrize("verifier", ["", "format_reward,code_execution"])
+def test_unit_tests_that_test_nothing_are_refused_when_data_is_built(tokenizer_directory, tmp_path, verifier):
+    check = {"test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "f"}
+    rows = [
+        {"q": "one", "t": "def check(candidate):\n    assert candidate(1) == 1", "v": verifier},
+        {"q": "two", "t": ["assert f(1) == 1", "assert 1 == 1"], "v": verifier},
+        {"q": "three", "t": check, "v": verifier},
+        {"q": "four", "t": "42", "v": "accuracy_reward"},
+    ]
+    keys = {"question": "q", "answer": "t", "verifier": "v"}
+    options = {"handler": "map_keys", "key_map": keys, "template": "plain"}
+    path = _write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError, match="a.jsonl:1: .*'check' is not called"):
+        build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
+    report = build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, skip_bad=True, **options)
+    assert "unit test 2 tests nothing: it asks nothing of the program" in report.bad_examples[1]
+    assert [record.answer for record in PromptFile.open(report.path).read(range(2))] == [json.dumps(check), "42"]
+
+
+def test_an_answer_may_be_put_together_from_several_fields(tokenizer_directory, tmp_path):
+    row = {"q": "one", "test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "f"}
+    path = _write_lines(tmp_path / "a.jsonl", [row])
+    options = {"handler": "map_keys", "key_map": {"question": "q", "answer": "test+entry_point"}, "template": "plain"}
+    build_prompts([path], tmp_path / "o.mindrecord", tokenizer_directory, **options)
+    (record,) = PromptFile.open(tmp_path / "o.mindrecord").read(range(1))
+    assert json.loads(record.answer) == {"test": row["test"], "entry_point": "f"}
 
 
 def test_files_without_choices_are_as_they_were_before_there_were_any(tokenizer_directory, tmp_path):

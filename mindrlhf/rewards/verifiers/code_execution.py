@@ -2,9 +2,9 @@
 
 import re
 
-from mindrlhf.rewards.code.unit_tests import UnitTests
 from mindrlhf.rewards.registry import register
 from mindrlhf.sandbox import time_limit
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 from mindrlhf.sandbox.run import SandboxLimits
 
 # What the tests leave of the pool's time limit for ending their processes, so that a slow program earns 0 for its
@@ -28,13 +28,13 @@ def code_execution(
 
     The program is the last block between ``` fences, by preference one marked as Python. ``answer`` holds the tests:
     Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs``
-    (``mindrlhf.rewards.code.unit_tests``).
+    (``mindrlhf.sandbox.code_tests.unit_tests``).
     All tests together have ``time_limit_s``, and no more than ``reward.timeout_s`` less a second; each process has
     ``memory_limit_mib``. See ``mindrlhf.sandbox.run`` for what the program cannot do.
 
     Expected values never come near the program: what it returns leaves its sandbox as data and is compared elsewhere
-    (``mindrlhf.rewards.code.judging``). A statement that the program could pass by its own definitions is an error that
-    says why, unless ``allow_own_helpers``.
+    (``mindrlhf.sandbox.code_tests.judging``). A statement that the program could pass by its own definitions is an
+    error that says why, unless ``allow_own_helpers``.
 
     Raises:
         ValueError: the answer holds no unit tests, or one that cannot tell a right program from one that cheats.

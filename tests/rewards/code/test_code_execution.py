@@ -3,10 +3,10 @@ import sys
 import pytest
 from code_rewards import fenced, reward
 
-from mindrlhf.rewards.code.unit_tests import UnitTests
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -37,7 +37,7 @@ SUM = fenced("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')")
         (SUM, {"inputs": ["1 2", "3 4", "5 5"], "outputs": ["3", "8", "10"]}, 0.0, 2 / 3),
         ("def add(a, b): return a + b", ["assert add(1, 2) == 3"], 0.0, 0.0),
         (fenced("def add(a, b:"), ["assert add(1, 2) == 3"], 0.0, 0.0),
-        (fenced("1 / 0"), ["assert True"], 0.0, 0.0),
+        (fenced("1 / 0"), ["assert f() == 1"], 0.0, 0.0),
         (ADD + "\n" + fenced("x = 1", "text"), ["assert add(1, 2) == 3"], 1.0, 1.0),
         (fenced("def add(a, b): return 0") + "\n" + ADD, ["assert add(1, 2) == 3"], 1.0, 1.0),
     ],
@@ -60,7 +60,7 @@ def test_rewards(completion, answer, all_passed, share):
     ],
 )
 def test_a_program_that_ends_or_stalls_before_its_tests_fails_them(source):
-    assert reward(fenced(source), ["assert True"], time_limit_s=2) == 0.0
+    assert reward(fenced(source), ["assert f() == 1"], time_limit_s=2) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,17 @@
-# ruff: noqa: F821 -- values.py and distrust.py stand before this text when it runs
-"""The side of the tests: runs a data set's statements, in a sandbox and an interpreter that the program is not in.
+# ruff: noqa: F821 -- values.py stands before this text when it runs
+"""The judge's end of the socket to the program, and what stands for the program's names and objects in a test.
 
-A name of the program is a stand-in here. To call it sends the arguments to the program's own sandbox, and brings back
-the value as data. So what the statements compare are plain values. Standard library only, after ``values.py`` and
-``distrust.py``.
-
-Descriptor 3 is a socket to the program. ``request.json`` holds ``tests``, ``allow_own_helpers`` and
-``stop_at_failure``. Out goes one line of JSON per test on standard output: true, false, or a text, why the test cannot
-be trusted.
+Both ways go lines of JSON; ``harness`` has the other end. Standard library only, after ``values.py``.
 """
 
-import ast
 import builtins
-import importlib
+import collections
+import copy
+import decimal
 import json
-import os
+import math
 import socket
 
-# Names of the standard library that tests use without importing them: data sets run them beside a solution that does.
-MODULES = (
-    *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "inspect"),
-    *("itertools", "json", "math", "operator", "os", "random", "re", "statistics", "string", "sys", "time", "typing"),
-)
-FROM_MODULES = {
-    name: module
-    for module, names in {
-        "collections": "Counter OrderedDict defaultdict deque namedtuple",
-        "math": "ceil factorial floor gcd inf isclose isnan nan pi sqrt",
-        "copy": "deepcopy",
-        "decimal": "Decimal",
-        "fractions": "Fraction",
-        "itertools": "chain permutations product",
-        "typing": "Any Callable Dict Iterable List Optional Sequence Set Tuple Union",
-    }.items()
-    for name in names.split()
-}
 MAX_LINE_BYTES = 64 << 20
 
 
@@ -46,6 +23,10 @@ class Gone(BaseException):
     """The program has ended, or does not keep to the protocol."""
 
 
+class NotFinite(BaseException):
+    """The program has returned a number with which comparisons go wrong; the test is failed."""
+
+
 class Link:
     """Questions to the program."""
 
@@ -53,7 +34,12 @@ class Link:
         self._socket = socket.socket(fileno=3)
         self._lines, self._writing = self._socket.makefile("rb"), self._socket.makefile("wb")
         self._functions = []
-        self.allows_nan = False
+        self.begin(frozenset())
+
+    def begin(self, mentions):
+        """Begin a test, whose words are ``mentions``."""
+        self.allows_nan = bool(mentions & {"nan", "isnan", "nan_ok"})
+        self.allows_inf = bool(mentions & {"inf", "infinity", "isinf", "isfinite"})
         self.writes_back = False
         self.trouble = None  # kept, since a test may catch everything
 
@@ -111,9 +97,10 @@ class Link:
             return Remote(self, content)
 
         value = decode(data, as_object)
-        if not self.allows_nan and _holds_nan(value):
-            # Every comparison with it is false, so that `not abs(f(x) - y) > eps` would hold.
-            raise ValueError("not a number")
+        # Every comparison with what is not a number is false, so that `not abs(f(x) - y) > eps` would hold; the
+        # difference of two infinities is not a number.
+        if not self.allows_nan and _holds(value, _is_nan) or not self.allows_inf and _holds(value, _is_inf):
+            self.fail(NotFinite())
         return value
 
     def _as_object(self, value):
@@ -145,6 +132,25 @@ class Link:
         if not isinstance(reply, dict):
             self.fail(Gone())
         return reply
+
+
+class ConstantLink(Link):
+    """A program that answers every question by one value, for tests of the tests.
+
+    Args:
+        value: the answer.
+        kinds: of the names that the true program defines.
+    """
+
+    def __init__(self, value, kinds):
+        self._value, self._kinds = value, kinds
+        self.begin(frozenset())
+
+    def names(self, wanted):
+        return {name: self._kinds[name] for name in wanted if name in self._kinds}
+
+    def ask(self, kind, target, arguments=(), keywords=None):
+        return copy.deepcopy(self._value)
 
 
 class Remote:
@@ -263,118 +269,20 @@ def _replace(target, value):
         target.update(value)
 
 
-def _holds_nan(value):
-    if isinstance(value, float):
-        return value != value
-    if isinstance(value, complex):
-        return value != value
+def _holds(value, is_bad):
+    """Whether a value, or one in it, is bad."""
     if isinstance(value, dict):
-        return any(map(_holds_nan, value)) or any(map(_holds_nan, value.values()))
-    return isinstance(value, (list, tuple, set, frozenset)) and any(map(_holds_nan, value))
+        return any(_holds(item, is_bad) for pair in value.items() for item in pair)
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return any(_holds(item, is_bad) for item in value)
+    return isinstance(value, (float, complex, decimal.Decimal)) and is_bad(value)
 
 
-def _own_names(tree):
-    """Return the names that a test takes from elsewhere: from the program, the standard library or Python."""
-    stored = set()
-    loaded = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (loaded if isinstance(node.ctx, ast.Load) else stored).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            stored.add(node.name)
-        elif isinstance(node, ast.arg):
-            stored.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            stored.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            stored |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return loaded - stored
+def _is_nan(number):
+    return number.is_nan() if isinstance(number, decimal.Decimal) else number != number
 
 
-def _namespace(tree, link):
-    """Return the names a test runs with, and those of them that are the program's."""
-    own = _own_names(tree)
-    found = link.names(sorted(own))
-    namespace, programs = {"__name__": "test"}, set()
-    others = {name for name in own if not hasattr(builtins, name) and name not in MODULES and name not in FROM_MODULES}
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    if not others:
-        # A task may ask for a function by the name of Python's own, such as sum: only if nothing else can be meant.
-        taken = {name for name in called & own if found.get(name) == "callable"}
-        if len(taken) > 1:
-            raise Untrusted(f"the test calls {', '.join(sorted(taken))}, of which only one can be the program's")
-        others = taken
-    for name in own - others:
-        if name in MODULES:
-            namespace[name] = importlib.import_module(name)
-        elif name in FROM_MODULES:
-            namespace[name] = getattr(importlib.import_module(FROM_MODULES[name]), name)
-    for name in others & found.keys():
-        programs.add(name)
-        namespace[name] = link.ask("name", name) if found[name] == "value" else Stub(link, name)
-    return namespace, programs
-
-
-def _verdict(test, link, allows_own_helpers):
-    """Return whether a test passes, why it cannot be trusted, or None once the program has ended."""
-    link.allows_nan, link.writes_back, link.trouble = "nan" in test, False, None
-    try:
-        tree = ast.parse(test)
-        namespace, programs = _namespace(tree, link)
-        reason, keeps_arguments = distrust(tree, programs)
-        if reason and not allows_own_helpers:
-            return reason
-
-        def let_write(does):
-            link.writes_back = does
-
-        namespace["__let_write__"] = let_write
-        tree = ast.fix_missing_locations(WriteBack(keeps_arguments).visit(tree))
-        exec(compile(tree, "test.py", "exec"), namespace)
-        passes = True
-    except Untrusted as error:
-        link.trouble, passes = error, False
-    except BaseException:  # SystemExit too
-        passes = False
-    if isinstance(link.trouble, Untrusted):
-        return str(link.trouble)
-    return None if link.trouble else passes
-
-
-class WriteBack(ast.NodeTransformer):
-    """Lets what the program does to a list or dict it was given show in the test, for calls that stand alone.
-
-    Not in what is asserted: a program could empty the list from which the expected value is still to be computed.
-    """
-
-    def __init__(self, keeps_arguments):
-        self._kinds = (ast.Expr,) if keeps_arguments else (ast.Expr, ast.Assign, ast.AnnAssign)
-
-    def visit(self, node):
-        node = self.generic_visit(node)
-        if not isinstance(node, self._kinds) or isinstance(node.value, (ast.Constant, ast.Yield, type(None))):
-            return node
-        return [_let_write(True), node, _let_write(False)]
-
-
-def _let_write(does):
-    function = ast.Name("__let_write__", ast.Load())
-    return ast.Expr(ast.Call(function, [ast.Constant(does)], []))
-
-
-def main():
-    with open("request.json", encoding="utf-8") as file:
-        request = json.load(file)
-    verdicts = os.fdopen(os.dup(1), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    link = Link()
-    for test in request["tests"] if link.is_loaded() else ():
-        verdict = _verdict(test, link, request["allow_own_helpers"])
-        print(json.dumps(verdict), file=verdicts, flush=True)
-        if verdict is None or (verdict is not True and request["stop_at_failure"]):
-            break
-    os._exit(0)
-
-
-main()
+def _is_inf(number):
+    if isinstance(number, decimal.Decimal):
+        return number.is_infinite()
+    return any(map(math.isinf, (number.real, number.imag)))

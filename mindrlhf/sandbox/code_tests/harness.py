@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import types
+import typing
 
 MAX_ITEMS = 1_000_000
 
@@ -32,10 +33,18 @@ class Program:
     def load(self):
         with open("solution.py", encoding="utf-8", errors="surrogatepass") as file:
             source = file.read()
+        # Starter code annotates with List and the like, and does not import them. As builtins, they are no names that
+        # the program defines.
+        for name in typing.__all__:
+            if name[0].isupper() and not hasattr(builtins, name):
+                setattr(builtins, name, getattr(typing, name))
         # Not "__main__": what a script does when it is run is not under test.
         module = types.ModuleType("solution")
         self.names = vars(module)
         exec(compile(source, "solution.py", "exec"), self.names)
+        if os.path.exists("setup.py"):
+            with open("setup.py", encoding="utf-8", errors="surrogatepass") as file:
+                exec(compile(file.read(), "setup.py", "exec"), self.names)
 
     def answer(self, question):
         if "names" in question:

@@ -5,7 +5,13 @@ sides of a comparison come from it, or where one of its functions judges the val
 (``assert is_solution(solve(x))``, with ``is_solution`` redefined by the program).
 """
 
+# ruff: noqa: F821 -- statements.py stands before this text when it runs
+
 import ast
+
+# Methods of unittest that compare their first two arguments; functions that do.
+COMPARING = ("Equal", "Equals", "In", "Is", "IsNot", "Less", "Greater")
+NEAR = ("isclose", "allclose", "array_equal")
 
 
 def distrust(tree, programs):
@@ -13,7 +19,7 @@ def distrust(tree, programs):
 
     Args:
         tree: the parsed test.
-        programs: the names that the program defines.
+        programs: the names of the test that stand for what the program defines, with its own names for them.
     """
     for keeps_arguments in (False, True):
         flow = Flow(tree, programs, keeps_arguments)
@@ -22,12 +28,34 @@ def distrust(tree, programs):
     return reason, True
 
 
+def asked_apart(tree, programs):
+    """Return the names called in assertions that no value of the program gets to."""
+    flow = Flow(tree, programs, False)
+    names = set()
+    for node in filter(is_check, ast.walk(tree)):
+        asked = node.test if isinstance(node, ast.Assert) else node
+        if not flow.touches(asked):
+            names |= {part.func.id for part in ast.walk(asked) if _is_plain_call(part)}
+    return names
+
+
+def wraps_others(tree, name):
+    """Whether a function is given what another one returns: it could judge that, and is not the one asked for."""
+    for node in ast.walk(tree):
+        if _is_plain_call(node) and node.func.id == name:
+            for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                inner = {part.func.id for part in ast.walk(argument) if _is_plain_call(part)}
+                if inner - TYPES - {name}:
+                    return True
+    return False
+
+
 class Flow:
     """Where the program's values get to in a test, whatever the order of its statements."""
 
     def __init__(self, tree, programs, keeps_arguments):
         self._tree = tree
-        self._names = {name: name for name in programs}  # what stands for something of the program
+        self._names = dict(programs)  # what stands for something of the program
         self._add_parameters()
         self._touched = set()  # variables that hold values of the program, or that it may have changed
         self._results = {}  # variables that hold what one of its functions returned: which
@@ -39,13 +67,15 @@ class Flow:
 
     def reason(self):
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.ExceptHandler) and node.type is not None and self._touches(node.type):
+            if any(map(self.touches, _caught(node))):
                 return "the test catches an exception class of the program's own"
+            if any(all(map(self.touches, pair)) for pair in _compared(node)):
+                return "both sides of a comparison come from the program"
             if isinstance(node, ast.Call) and (names := self._judged(node)):
                 return f"the test judges the value of '{names[1]}' by the program's own '{names[0]}'"
-            if isinstance(node, ast.Assert):
-                for part in ast.walk(node.test):
-                    if isinstance(part, ast.Compare) and all(map(self._touches, [part.left, *part.comparators])):
+            if is_check(node):
+                for part in ast.walk(node.test if isinstance(node, ast.Assert) else node):
+                    if isinstance(part, ast.Compare) and all(map(self.touches, [part.left, *part.comparators])):
                         return "both sides of a comparison come from the program"
         return None
 
@@ -62,32 +92,34 @@ class Flow:
     def _follow(self, node, keeps_arguments):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if self._touches(node.value):
+            if self.touches(node.value):
                 self._touch(targets)
                 for function in self._functions_in(node.value):
                     self._results.update(dict.fromkeys(_variables(targets), function))
                 if not keeps_arguments:
                     self._touch_arguments(node.value)
-        elif isinstance(node, (ast.For, ast.comprehension)) and self._touches(node.iter):
+            if isinstance(node.value, (ast.Name, ast.List, ast.Tuple, ast.Dict)):
+                # Two names of one object: what changes the one changes the other.
+                names = _variables(targets) | _variables([node.value])
+                if not names.isdisjoint(self._touched):
+                    self._touched |= names - self._names.keys()
+        elif isinstance(node, (ast.For, ast.comprehension)) and self.touches(node.iter):
             self._touch([node.target])
-        elif isinstance(node, ast.withitem) and node.optional_vars and self._touches(node.context_expr):
+        elif isinstance(node, ast.withitem) and node.optional_vars and self.touches(node.context_expr):
             self._touch([node.optional_vars])
-        elif isinstance(node, ast.Expr):
+        elif isinstance(node, ast.Expr) and not any(map(is_check, ast.walk(node))):
             self._touch_arguments(node.value)
 
     def _touch_arguments(self, expression):
         for call in ast.walk(expression):
-            if isinstance(call, ast.Call) and self._touches(call.func):
+            if isinstance(call, ast.Call) and self.touches(call.func):
                 self._touch([argument for argument in call.args if isinstance(argument, ast.Name)])
 
     def _touch(self, targets):
         self._touched |= _variables(targets) - self._names.keys()
 
-    def _touches(self, expression):
-        return any(
-            isinstance(node, ast.Name) and (node.id in self._names or node.id in self._touched)
-            for node in ast.walk(expression)
-        )
+    def touches(self, expression):
+        return any(name in self._names or name in self._touched for name in _variables([expression]))
 
     def _functions_in(self, expression):
         """Return the program's functions that an expression calls. By their names: classes begin with a capital."""
@@ -115,4 +147,41 @@ class Flow:
 
 
 def _variables(expressions):
-    return {node.id for expression in expressions for node in ast.walk(expression) if isinstance(node, ast.Name)}
+    """Return the names in expressions; ``self.x`` is one of its own."""
+    names, stack = set(), list(expressions)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            names.add(f"self.{node.attr}")
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        else:
+            stack += ast.iter_child_nodes(node)
+    return names
+
+
+def _is_plain_call(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def _called(node):
+    """Return the last part of the name of what is called."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _caught(node):
+    """Return the classes of exceptions that a node catches."""
+    if isinstance(node, ast.ExceptHandler) and node.type is not None:
+        return [node.type]
+    if isinstance(node, ast.Call) and _called(node) in ("raises", "assertRaises", "assertRaisesRegex"):
+        return node.args[:1]
+    return []
+
+
+def _compared(node):
+    """Return the pairs of expressions that a call compares."""
+    if not isinstance(node, ast.Call) or len(node.args) < 2:
+        return []
+    name = _called(node)
+    compares = name.startswith("assert") and name.endswith(COMPARING) and name != "assertNotIn"
+    return [node.args[:2]] if compares or name in NEAR else []

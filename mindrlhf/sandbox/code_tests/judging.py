@@ -8,6 +8,7 @@ an interpreter, a file or a standard stream; between them is a socket that carri
 import functools
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -19,12 +20,22 @@ from mindrlhf.sandbox.run import Program, SandboxLimits
 # An answer longer than this many times what is expected, or this many bytes, is not read to its end.
 MAX_ANSWER_RATIO, MAX_ANSWER_BYTES = 4, 1 << 20
 _READ_SIZE_BYTES = 1 << 16
+# What runs in the sandbox of the tests, one after the other.
+_JUDGE = ("values", "statements", "distrust", "pytest_stand_in", "judge_link", "judge_harness")
 
 
 def run_calls(
-    source: str, function: str, calls: Sequence[tuple[list, Any]], limits: SandboxLimits, stop_at_failure: bool
+    source: str,
+    function: str,
+    calls: Sequence[tuple[list, Any]],
+    limits: SandboxLimits,
+    stop_at_failure: bool,
+    is_wrapped: bool = False,
 ) -> list[bool]:
     """Return for each call, arguments and expected value, whether the program's function returns that value.
+
+    Args:
+        is_wrapped: each expected value is a list of one, and its item is expected as well.
 
     All are failed when the program ends or the time is up before the last.
 
@@ -40,10 +51,11 @@ def run_calls(
             if link.receive(MAX_ANSWER_BYTES).get("loaded") is not True:
                 return [False] * len(calls)
             for arguments, expected in calls:
-                link.send({"ask": "function", "of": function, "args": [_as_data(item) for item in arguments]})
+                link.send({"ask": "function", "of": function, "args": [_as_argument(item) for item in arguments]})
                 size = MAX_ANSWER_BYTES + MAX_ANSWER_RATIO * len(json.dumps(expected)) + link.sent_bytes
                 reply = link.receive(size)
-                passed.append("value" in reply and _is_expected(reply["value"], expected))
+                accepted = [expected, *expected] if is_wrapped else [expected]
+                passed.append("value" in reply and any(_is_expected(reply["value"], value) for value in accepted))
                 if stop_at_failure and not passed[-1]:
                     break
         except (ConnectionError, TimeoutError, ValueError, TypeError, RecursionError):
@@ -53,42 +65,66 @@ def run_calls(
 
 
 def run_statements(
-    source: str, statements: Sequence[str], limits: SandboxLimits, stop_at_failure: bool, allow_own_helpers: bool
+    source: str,
+    statements: Sequence[str],
+    limits: SandboxLimits,
+    stop_at_failure: bool,
+    allow_own_helpers: bool,
+    *,
+    setup: str = "",
+    entry_point: str = "",
 ) -> list[bool]:
     """Return which statements the program passes; all are failed when it ends or the time is up before the last.
+
+    What passes and would pass whatever the program returned is left out: it earns nothing.
+
+    Args:
+        setup: runs in the program's sandbox, after it.
+        entry_point: what HumanEval's ``check`` is called with.
 
     Raises:
         OSError: the sandbox cannot run programs here.
         ValueError: a statement that cannot tell a right program from one that cheats.
     """
-    request = {"tests": statements, "allow_own_helpers": allow_own_helpers, "stop_at_failure": stop_at_failure}
-    files = {"main.py": _text_of("values", "distrust", "judge_harness"), "request.json": json.dumps(request)}
+    request = {
+        "tests": statements,
+        "entry_point": entry_point,
+        "allow_own_helpers": allow_own_helpers,
+        "stop_at_failure": stop_at_failure,
+    }
+    files = {"main.py": _text_of(*_JUDGE)}
     ours, theirs = socket.socketpair()
-    with ours, theirs, _start_program(source, limits, theirs) as program:
-        with Program(files, "main.py", limits, link=ours, is_main_ours=True) as judge:
+    with ours, theirs, _start_program(source, limits, theirs, setup) as program:
+        with Program(files, "main.py", limits, stdin=json.dumps(request), link=ours, is_main_ours=True) as judge:
             ours.close()
             theirs.close()
             run = judge.collect()
         program.check_started()
     verdicts = [json.loads(line) for line in run.stdout.splitlines()] if run.succeeded else []
+    found = verdicts.pop() if verdicts and isinstance(verdicts[-1], dict) else {"weak": [], "constant": None}
     for number, verdict in enumerate(verdicts, start=1):
         if isinstance(verdict, str):
             raise ValueError(f"unit test {number} cannot be trusted: {verdict}")
     was_stopped = stop_at_failure and verdicts and not verdicts[-1]
     if len(verdicts) < len(statements) and not was_stopped or None in verdicts:
         return [False] * len(statements)
-    return verdicts + [False] * (len(statements) - len(verdicts))
+    if len(found["weak"]) == len(statements):
+        raise ValueError("the unit tests cannot be trusted: they pass whatever the program returns")
+    if found["constant"] is not None:
+        raise ValueError(f"the unit tests cannot be trusted: always to return {found['constant']!r} passes them all")
+    kept = [verdict for number, verdict in enumerate(verdicts, start=1) if not (verdict and number in found["weak"])]
+    return kept + [False] * (len(statements) - len(verdicts))
 
 
-def _start_program(source: str, limits: SandboxLimits, link: socket.socket) -> Program:
-    files = {"main.py": _text_of("values", "harness"), "solution.py": source}
+def _start_program(source: str, limits: SandboxLimits, link: socket.socket, setup: str = "") -> Program:
+    files = {"main.py": _text_of("values", "harness"), "solution.py": source} | ({"setup.py": setup} if setup else {})
     return Program(files, "main.py", limits, link=link, is_main_ours=True, captures=False)
 
 
 @functools.cache
 def _text_of(*modules: str) -> str:
     """Return the source of modules of this package, one after the other: what runs in a sandbox is one file."""
-    package = resources.files("mindrlhf.rewards.code")
+    package = resources.files("mindrlhf.sandbox.code_tests")
     return "\n".join(package.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in modules)
 
 
@@ -134,6 +170,14 @@ class _Link:
         if remaining_s <= 0:
             raise TimeoutError
         self._connection.settimeout(remaining_s)
+
+
+def _as_argument(value: Any) -> Any:
+    """Return an argument as data. A dict whose keys are all whole numbers had such keys before it became JSON, as the
+    harness of APPS knows."""
+    if isinstance(value, dict) and value and all(re.fullmatch(r"-?\d{1,18}", key) for key in value):
+        return {"dict": [[int(key), _as_data(item)] for key, item in value.items()]}
+    return _as_data(value)
 
 
 def _as_data(value: Any) -> Any:

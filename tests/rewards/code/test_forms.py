@@ -1,0 +1,44 @@
+"""Unit tests are run as the harness of their data set runs them, or refused by name; none is taken for a pass."""
+
+import json
+import sys
+
+import pytest
+from code_forms import FORMS, REFUSED
+from code_rewards import fenced, reward
+
+from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"),
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_right_program_earns_1_and_a_wrong_and_an_empty_one_nothing(name):
+    right, wrong, tests = FORMS[name]
+    assert reward(fenced(right), tests) == 1.0
+    assert reward(fenced(wrong), tests) == 0.0
+    assert reward(fenced("pass"), tests) == 0.0
+
+
+@pytest.mark.parametrize("answer", REFUSED)
+def test_what_tests_nothing_is_refused_by_name(answer):
+    with pytest.raises(ValueError, match=REFUSED[answer]):
+        UnitTests.parse(answer)
+    assert answer == "" or "\n" not in message_of(answer)
+
+
+def message_of(answer: str) -> str:
+    try:
+        UnitTests.parse(answer)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it is not refused")
+
+
+def test_some_of_several_functions_that_pytest_collects_are_not_enough():
+    tests = "def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4\n"
+    assert reward(fenced("def add(a, b):\n    return 3"), tests) == 0.0
+    assert reward(fenced("def add(a, b):\n    return a + b"), json.dumps([tests])) == 1.0
