@@ -56,7 +56,50 @@ _DENIAL = re.compile(
     r"(?:\\[a-z]+|[^A-Za-z.?!;]|\.(?=[0-9]))*$",
     re.IGNORECASE,
 )
+_BESIDE = re.compile(r"[0-9})\]]\s*\$?\s*,?\s*\b(?:or|or maybe|or perhaps)\s*\$?\s*$", re.IGNORECASE)
 _MAX_DENIAL_CHARS = 80
+# "17 is rejected", "reject 17": what stands there is no answer; one may stand before.
+_REJECTED = (
+    r"(?:reject|rejected|discard|discarded|extraneous|invalid|inadmissible|impossible|ruled out|excluded|dismissed|wrong|incorrect"
+    r"|false|spurious|not (?:right|correct|valid|possible|allowed|acceptable|admissible|a (?:valid |real )?(?:solution|root|answer)"
+    r"|(?:the|my) (?:right |correct |final |real )?answer|in (?:the|its) (?:domain|range)))"
+)
+_REJECTION = re.compile(
+    rf"\b(?:is|are|was|were|be|being|as|it's|that's|this is|that is)\s+(?:therefore |thus |clearly |also |an? )*{_REJECTED}\b"
+    r"|(?:\(|\{)\s*(?:rejected|extraneous|invalid|discarded|not valid|wrong)\b"
+    r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|a solution|a root|an answer"
+    r"|the (?:right |correct |final )?answer)\b"
+    r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|will not|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
+    r"|\b(?:reject|rejecting|discard|discarding|dismiss|exclude|excluding|rule out|ruling out|ignore|disregard|drop|throw out)\b",
+    re.IGNORECASE,
+)
+_SENTENCE_START = re.compile(r"[.;!?](?=\s)|\n|,\s+(?=(?:and|but|so|while|whereas|since|as) )|\((?=[a-z])")
+_MAX_REJECTIONS = 4
+# "\\boxed{41} is wrong", "... That is not right."
+_DENIES = re.compile(
+    r"(?:\s|[$*.,:;)\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
+    rf"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?{_REJECTED}\b|isn't (?:right|correct|it|the answer)\b"
+    r"|(?:cannot|can't) be (?:right|correct|true|it)\b|does(?: not|n't) (?:work|fit|satisfy)\b|\?)",
+    re.IGNORECASE,
+)
+# "... or 43", "Wait, it is 43": another value is named behind the answer.
+_OR = re.compile(
+    r"(?:\s|[$*.,:;(]|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
+    r"(?:or|/|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)|(?:it )?(?:could|might|may) also)\b",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(
+    r"\b(?:wait|actually|scratch that|correction|sorry|oops|hold on|hmm|on second thoughts?|i made (?:a mistake|an error)"
+    r"|let me (?:redo|recompute|reconsider|correct|fix)|alternatively|or rather|i mean)\b|(?:^|[.!?\n]\s*)no[,.:! ]",
+    re.IGNORECASE,
+)
+_MAX_BEHIND_CHARS = 2000
+_VALUE = r"(?:\$|\\\(|\\\[|\*\*)*\s*(?:[-+$.]*[0-9]|\\(?:frac|sqrt|boxed|pi|text|d?frac)|[(\[{]\s*[-0-9\\]|\(?[A-J]\)?(?=[\s.*$)]|$))"
+_STATED = re.compile(
+    r"\banswer\b(?: to [^.:\n]{1,60}?)?[*_\s]*(?:(?:is|should be|must be|would be|becomes)(?: therefore| thus| then| now| actually)?\b|=|:)"
+    rf"[*_:\s]*(?P<value>{_VALUE}[^\n]{{0,200}}?)(?=[.;!?]*(?:\s*$|\n)|[.;!?]\s|,\s)",
+    re.IGNORECASE,
+)
 _HEDGES = re.compile(r"(?:approximately|about|therefore|exactly|simply|just|equal to|given by|the number|option)\s+|:")
 
 
@@ -69,7 +112,7 @@ def final_expression(text: str) -> str | None:
     if not tail.isascii():
         tail = plain_unicode(tail)
         text = tail if re.search("[0-9]", tail) else text
-    last_digit = max(text.rfind(digit) for digit in "0123456789")
+    text, last_digit = _without_rejected(text)
     if last_digit < 0:
         return None
     line, place = _line_around(text, last_digit)
@@ -94,6 +137,32 @@ def final_expression(text: str) -> str | None:
     return _run(_SPAN.sub(_content_of_span, line))
 
 
+def stated_value(text: str) -> str | None:
+    """The value of the last "the answer is ..." of ``text``, or None."""
+    found = list(_STATED.finditer(text[-_MAX_BEHIND_CHARS:]))
+    return found[-1]["value"].strip() if found else None
+
+
+def other_value(behind: str) -> str | None:
+    """The value that ``behind`` puts in the place of the answer before it, or beside it ("or 43"), or None."""
+    behind = behind[:_MAX_BEHIND_CHARS]
+    if _OR.match(behind):
+        return final_expression(_SENTENCE_END.split(behind.lstrip(" $*.,:;"), maxsplit=1)[0])
+    taken_back = _TAKEN_BACK.search(behind)
+    return None if taken_back is None else final_expression(behind[taken_back.end() :])
+
+
+def is_denied(before: str) -> bool:
+    """Whether the text in front of an answer says that it is not the answer, or names another beside it ("41 or")."""
+    before = re.sub(r"<answer>\s*$", "", before[-_MAX_DENIAL_CHARS:])
+    return _DENIAL.search(before) is not None or _BESIDE.search(before) is not None
+
+
+def denies(behind: str) -> bool:
+    """Whether the text behind an answer begins with saying that it is wrong."""
+    return _DENIES.match(behind[:_MAX_BEHIND_CHARS]) is not None
+
+
 def stated_answer(text: str) -> str | None:
     """What a short answer in words states: "The answer is 42." or "42 apples are left": 42; None when unclear."""
     if len(text) > MAX_SENTENCE_CHARS or not re.search(r"[A-Za-z]{2,}[\s:]", text):
@@ -112,6 +181,21 @@ def stated_answer(text: str) -> str | None:
         return None
     numbers = [token for token in _TOKEN.findall(text) if token[0].isdigit()]
     return final_expression(text) if len(numbers) == 1 else None
+
+
+def _without_rejected(text: str) -> tuple[str, int]:
+    """``text`` without the sentences at its end that reject the values in them, and the place of its last digit."""
+    for _ in range(_MAX_REJECTIONS):
+        last_digit = max(text.rfind(digit) for digit in "0123456789")
+        start = max(0, last_digit - MAX_LINE_CHARS)
+        before = list(_SENTENCE_START.finditer(text, start, max(last_digit, 0)))
+        behind = _SENTENCE_START.search(text, last_digit + 1, last_digit + MAX_LINE_CHARS)
+        first = before[-1].end() if before else start
+        sentence = text[first : behind.start() if behind is not None else last_digit + MAX_LINE_CHARS]
+        if last_digit < 0 or _REJECTION.search(sentence) is None:
+            return text, last_digit
+        text = text[:first]
+    return "", -1
 
 
 def _line_around(text: str, place: int) -> tuple[str, int]:
