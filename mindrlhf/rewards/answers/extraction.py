@@ -19,7 +19,7 @@ MAX_PREFILL_CHARS = 2_000
 # More answers side by side are looked at one by one no further.
 MAX_JOINED = 12
 
-_OWN = r"think|thinking|thoughts?|thought_process|reason|reasoning|reflect|reflection|scratchpad|analysis|deliberation|monologue"
+_OWN = r"think|thinking|thoughts?|reason|reasoning|reflect|reflection|scratchpad|analysis|deliberation|monologue"
 _TAG = rf"(?:[a-z]{{1,20}}[:_])?(?:{_OWN})(?:_[a-z]{{1,20}})?"
 # Thoughts by the tags of XML (DeepSeek-R1, Qwen3, Seed-OSS ...) and those of OpenThoughts, Command A, Magistral, Kimi,
 # Apertus, Gemma and gpt-oss, opening and closing.
@@ -65,7 +65,7 @@ class Found(NamedTuple):
 
 
 def prefilled(prompt: str) -> str:
-    """What the chat template has written at the end of ``prompt`` as the beginning of the response, such as ``<think>``.
+    """What the chat template has written at the end of ``prompt`` as the beginning of the response: ``<think>``.
 
     Words before the first tag ("Let me think.") are no part of it.
     """
@@ -115,20 +115,25 @@ def has_box(text: str) -> bool:
     return any(box in text for box in _BOXES)
 
 
-def final_answer(text: str, is_marked: bool = False) -> str | None:
+def is_marked(text: str) -> bool:
+    """Whether ``text`` marks an answer: behind ``#### ``, in ``<answer>...</answer>`` or in a box, closed or not."""
+    return "#### " in text or bool(_answer_tags(text)) or has_box(text)
+
+
+def final_answer(text: str) -> str | None:
     """The final answer of a text behind its thoughts, or None.
 
     Of these four the one that begins last in the text decides: the line after ``#### ``, the content of
-    ``<answer>...</answer>``, the content of ``\\boxed{...}``, the value in "the answer is ...". A box that is not closed
-    by then was cut off: there is no answer. Without any of them it is the last expression with a number in it
-    (``prose``), unless ``is_marked`` asks for a mark. Control tokens at the end of the text do not count.
+    ``<answer>...</answer>``, the content of ``\\boxed{...}``, the value in "the answer is ...". A box that is not
+    closed by then was cut off: there is no answer. Without any of them it is the last expression with a number in it
+    (``prose``). Control tokens at the end of the text do not count.
 
     Answers side by side ("\\boxed{1} or \\boxed{2}") are a list; one that the text denies or takes back is none.
     """
     text = without_end_tokens(text)
     marks = sorted([*_hashes(text), *_answer_tags(text), *_boxes(text)])
     if not marks:
-        return None if is_marked else final_expression(text)
+        return final_expression(text)
     return _settled(text, marks, is_last_word=True)
 
 

@@ -60,17 +60,17 @@ _BESIDE = re.compile(r"[0-9})\]]\s*\$?\s*,?\s*\b(?:or|or maybe|or perhaps)\s*\$?
 _MAX_DENIAL_CHARS = 80
 # "17 is rejected", "reject 17": what stands there is no answer; one may stand before.
 _REJECTED = (
-    r"(?:reject|rejected|discard|discarded|extraneous|invalid|inadmissible|impossible|ruled out|excluded|dismissed|wrong|incorrect"
-    r"|false|spurious|not (?:right|correct|valid|possible|allowed|acceptable|admissible|a (?:valid |real )?(?:solution|root|answer)"
+    r"(?:rejected|discarded|extraneous|invalid|inadmissible|impossible|ruled out|excluded|dismissed|wrong|incorrect"
+    r"|false|spurious|not (?:right|correct|valid|possible|allowed|acceptable|a (?:valid |real )?(?:solution|root|answer)"
     r"|(?:the|my) (?:right |correct |final |real )?answer|in (?:the|its) (?:domain|range)))"
 )
 _REJECTION = re.compile(
-    rf"\b(?:is|are|was|were|be|being|as|it's|that's|this is|that is)\s+(?:therefore |thus |clearly |also |an? )*{_REJECTED}\b"
+    rf"\b(?:is|are|was|were|be|being|as|it's|that's)\s+(?:therefore |thus |clearly |also |an? )*{_REJECTED}\b"
     r"|(?:\(|\{)\s*(?:rejected|extraneous|invalid|discarded|not valid|wrong)\b"
-    r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|a solution|a root|an answer"
-    r"|the (?:right |correct |final )?answer)\b"
-    r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|will not|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
-    r"|\b(?:reject|rejecting|discard|discarding|dismiss|exclude|excluding|rule out|ruling out|ignore|disregard|drop|throw out)\b",
+    r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|an? solution"
+    r"|a root|an answer|the (?:right |correct |final )?answer)\b"
+    r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
+    r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b",
     re.IGNORECASE,
 )
 _SENTENCE_START = re.compile(r"[.;!?](?=\s)|\n|,\s+(?=(?:and|but|so|while|whereas|since|as) )|\((?=[a-z])")
@@ -78,25 +78,31 @@ _MAX_REJECTIONS = 4
 # "\\boxed{41} is wrong", "... That is not right."
 _DENIES = re.compile(
     r"(?:\s|[$*.,:;)\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
-    rf"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?{_REJECTED}\b|isn't (?:right|correct|it|the answer)\b"
-    r"|(?:cannot|can't) be (?:right|correct|true|it)\b|does(?: not|n't) (?:work|fit|satisfy)\b|\?)",
+    rf"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?{_REJECTED}\b"
+    r"|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be (?:right|correct|true|it)\b"
+    r"|does(?: not|n't) (?:work|fit|satisfy)\b|\?)",
     re.IGNORECASE,
 )
 # "... or 43", "Wait, it is 43": another value is named behind the answer.
 _OR = re.compile(
     r"(?:\s|[$*.,:;(]|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
-    r"(?:or|/|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)|(?:it )?(?:could|might|may) also)\b",
+    r"(?:or|/|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
+    r"|(?:it )?(?:could|might|may) also)\b",
     re.IGNORECASE,
 )
 _TAKEN_BACK = re.compile(
-    r"\b(?:wait|actually|scratch that|correction|sorry|oops|hold on|hmm|on second thoughts?|i made (?:a mistake|an error)"
-    r"|let me (?:redo|recompute|reconsider|correct|fix)|alternatively|or rather|i mean)\b|(?:^|[.!?\n]\s*)no[,.:! ]",
+    r"\b(?:wait|actually|scratch that|correction|sorry|oops|hold on|hmm|on second thoughts?"
+    r"|i made (?:a mistake|an error)|let me (?:redo|recompute|reconsider|correct|fix)|alternatively|or rather|i mean)\b|(?:^|[.!?\n]\s*)no[,.:! ]",
     re.IGNORECASE,
 )
 _MAX_BEHIND_CHARS = 2000
-_VALUE = r"(?:\$|\\\(|\\\[|\*\*)*\s*(?:[-+$.]*[0-9]|\\(?:frac|sqrt|boxed|pi|text|d?frac)|[(\[{]\s*[-0-9\\]|\(?[A-J]\)?(?=[\s.*$)]|$))"
+_VALUE = (
+    r"(?:\$|\\\(|\\\[|\*\*)*\s*(?:[-+$.]*[0-9]|\\(?:[dt]?frac|sqrt|boxed|pi|text)|[(\[{]\s*[-0-9\\]"
+    r"|\(?[A-J]\)?(?=[\s.*$)]|$))"
+)
 _STATED = re.compile(
-    r"\banswer\b(?: to [^.:\n]{1,60}?)?[*_\s]*(?:(?:is|should be|must be|would be|becomes)(?: therefore| thus| then| now| actually)?\b|=|:)"
+    r"\banswer\b(?: to [^.:\n]{1,60}?)?[*_\s]*"
+    r"(?:(?:is|should be|must be|would be|becomes)(?: therefore| thus| then| now| actually)?\b|=|:)"
     rf"[*_:\s]*(?P<value>{_VALUE}[^\n]{{0,200}}?)(?=[.;!?]*(?:\s*$|\n)|[.;!?]\s|,\s)",
     re.IGNORECASE,
 )
