@@ -25,11 +25,10 @@ from mindrlhf.rewards.answers.numeric import is_near, numbers_equal, parse_numbe
 from mindrlhf.rewards.answers.relations import is_set_like, real_set, relations_equal
 from mindrlhf.rewards.answers.spelling import plain_spelling
 from mindrlhf.rewards.answers.units import parse_quantity, split_unit, units_fit
+from mindrlhf.rewards.answers.wording import counts, is_algebra, ordered_form, standard_form, times_equal, words_of
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
 _MIN_WORD_CHARS = 4
-# Shorter than that, but no products of variables.
-_SHORT_WORDS = frozenset(("yes", "no", "odd", "one", "two", "six", "ten", "all", "not", "dne", "max", "min", "red"))
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _EQUALS_OR_IN = re.compile(r"==?|\\in(?![A-Za-z])")
 _POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
@@ -93,7 +92,7 @@ class _Comparison:
         self._tolerance = tolerance
 
     def equal(self, prediction: str, reference: str, depth: int = 0) -> bool:
-        prediction, reference = (_CURRENCY_CODE.sub("", text) for text in (prediction, reference))
+        prediction, reference = (standard_form(_CURRENCY_CODE.sub("", text)) for text in (prediction, reference))
         if _squeezed(prediction) == _squeezed(reference):
             return True
         quantities = parse_quantity(prediction), parse_quantity(reference)
@@ -101,9 +100,8 @@ class _Comparison:
             (number, unit), (other, other_unit) = quantities
             is_equal = numbers_equal(number, other) or is_near(number, other, self._tolerance)
             return is_equal and units_fit(unit, other_unit)
-        plain = [unwrapped(text).casefold() for text in (prediction, reference)]
-        if not _SHORT_WORDS.isdisjoint(plain):
-            return plain[0] == plain[1]
+        if (verdict := _in_order(prediction, reference)) is not None:
+            return verdict
         words, reference_words = _words(prediction), _words(reference)
         if words is not None and reference_words is not None:
             return words == reference_words
@@ -153,7 +151,10 @@ class _Comparison:
             whole, part = (prediction, reference) if shares[0] else (reference, prediction)
             if expressions_equal(f"\\frac{{{whole}}}{{100}}", part, self._tolerance):
                 return True
-        return expressions_equal(_TIMES.sub(r"\\times ", prediction), reference, self._tolerance)
+        prediction, reference = (_TIMES.sub(r"\\times ", text) for text in (prediction, reference))
+        if not (is_algebra(prediction) and is_algebra(reference)):
+            return words_of(prediction) == words_of(reference)
+        return expressions_equal(prediction, reference, self._tolerance)
 
     def _forms_equal(self, form: Form, reference: Form, depth: int) -> bool:
         kinds = {form.kind, reference.kind}
@@ -222,6 +223,22 @@ def _matched_one_to_one(parts: Sequence[str], references: list[str], equal: Call
             return False
         del references[place]
     return True
+
+
+def _in_order(prediction: str, reference: str) -> bool | None:
+    """Whether two dates, times, remainders, measures in several units or counts of things are the same; None of others."""
+    verdict = times_equal(prediction, reference)
+    if verdict is not None:
+        return verdict
+    forms = ordered_form(prediction), ordered_form(reference)
+    if forms != (None, None):
+        return forms[0] == forms[1]
+    amounts = counts(prediction), counts(reference)
+    if None in amounts:
+        return None
+    if amounts[0].keys() == amounts[1].keys():
+        return amounts[0] == amounts[1]
+    return [*amounts[0].values()] == [*amounts[1].values()]
 
 
 def _sets_equal(prediction: str, reference: str) -> bool | None:
