@@ -35,6 +35,7 @@ _POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
+_AND = re.compile(r"\band\b")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
 _TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)\s*[xX]\s*(?=[0-9(])")
 _MAX_DEPTH = 4
@@ -48,15 +49,24 @@ def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bo
     - the same text, but for spaces;
     - ``reference`` is a choice such as ``B`` or ``A, C``: the same letters are chosen;
     - both are numbers, with or without a unit (see ``numeric`` and ``units``): the same exact value;
-    - words: the same, but for case;
+    - dates, times of day, measures in several units, remainders, other words: the same in order, but for case;
     - sets of numbers, also written as intervals or inequalities in one variable: the same set;
     - ``x = 5``: the value, and the name where both have one; other equations only equal equations;
     - lists and sets in any order, tuples in theirs, each part by these rules; ``\\{1, 2\\}`` is not ``(1, 2)``;
     - expressions and matrices: the same value (``expressions``).
 
     ``tolerance`` is the relative error that numbers may have; 0 means that decimals of surds are wrong.
-    What is too large to be computed (``refusal_reason``) is equal only as text.
+    What is too large to be computed (``refusal_reason``) is equal only as text. No pair raises.
     """
+    try:
+        return _answers_equal(prediction, reference, tolerance)
+    # Whatever fails here must not be worth more than a wrong answer: a verifier that raises gives the sample another
+    # value than 0.
+    except Exception:
+        return False
+
+
+def _answers_equal(prediction: str, reference: str, tolerance: float) -> bool:
     if prediction != reference:
         prediction, reference = plain_spelling(prediction), plain_spelling(reference)
     if not prediction.strip() or not reference:
@@ -104,7 +114,8 @@ class _Comparison:
             return verdict
         words, reference_words = _words(prediction), _words(reference)
         if words is not None and reference_words is not None:
-            return words == reference_words
+            if words == reference_words or not (_AND.search(words) and _AND.search(reference_words)):
+                return words == reference_words
         if depth > _MAX_DEPTH or not (_can_be_read(prediction) and _can_be_read(reference)):
             return False
         if is_set_like(prediction) or is_set_like(reference):
@@ -226,7 +237,7 @@ def _matched_one_to_one(parts: Sequence[str], references: list[str], equal: Call
 
 
 def _in_order(prediction: str, reference: str) -> bool | None:
-    """Whether two dates, times, remainders, measures in several units or counts of things are the same; None of others."""
+    """Whether two dates, times, remainders, measures in units or counts of things are the same; None of others."""
     verdict = times_equal(prediction, reference)
     if verdict is not None:
         return verdict

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mindrlhf.rewards.answers.equality import answers_equal
-from mindrlhf.rewards.answers.prose import denies, final_expression, is_denied, other_value, stated_value
+from mindrlhf.rewards.answers.prose import (
+    denies,
+    final_expression,
+    is_denied,
+    other_value,
+    stated_value,
+    value_beside,
+)
 from mindrlhf.rewards.answers.spelling import without_end_tokens
 
 # No answer is longer; it bounds the search for the closing brace in hostile completions.
@@ -44,12 +51,13 @@ _FINAL_TAGS = re.compile(rf"<{_TAG}>\s*(?:</{_TAG}>\s*)?(?:<answer>\s*)?$|<answe
 _BOXES = ("\\boxed{", "\\boxed {", "\\fbox{")
 # As in the authors' code the line may begin below: "Answer:" and a line break.
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,16}([^\n]*)", re.IGNORECASE)
+_WHOLE_STATEMENT = re.compile(r"\banswer is:? \$(?! )([^$\n]{1,500})\$\.?\s*$")
 _DISPLAYED = re.compile(r"\$\$\s*([^$]{1,500}?)\s*\$\$|\\\[\s*(.{1,500}?)\s*\\\]", re.DOTALL)
 # Between answers that belong together, or are both kept open.
 _JOINT = re.compile(
     r"(?:\s|[$.*~]|\\[()\[\],;! ]|</?answer>)*"
     r"(?:,|;|/|\\(?:text|mathrm)\s*\{\s*(?:or|and|,)\s*\}|\b(?:or|and|and/or|maybe|perhaps|possibly|alternatively|else)\b)"
-    r"(?:\s|[$*~,]|\\[()\[\],;! ]|</?answer>|\b(?:maybe|perhaps|possibly|also|else|even|it is|it's|[a-z]\s*=)\b|=)*",
+    r"(?:\s|[$*~,]|\\[()\[\],;! ]|</?answer>|\b(?:maybe|perhaps|possibly|also|else|even|it is|it's)\b|[a-z]\s*=|=)*",
     re.IGNORECASE,
 )
 # An escaped character (\{ and \} are printed braces, \\ a line break) is skipped as one.
@@ -133,7 +141,8 @@ def final_answer(text: str) -> str | None:
     text = without_end_tokens(text)
     marks = sorted([*_hashes(text), *_answer_tags(text), *_boxes(text)])
     if not marks:
-        return final_expression(text)
+        whole = _WHOLE_STATEMENT.search(text[-MAX_BOXED_CHARS:])
+        return whole[1] if whole is not None else final_expression(text)
     return _settled(text, marks, is_last_word=True)
 
 
@@ -185,7 +194,11 @@ def _settled(text: str, marks: Sequence[Found], is_last_word: bool = False) -> s
     if is_denied(text[: joined[0].start]) or denies(behind):
         return None
     later = [mark.content for mark in (*_hashes(behind), *_boxes(behind)) if mark.content is not None]
-    others = [value for value in (stated, other_value(behind), *later) if value is not None]
+    others = [
+        value
+        for value in (stated, value_beside(text[: joined[0].start]), other_value(behind), *later)
+        if value is not None
+    ]
     if not all(answers_equal(other, answer) for other in others):
         return None
     contents = [mark.content for mark in joined]

@@ -115,7 +115,7 @@ _COMMANDS = (
     (re.compile(r"\\(?:lbrace|rbrace)(?![A-Za-z])"), lambda match: "\\{" if match.group() == "\\lbrace" else "\\}"),
     (re.compile(r"\\(?:[lr]angle)(?![A-Za-z])"), lambda match: "(" if match.group() == "\\langle" else ")"),
     (re.compile(r"(?:\\inf|(?<![A-Za-z\\])(?:infinity|inf|oo))(?![A-Za-z])"), r"\\infty "),
-    (re.compile(r"(?<![A-Za-z])\\?sqrt\s*\(((?:[^()]|\([^()]*\))*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?:\\sqrt|(?<![A-Za-z\\])sqrt)\s*\(((?:[^()]|\([^()]*\))*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\(?:mathrm|text|textrm|textnormal|mbox|rm|operatorname)\s*\{\s*([ei]|\\pi|\\infty)\s*\}"), r"\1 "),
     (
         re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|ln|log)(?![A-Za-z])"),
@@ -142,20 +142,25 @@ _HAN = "零〇一二两兩三四五六七八九十百千万萬亿億"
 _HAN_NUMBER = re.compile(rf"(负|負)?(?:([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
 _HAN_SHARE = re.compile(rf"(负|負)?百分之([{_HAN}]+|[0-9.]+)")
 _MYRIADS = re.compile(r"([-+]?[0-9,]*\.?[0-9]+)\s*([万萬亿億])")
-_HAN_UNITS = {
-    "平方厘米": "cm^2", "平方米": "m^2", "平方千米": "km^2", "平方公里": "km^2", "立方厘米": "cm^3", "立方米": "m^3",
-    "千米/小时": "km/h", "公里/小时": "km/h", "米/秒": "m/s", "毫米": "mm", "厘米": "cm", "千米": "km", "公里": "km", "米": "m",
-    "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "毫升": "ml", "升": "l", "秒": "s", "分钟": "min", "小时": "h", "天": "day",
-    "周": "week", "个月": "month", "年": "year", "度": "deg", "欧元": "eur", "美元": "usd",
-}  # fmt: skip
+_HAN_UNITS = dict(
+    pair.split("=")
+    for pair in (
+        "平方厘米=cm^2 平方米=m^2 平方千米=km^2 平方公里=km^2 立方厘米=cm^3 立方米=m^3 千米/小时=km/h "
+        "公里/小时=km/h 米/秒=m/s 毫米=mm 厘米=cm 千米=km 公里=km 米=m "
+        "千克=kg 公斤=kg 毫克=mg 克=g 毫升=ml 升=l 秒=s "
+        "分钟=min 小时=h 天=day 周=week 个月=month 年=year 度=deg "
+        "欧元=eur 美元=usd "
+    ).split()
+)
 _HAN_COUNTED = re.compile(
-    "[元角分个個人只隻本页頁块塊棵条條张張名位次种種辆輛件支枝朵头頭箱袋盒根双對对座间間匹台辆首道题岁歲倍层层排行组組份]|名?(?:同学|学生)|个人|个苹果"
+    "[元角分个個人只隻本页頁块塊棵条條张張名位次种種辆輛件支枝朵头頭箱袋盒根]"
+    "|[双對对座间間匹台首道题岁歲倍层排行组組份]|名?(?:同学|学生)|个人"
 )
 _HAN_AMOUNT = re.compile(
     rf"([-+]?(?:[0-9][0-9,.]*|\\frac\{{[0-9]+\}}\{{[0-9]+\}}|[{_HAN}]+))\s*([^\x00-\x7f/]+(?:/[^\x00-\x7f]+)?)"
 )
 _DISPLAY_MATH = re.compile(r"\\[()\[\]]|\$\$")
-_INLINE_MATH = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
+_INLINE_MATH = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)*)\$", re.DOTALL)
 
 
 def without_end_tokens(text: str) -> str:

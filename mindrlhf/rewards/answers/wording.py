@@ -18,9 +18,10 @@ MAX_WORDED_CHARS = 200
 # What people write for the same thing, as whole answers.
 _STANDARD = (
     (
-        r"none|nothing|(?:(?:there|it|the equation|the system|this) (?:is|are|has|have) )?no (?:real |integer |such |valid "
-        r"|possible |positive )*(?:solutions?|roots?|zeros?|answers?|values?|numbers?|integers?|[a-z])(?: in (?:the )?reals?)?"
-        r"(?: exists?)?|(?:the )?(?:empty|null) set|无实?数?解|無實?數?解|方程无实?数?解|没有实?数?解|无实?数?根|空集",
+        r"none|nothing|(?:(?:there|it|the equation|the system|this) (?:is|are|has|have) )?no "
+        r"(?:real |integer |such |valid |possible |positive )*"
+        r"(?:solutions?|roots?|zeros?|answers?|values?|numbers?|integers?|[a-z])(?: in (?:the )?reals?)?(?: exists?)?"
+        r"|(?:the )?(?:empty|null) set|(?:方程)?[无無没][有实實数數]*[解根]|空集",
         "\\emptyset",
     ),
     (r"d\.? ?n\.? ?e\.?|(?:it |the limit )?(?:does not|doesn't|do not|don't) exist|不存在", "does not exist"),
@@ -31,7 +32,8 @@ _STANDARD = (
         "infinitely many",
     ),
     (
-        r"(?:the )?(?:set of )?(?:all|any|every)(?: the)? reals?(?: numbers?)?|x can be any real number|(?:全体|任意|所有)实数",
+        r"(?:the )?(?:set of )?(?:all|any|every)(?: the)? reals?(?: numbers?)?|x can be any real number"
+        r"|(?:全体|任意|所有)实数",
         "\\mathbb{R}",
     ),
     (r"对|正确|对的|是正确的", "正确"),
@@ -115,7 +117,7 @@ def is_algebra(text: str) -> bool:
     """
     if _TEXT.search(text) or _PATH.fullmatch(text.strip()) or _SYMBOLS.fullmatch(text.strip()):
         return False
-    bare = _COMMAND.sub(r"\\", _ENVIRONMENT.sub(" ", text))
+    bare = _COMMAND.sub(r"\\", _ENVIRONMENT.sub(r"\\\\", text))
     if not bare.isascii() or _FACTORS_TURNED.search(bare) or _NUMBERS_APART.search(bare):
         return False
     return not any(_is_word(bare, run) for run in _RUN.finditer(bare))

@@ -3,10 +3,15 @@
 import re
 
 from mindrlhf.rewards.answers.extraction import behind_thoughts
+from mindrlhf.rewards.answers.prose import denies
 from mindrlhf.rewards.registry import register
 
 # No solution is longer; thousands of statements would only hide the right ones among wrong ones.
 MAX_SOLUTION_CHARS = 5000
+# Statements of this kind do not say who is what.
+_UNDECIDED = re.compile(
+    r"\b(?:not|or|if|unless|either|neither|nor|false|untrue|wrong|maybe|perhaps|possibly)\b|n't\b", re.I
+)
 _STATEMENT = re.compile(r"\b(\w+)\s+is\s+(?:an?\s+)?(knight|knave)\b", re.IGNORECASE)
 
 
@@ -27,8 +32,10 @@ def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> flo
     text = behind_thoughts(completion, prompt)
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
-    solution = text[start:end]
-    return float(start >= 0 and len(solution) <= MAX_SOLUTION_CHARS and _roles(solution) == truth)
+    solution, behind = text[start:end], text[end:].removeprefix("</answer>")
+    if start < 0 or len(solution) > MAX_SOLUTION_CHARS or _UNDECIDED.search(solution):
+        return 0.0
+    return float(_roles(solution) == truth and not denies(behind) and "<answer>" not in behind)
 
 
 def _roles(text: str) -> dict[str, str] | None:
