@@ -2,6 +2,8 @@
 
 import re
 
+from mindrlhf.rewards.answers.prose import denies
+
 # Where prose states its choice; no more of its end is searched.
 MAX_TAIL_CHARS = 300
 # No written choice is longer, the option's text included.
@@ -21,6 +23,13 @@ _AT_THE_END = re.compile(r"(?:^|[,:\n])\s*\**([A-J])\**\.?\s*$")
 _STATED = re.compile(
     r"\b(?:[Aa]nswer|ANSWER|[Oo]ption|[Cc]hoice)\b(?:\s+is)?\s*:?\s*(?:option\s+)?"
     rf"(?:{_BEFORE}([B-HJ])\b(?!')|{_BEFORE}([AIa-j])\b{_ALONE}|[({{]+([A-Ja-j])[)}}])"
+)
+# "or C", "No, C": another letter behind the one that is stated.
+_ANOTHER = re.compile(
+    r"^[\s*)$}.,]*(?:/|\b(?:or|and|maybe|perhaps|possibly|but)\b)[\s*($]*"
+    r"(?:(?:maybe|perhaps|possibly|also|even|option) )*\(?[A-J]\b"
+    r"|\b(?:[Nn]o|[Ww]ait|[Aa]ctually|[Rr]ather|[Ii]nstead|[Cc]orrection)\b[,.:\s]*"
+    r"(?:it is |it's |it should be )?[*(]*[A-J]\b(?!')"
 )
 _IN_PARENTHESES = re.compile(r"\(([A-J])\)")
 
@@ -56,8 +65,14 @@ def chosen(text: str) -> frozenset[str] | None:
 def stated_choice(text: str) -> str | None:
     """The letter that running text ends up with ("So the answer is (B)."), or None."""
     tail = text[-MAX_TAIL_CHARS:]
-    stated = ["".join(letters) for letters in _STATED.findall(tail)] or _IN_PARENTHESES.findall(tail)
-    stated = stated or _AT_THE_END.findall(tail)
+    for pattern in (_STATED, _IN_PARENTHESES, _AT_THE_END):
+        matches = list(pattern.finditer(tail))
+        if matches:
+            behind = tail[matches[-1].end() :]
+            if _ANOTHER.search(behind) or denies(behind):
+                return None
+            return next(letter for letter in matches[-1].groups() if letter).upper()
+    stated: list[str] = []
     if not stated and len(text) <= MAX_CHOICE_CHARS and (letters := chosen(text)) is not None and len(letters) == 1:
         stated = list(letters)
     return stated[-1].upper() if stated else None

@@ -25,17 +25,17 @@ from mindrlhf.rewards.answers.numeric import is_near, numbers_equal, parse_numbe
 from mindrlhf.rewards.answers.relations import is_set_like, real_set, relations_equal
 from mindrlhf.rewards.answers.spelling import plain_spelling
 from mindrlhf.rewards.answers.units import parse_quantity, split_unit, units_fit
+from mindrlhf.rewards.answers.wording import counts, is_algebra, ordered_form, standard_form, times_equal, words_of
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
 _MIN_WORD_CHARS = 4
-# Shorter than that, but no products of variables.
-_SHORT_WORDS = frozenset(("yes", "no", "odd", "one", "two", "six", "ten", "all", "not", "dne", "max", "min", "red"))
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _EQUALS_OR_IN = re.compile(r"==?|\\in(?![A-Za-z])")
 _POINT = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*")
 _COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
+_AND = re.compile(r"\band\b")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
 _TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)\s*[xX]\s*(?=[0-9(])")
 _MAX_DEPTH = 4
@@ -49,15 +49,24 @@ def answers_equal(prediction: str, reference: str, tolerance: float = 0.0) -> bo
     - the same text, but for spaces;
     - ``reference`` is a choice such as ``B`` or ``A, C``: the same letters are chosen;
     - both are numbers, with or without a unit (see ``numeric`` and ``units``): the same exact value;
-    - words: the same, but for case;
+    - dates, times of day, measures in several units, remainders, other words: the same in order, but for case;
     - sets of numbers, also written as intervals or inequalities in one variable: the same set;
     - ``x = 5``: the value, and the name where both have one; other equations only equal equations;
     - lists and sets in any order, tuples in theirs, each part by these rules; ``\\{1, 2\\}`` is not ``(1, 2)``;
     - expressions and matrices: the same value (``expressions``).
 
     ``tolerance`` is the relative error that numbers may have; 0 means that decimals of surds are wrong.
-    What is too large to be computed (``refusal_reason``) is equal only as text.
+    What is too large to be computed (``refusal_reason``) is equal only as text. No pair raises.
     """
+    try:
+        return _answers_equal(prediction, reference, tolerance)
+    # Whatever fails here must not be worth more than a wrong answer: a verifier that raises gives the sample another
+    # value than 0.
+    except Exception:
+        return False
+
+
+def _answers_equal(prediction: str, reference: str, tolerance: float) -> bool:
     if prediction != reference:
         prediction, reference = plain_spelling(prediction), plain_spelling(reference)
     if not prediction.strip() or not reference:
@@ -93,7 +102,7 @@ class _Comparison:
         self._tolerance = tolerance
 
     def equal(self, prediction: str, reference: str, depth: int = 0) -> bool:
-        prediction, reference = (_CURRENCY_CODE.sub("", text) for text in (prediction, reference))
+        prediction, reference = (standard_form(_CURRENCY_CODE.sub("", text)) for text in (prediction, reference))
         if _squeezed(prediction) == _squeezed(reference):
             return True
         quantities = parse_quantity(prediction), parse_quantity(reference)
@@ -101,12 +110,12 @@ class _Comparison:
             (number, unit), (other, other_unit) = quantities
             is_equal = numbers_equal(number, other) or is_near(number, other, self._tolerance)
             return is_equal and units_fit(unit, other_unit)
-        plain = [unwrapped(text).casefold() for text in (prediction, reference)]
-        if not _SHORT_WORDS.isdisjoint(plain):
-            return plain[0] == plain[1]
+        if (verdict := _in_order(prediction, reference)) is not None:
+            return verdict
         words, reference_words = _words(prediction), _words(reference)
         if words is not None and reference_words is not None:
-            return words == reference_words
+            if words == reference_words or not (_AND.search(words) and _AND.search(reference_words)):
+                return words == reference_words
         if depth > _MAX_DEPTH or not (_can_be_read(prediction) and _can_be_read(reference)):
             return False
         if is_set_like(prediction) or is_set_like(reference):
@@ -153,7 +162,10 @@ class _Comparison:
             whole, part = (prediction, reference) if shares[0] else (reference, prediction)
             if expressions_equal(f"\\frac{{{whole}}}{{100}}", part, self._tolerance):
                 return True
-        return expressions_equal(_TIMES.sub(r"\\times ", prediction), reference, self._tolerance)
+        prediction, reference = (_TIMES.sub(r"\\times ", text) for text in (prediction, reference))
+        if not (is_algebra(prediction) and is_algebra(reference)):
+            return words_of(prediction) == words_of(reference)
+        return expressions_equal(prediction, reference, self._tolerance)
 
     def _forms_equal(self, form: Form, reference: Form, depth: int) -> bool:
         kinds = {form.kind, reference.kind}
@@ -222,6 +234,22 @@ def _matched_one_to_one(parts: Sequence[str], references: list[str], equal: Call
             return False
         del references[place]
     return True
+
+
+def _in_order(prediction: str, reference: str) -> bool | None:
+    """Whether two dates, times, remainders, measures in units or counts of things are the same; None of others."""
+    verdict = times_equal(prediction, reference)
+    if verdict is not None:
+        return verdict
+    forms = ordered_form(prediction), ordered_form(reference)
+    if forms != (None, None):
+        return forms[0] == forms[1]
+    amounts = counts(prediction), counts(reference)
+    if None in amounts:
+        return None
+    if amounts[0].keys() == amounts[1].keys():
+        return amounts[0] == amounts[1]
+    return [*amounts[0].values()] == [*amounts[1].values()]
 
 
 def _sets_equal(prediction: str, reference: str) -> bool | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindrlhf.rewards.answers.limits import Refused, check_text, check_tree
+from mindrlhf.rewards.answers.wording import is_algebra
 from mindrlhf.sandbox import time_limit
 
 # Digits beyond those of the longer text to which equal constants agree.
@@ -63,14 +64,15 @@ def expressions_equal(prediction: str, reference: str, tolerance: float = 0.0) -
         return False
     num_digits = max(len(prediction), len(reference)) + NUM_GUARD_DIGITS
     compare = functools.partial(_values_equal, num_digits=num_digits, tolerance=tolerance)
-    if trees[0].is_Matrix or trees[1].is_Matrix:
-        return trees[0].is_Matrix == trees[1].is_Matrix and _matrices_equal(*trees, compare)
+    matrices = [_entries(tree) for tree in trees]
+    if matrices != [None, None]:
+        return None not in matrices and _matrices_equal(*matrices, compare)
     return compare(*trees)
 
 
 @functools.lru_cache(maxsize=64)
 def _parse(expression: str, is_real: bool):
-    """The unevaluated tree of ``expression``; None when it is none.
+    """The unevaluated tree of ``expression``; None when it is none, or words.
 
     Raises:
         Refused: it is too large to be computed.
@@ -79,6 +81,8 @@ def _parse(expression: str, is_real: bool):
     expression = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", expression)
     expression = _PRODUCT.sub(r"\\cdot (", expression)
     check_text(expression)
+    if not is_algebra(expression):
+        return None
     if _LEADING_ZERO.search(expression) or _INDEXED_NUMBER.search(expression) or _OTHER_BASE.search(expression):
         return None
     if _FACTORIAL_TWICE.search(expression):
@@ -100,7 +104,7 @@ def constant(expression: str):
     """The exact SymPy number that ``expression`` is, infinities included; None when it is no real number."""
     try:
         tree = _parse(expression, True)
-        value = None if tree is None or tree.is_Matrix or tree.free_symbols else tree.doit()
+        value = None if tree is None or getattr(tree, "is_Matrix", False) or tree.free_symbols else tree.doit()
     except Exception:
         return None
     return value if value is not None and value.is_extended_real else None
@@ -120,6 +124,19 @@ def proportional(prediction: str, reference: str, only_positive: bool) -> bool:
         return all(_close(ratio, ratios[0], NUM_POINT_DIGITS, 0.0) for ratio in ratios)
     except Exception:
         return False
+
+
+def _entries(tree):
+    """The matrix that ``tree`` is, a sum or a multiple of matrices worked out; None for what is no matrix."""
+    if not getattr(tree, "is_Matrix", False):
+        return None
+    if hasattr(tree, "tolist"):
+        return tree
+    try:
+        return tree.doit().as_explicit()
+    # Shapes that do not fit.
+    except Exception:
+        return None
 
 
 def _matrices_equal(reference, prediction, compare: Callable[[Any, Any], bool]) -> bool:

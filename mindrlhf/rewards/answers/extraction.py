@@ -1,25 +1,121 @@
-"""Finding the final answer in a completion. Everything here takes linear time, whatever the text."""
+"""Finding the final answer in a response, behind its thoughts. Everything here takes linear time, whatever the text.
+
+A response is the completion and what the chat template has written before it in the prompt (``response_text``). Its
+thoughts are drafts: what counts stands behind them (``behind_thoughts``), and of several answers there the last.
+"""
 
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from mindrlhf.rewards.answers.prose import final_expression
+from mindrlhf.rewards.answers.equality import answers_equal
+from mindrlhf.rewards.answers.prose import (
+    denies,
+    final_expression,
+    is_denied,
+    other_value,
+    stated_value,
+    value_beside,
+)
 from mindrlhf.rewards.answers.spelling import without_end_tokens
 
 # No answer is longer; it bounds the search for the closing brace in hostile completions.
 MAX_BOXED_CHARS = 10_000
+# What a template writes at the end of a prompt is no longer.
+MAX_PREFILL_CHARS = 2_000
+# More answers side by side are looked at one by one no further.
+MAX_JOINED = 12
+
+_OWN = r"think|thinking|thoughts?|reason|reasoning|reflect|reflection|scratchpad|analysis|deliberation|monologue"
+_TAG = rf"(?:[a-z]{{1,20}}[:_])?(?:{_OWN})(?:_[a-z]{{1,20}})?"
+# Thoughts by the tags of XML (DeepSeek-R1, Qwen3, Seed-OSS ...) and those of OpenThoughts, Command A, Magistral, Kimi,
+# Apertus, Gemma and gpt-oss, opening and closing.
+_THOUGHT_MARK = re.compile(
+    rf"<\s*(?P<closed>/?)\s*(?P<tag>{_TAG})(?:\s[^<>]{{0,60}})?>"
+    r"|(?P<opening><\|begin_of_thought\|>|<\|START_THINKING\|>|\[THINK\]|\u25c1think\u25b7|<\|inner_prefix\|>"
+    r"|<\|think_start\|>|<\|think\|>|<\|channel>thought|<unused94>thought|<\|channel\|>\s*(?:analysis|commentary))"
+    r"|(?P<closing><\|end_of_thought\|>|<\|END_THINKING\|>|\[/THINK\]|\u25c1/think\u25b7|<\|inner_suffix\|>"
+    r"|<\|think_end\|>|<\|/think\|>|<channel\|>|<unused95>|<\|channel\|>\s*final\s*<\|message\|>)",
+    re.IGNORECASE,
+)
+_MARK_BEGINNINGS = ("<", "[", "\u25c1")
+# The last words of a prompt that the template's own turn begins with, and its tags at the very end without such words.
+_GENERATION_PROMPT = re.compile(
+    r"<\|im_start\|>assistant(?:<\|im_sep\|>)?|<\|start_header_id\|>assistant<\|end_header_id\|>|<start_of_turn>model"
+    r"|<\|turn>model|<\|start\|>assistant|<[|\uff5c]assistant[|\uff5c]>|<\|im_assistant\|>assistant<\|im_middle\|>"
+    r"|<\|start_of_role\|>assistant<\|end_of_role\|>|<\|CHATBOT_TOKEN\|>|\[/INST\]",
+    re.IGNORECASE,
+)
+_FINAL_TAGS = re.compile(rf"<{_TAG}>\s*(?:</{_TAG}>\s*)?(?:<answer>\s*)?$|<answer>\s*$", re.IGNORECASE)
 
 _BOXES = ("\\boxed{", "\\boxed {", "\\fbox{")
 # As in the authors' code the line may begin below: "Answer:" and a line break.
 _ANSWER_LINE = re.compile(r"\banswer[*_ \t]{0,8}:[*_\s]{0,16}([^\n]*)", re.IGNORECASE)
+_WHOLE_STATEMENT = re.compile(r"\banswer is:? \$(?! )([^$\n]{1,500})\$\.?\s*$")
 _DISPLAYED = re.compile(r"\$\$\s*([^$]{1,500}?)\s*\$\$|\\\[\s*(.{1,500}?)\s*\\\]", re.DOTALL)
+# Between answers that belong together, or are both kept open.
+_JOINT = re.compile(
+    r"(?:\s|[$.*~]|\\[()\[\],;! ]|</?answer>)*"
+    r"(?:,|;|/|\\(?:text|mathrm)\s*\{\s*(?:or|and|,)\s*\}|\b(?:or|and|and/or|maybe|perhaps|possibly|alternatively|else)\b)"
+    r"(?:\s|[$*~,]|\\[()\[\],;! ]|</?answer>|\b(?:maybe|perhaps|possibly|also|else|even|it is|it's)\b|[a-z]\s*=|=)*",
+    re.IGNORECASE,
+)
 # An escaped character (\{ and \} are printed braces, \\ a line break) is skipped as one.
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
+class Found(NamedTuple):
+    """A marked answer: where it begins and ends with its marks; ``content`` is None in a box that is not closed."""
+
+    start: int
+    end: int
+    content: str | None
+
+
+def prefilled(prompt: str) -> str:
+    """What the chat template has written at the end of ``prompt`` as the beginning of the response: ``<think>``.
+
+    Words before the first tag ("Let me think.") are no part of it.
+    """
+    tail = prompt[-MAX_PREFILL_CHARS:]
+    turns = list(_GENERATION_PROMPT.finditer(tail))
+    if turns:
+        tail = tail[turns[-1].end() :]
+        return tail[max(tail.find("<"), 0) :] if "<" in tail else tail.lstrip()
+    tags = _FINAL_TAGS.search(tail)
+    return "" if tags is None else tags.group()
+
+
+def response_text(completion: str, prompt: str = "") -> str:
+    """The whole response: what the template has begun in ``prompt``, then ``completion``."""
+    return prefilled(prompt) + completion if prompt else completion
+
+
+def behind_thoughts(completion: str, prompt: str = "") -> str:
+    """What stands in a response behind its thoughts; nothing when a thought is not closed.
+
+    A closing mark without an opening one closes too: the template may have opened the thought in a prompt that is not
+    known. Without any marks it is the whole response.
+    """
+    text = response_text(completion, prompt)
+    if not any(beginning in text for beginning in _MARK_BEGINNINGS):
+        return text
+    opened: set[str] = set()
+    start = 0
+    for mark in _THOUGHT_MARK.finditer(text):
+        name = (mark["tag"] or "").lower()
+        if mark["opening"] or (name and not mark["closed"]):
+            opened.add(name)
+        else:
+            opened.discard(name)
+            start = mark.end()
+    return "" if opened else text[start:]
+
+
 def last_boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{...}``, braces inside it balanced; None if there is none or it is cut off."""
-    box = _last_box(text)
-    return None if box is None else box[1]
+    boxes = _boxes(text)
+    return boxes[-1].content if boxes else None
 
 
 def has_box(text: str) -> bool:
@@ -27,58 +123,125 @@ def has_box(text: str) -> bool:
     return any(box in text for box in _BOXES)
 
 
-def final_answer(text: str, is_marked: bool = False) -> str | None:
-    """The final answer of a completion, or None.
+def is_marked(text: str) -> bool:
+    """Whether ``text`` marks an answer: behind ``#### ``, in ``<answer>...</answer>`` or in a box, closed or not."""
+    return "#### " in text or bool(_answer_tags(text)) or has_box(text)
 
-    Of these three the one that begins last in the text decides: the line after ``#### ``, the content of
-    ``<answer>...</answer>``, the content of ``\\boxed{...}``. A box that is not closed by then was cut off: there is
-    no answer. Without any of the three, it is the last expression with a number in it (``prose``), unless
-    ``is_marked`` asks for one of the three. Control tokens at the end of the text do not count.
+
+def final_answer(text: str) -> str | None:
+    """The final answer of a text behind its thoughts, or None.
+
+    Of these four the one that begins last in the text decides: the line after ``#### ``, the content of
+    ``<answer>...</answer>``, the content of ``\\boxed{...}``, the value in "the answer is ...". A box that is not
+    closed by then was cut off: there is no answer. Without any of them it is the last expression with a number in it
+    (``prose``). Control tokens at the end of the text do not count.
+
+    Answers side by side ("\\boxed{1} or \\boxed{2}") are a list; one that the text denies or takes back is none.
     """
     text = without_end_tokens(text)
-    candidates = [found for found in (_last_hashes(text), _last_answer_tag(text), _last_box(text)) if found]
-    if candidates:
-        return max(candidates, key=lambda found: found[0])[1]
-    return None if is_marked else final_expression(text)
+    marks = sorted([*_hashes(text), *_answer_tags(text), *_boxes(text)])
+    if not marks:
+        whole = _WHOLE_STATEMENT.search(text[-MAX_BOXED_CHARS:])
+        return whole[1] if whole is not None else final_expression(text)
+    return _settled(text, marks, is_last_word=True)
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last box, or None without one; also None when what stands behind it says otherwise."""
+    text = without_end_tokens(text)
+    return _settled(text, _boxes(text))
 
 
 def answer_line(text: str) -> str | None:
     """What follows the last ``Answer:`` up to the end of its line, out of its box if it is in one; or None.
 
     With nothing on that line it is the next one with text. Emphasis and case do not matter. Only the end of the text
-    is searched, ``MAX_BOXED_CHARS`` of it.
+    is searched, ``MAX_BOXED_CHARS`` of it. What stands behind it must not say otherwise.
     """
     tail = without_end_tokens(text)[-MAX_BOXED_CHARS:]
     lines = list(_ANSWER_LINE.finditer(tail))
     if not lines:
         return None
-    line = lines[-1][1]
+    start, end, line = lines[-1].start(1), lines[-1].end(1), lines[-1][1]
     if has_box(line):
-        return last_boxed(tail[lines[-1].start(1) :])
-    displayed = _DISPLAYED.match(tail, lines[-1].start(1))
-    return line if displayed is None else displayed[1] or displayed[2]
+        box = min(found for name in _BOXES if (found := tail.find(name, start)) >= 0)
+        return _settled(tail, [mark for mark in _boxes(tail) if mark.start >= box])
+    displayed = _DISPLAYED.match(tail, start)
+    if displayed is not None:
+        end, line = displayed.end(), displayed[1] or displayed[2]
+    return _settled(tail, [Found(start, end, line)])
 
 
-def _last_hashes(text: str) -> tuple[int, str] | None:
-    start = text.rfind("#### ")
-    if start < 0:
+def _settled(text: str, marks: Sequence[Found], is_last_word: bool = False) -> str | None:
+    """The answer of the last of ``marks``, with those beside it; None where the text around denies or changes it.
+
+    With ``is_last_word`` a later "the answer is 7" takes its place; otherwise it must say the same.
+    """
+    if not marks or marks[-1].content is None:
         return None
-    line = text[start + len("#### ") :].partition("\n")[0]
-    return start, line.partition("</")[0]
-
-
-def _last_answer_tag(text: str) -> tuple[int, str] | None:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else (start, text[start + len("<answer>") : end])
-
-
-def _last_box(text: str) -> tuple[int, str | None] | None:
-    """Place and content of the last box; the content is None when the box is not closed."""
-    if "box" not in text:
+    joined = [marks[-1]]
+    for mark in reversed(marks[:-1]):
+        if mark.end > joined[0].start:  # an answer block around its box
+            continue
+        if mark.content is None or not _JOINT.fullmatch(text[max(mark.end, joined[0].start - 60) : joined[0].start]):
+            break
+        joined.insert(0, mark)
+    behind = text[joined[-1].end :]
+    stated = stated_value(behind)
+    if is_last_word and stated is not None:
+        return stated
+    answer = marks[-1].content
+    if is_denied(text[: joined[0].start]) or denies(behind):
         return None
-    start, box = max((text.rfind(box), box) for box in _BOXES)
-    return None if start < 0 else (start, _braced(text, start + len(box)))
+    later = [mark.content for mark in (*_hashes(behind), *_boxes(behind)) if mark.content is not None]
+    others = [
+        value
+        for value in (stated, value_beside(text[: joined[0].start]), other_value(behind), *later)
+        if value is not None
+    ]
+    if not all(answers_equal(other, answer) for other in others):
+        return None
+    contents = [mark.content for mark in joined]
+    if all(answers_equal(content, answer) for content in contents[:-1]):
+        return answer
+    return ", ".join(contents)
+
+
+def _hashes(text: str) -> list[Found]:
+    found, end = [], len(text)
+    while len(found) < MAX_JOINED and (start := text.rfind("#### ", 0, end)) >= 0:
+        line = text[start + len("#### ") :].partition("\n")[0].partition("</")[0]
+        found.insert(0, Found(start, start + len("#### ") + len(line), line))
+        end = start
+    return found
+
+
+def _answer_tags(text: str) -> list[Found]:
+    found, before = [], len(text)
+    while len(found) < MAX_JOINED and (end := text.rfind("</answer>", 0, before)) >= 0:
+        start = text.rfind("<answer>", 0, end)
+        if start < 0:
+            break
+        found.insert(0, Found(start, end + len("</answer>"), text[start + len("<answer>") : end]))
+        before = start
+    return found
+
+
+def _boxes(text: str) -> list[Found]:
+    """The last boxes, in order, without those around another."""
+    found, end = [], len(text)
+    while "box" in text and len(found) < MAX_JOINED:
+        start, box = max((text.rfind(box, 0, end), box) for box in _BOXES)
+        if start < 0:
+            break
+        content = _braced(text, start + len(box))
+        close = start + len(box) + len(content) + 1 if content is not None else len(text)
+        if not found or (content is not None and close <= found[0].start):
+            found.insert(0, Found(start, close, content))
+        elif content is None:
+            break
+        end = start
+    return found
 
 
 def _braced(text: str, start: int) -> str | None:

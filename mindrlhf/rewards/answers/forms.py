@@ -18,6 +18,7 @@ _SEPARATOR = re.compile(
     r"|\\(?:lor|land|vee|wedge)(?![A-Za-z]))|[,;])\s*"
 )
 _EQUALS = re.compile(r"==?")
+_DECIMAL = re.compile(r"[-+]?\s*[0-9,]*\.?[0-9]*\s*\\?%?")
 _EQUALS_OR_SO = re.compile(r"==?|\\(?:approx|sim)(?![A-Za-z])")
 _GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,]*[0-9])")
 _WIDE_SEPARATOR = re.compile(r",\s|;|\b(?:and|or)\b")
@@ -117,6 +118,9 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
     values = parts[1:] if name is not None else parts
     if not values or not all(values):
         return None
+    # 5 = 5 and x = x say nothing.
+    if len(parts) > 1 and len({"".join(part.split()) for part in parts}) == 1:
+        return None
     constants = [value for value in values if is_constant(value)]
     if name is None and not is_constant(values[0]):
         return None
@@ -124,13 +128,15 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
         return None
     exact = split(text, _EQUALS)[-1]
     last_exact = split(exact, _EQUALS_OR_SO)[0]
-    return Equation(name, tuple(dict.fromkeys(value for value in (last_exact, values[-1]) if value)))
+    # Of two decimals the last is the answer: the other may be any of a chain of roundings.
+    given = values[-1:] if _DECIMAL.fullmatch(last_exact) else (last_exact, values[-1])
+    return Equation(name, tuple(dict.fromkeys(value for value in given if value)))
 
 
 def is_constant(text: str) -> bool:
     """Whether ``text`` has no variables, as far as its letters show."""
     text = _WORDS_AROUND.sub("", text)
-    text = re.sub(r"\\(?:frac|sqrt|pi|times|cdot|div|binom|circ|ast)(?![A-Za-z])", "", text)
+    text = re.sub(r"\\(?:frac|sqrt|pi|times|cdot|div|binom|circ|ast|log|ln|exp|sin|cos|tan)(?![A-Za-z])", "", text)
     return re.search(r"[A-Za-wyzA-WYZ\\]|(?<![0-9] )[xX]|[xX](?! ?[0-9(])", text) is None
 
 

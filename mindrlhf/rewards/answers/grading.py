@@ -1,10 +1,16 @@
-"""Right or wrong: a final answer against the reference answer of a record."""
+"""Right or wrong: the final answer of a response against the reference answer of a record."""
+
+import ast
+import re
 
 from mindrlhf.rewards.answers.choices import reference_choices, stated_choice
 from mindrlhf.rewards.answers.equality import answers_equal
-from mindrlhf.rewards.answers.extraction import final_answer, has_box
+from mindrlhf.rewards.answers.extraction import final_answer, has_box, is_marked, last_boxed
 from mindrlhf.rewards.answers.prose import stated_answer
 from mindrlhf.rewards.answers.spelling import without_end_tokens
+
+# ["7"], ['7']: OlympiadBench and others keep a list of answers.
+_LIST = re.compile(r"\[\s*([\"']).*\1\s*\]", re.DOTALL)
 
 
 def is_correct(prediction: str | None, answer: str, tolerance: float = 0.0) -> bool:
@@ -28,22 +34,36 @@ def is_correct(prediction: str | None, answer: str, tolerance: float = 0.0) -> b
     return stated is not None and answers_equal(stated, reference, tolerance)
 
 
-def answer_to(completion: str, answer: str) -> str | None:
-    """The final answer of ``completion`` to a question whose reference is ``answer``: a letter for a choice."""
-    marked = final_answer(completion, is_marked=True)
-    is_choice = reference_choices(reference_answer(answer)) is not None
-    if marked is None and is_choice and not has_box(completion):
-        return stated_choice(without_end_tokens(completion))
-    return marked or final_answer(completion)
+def answer_to(text: str, answer: str) -> str | None:
+    """The final answer of ``text`` to a question whose reference is ``answer``: a letter for a choice."""
+    if reference_choices(reference_answer(answer)) is not None and not is_marked(text):
+        return stated_choice(without_end_tokens(text))
+    return final_answer(text)
 
 
 def reference_answer(answer: str) -> str:
-    """The reference without the solution before ``#### ``.
+    """The reference without the solution that leads to it: what stands behind ``#### ``, or in its last box.
+
+    A list of texts, as JSON or Python writes it, is its parts.
 
     Raises:
         ValueError: it is empty.
     """
-    reference = answer.rpartition("#### ")[2].strip()
+    _, hashes, reference = answer.rpartition("#### ")
+    reference = reference.strip()
+    if not hashes and has_box(reference):
+        reference = (last_boxed(reference) or reference).strip()
+    if _LIST.fullmatch(reference):
+        reference = _joined(reference)
     if not reference:
         raise ValueError("the reference answer is empty")
     return reference
+
+
+def _joined(text: str) -> str:
+    try:
+        parts = ast.literal_eval(text)
+    # A list that a program has not written, such as ["a" and "b"].
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return ", ".join(parts) if all(isinstance(part, str) for part in parts) else text

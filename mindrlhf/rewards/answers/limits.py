@@ -88,12 +88,25 @@ def check_tree(tree) -> None:
     Raises:
         Refused: a power, factorial or binomial too large, too many parts, or a function that is not computed.
     """
-    entries = list(tree) if getattr(tree, "is_Matrix", False) else [tree]
+    entries = list(_entries(tree))
     if sum(_num_nodes(entry) for entry in entries) > MAX_NODES:
         raise Refused(f"more than {MAX_NODES} operations")
     for entry in entries:
         if _bits(entry) > MAX_BITS:
             raise Refused("a number too large")
+
+
+def _entries(tree) -> Iterator:
+    """The entries of matrices, and the factors of those; or ``tree`` itself."""
+    if getattr(tree, "is_MatMul", False) or getattr(tree, "is_MatAdd", False):
+        for part in tree.args:
+            yield from _entries(part)
+    elif getattr(tree, "is_MatrixExpr", False) and not hasattr(tree, "tolist"):
+        raise Refused(f"{type(tree).__name__[:30]} is not computed")
+    elif getattr(tree, "is_Matrix", False):
+        yield from tree
+    else:
+        yield tree
 
 
 def _num_nodes(tree) -> int:
@@ -146,7 +159,13 @@ def _is_unknown_function(node) -> bool:
 
 
 def _exponent_bits(exponent, bits: float) -> float:
-    """Roots have small exponents, whatever the digits of their numbers."""
+    """Of the size of an exponent, whatever the digits of its numbers: roots, and ``i\\pi/3``, are small."""
+    if exponent.is_Mul:
+        return max(1, sum(_exponent_bits(factor, _bits(factor)) for factor in exponent.args))
+    if exponent.is_number and exponent.is_imaginary and not exponent.args:
+        return 0
+    if exponent.is_Pow and exponent.base.is_Integer and exponent.exp.is_Integer and exponent.exp < 0:
+        return 0
     if exponent.is_Rational:
         return max(1, (abs(int(exponent.p)) // int(exponent.q) + 1).bit_length())
     if exponent.is_Pow and exponent.base.is_Integer and exponent.exp.is_Rational and exponent.exp < 0:

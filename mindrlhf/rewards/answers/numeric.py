@@ -6,6 +6,8 @@ What counts as a number, after surrounding spaces, ``$...$``, ``**`` and a closi
 - commas that separate thousands (``1,042``; also ``1{,}042`` and ``1\\,042`` of LaTeX), not others (``1,04``);
 - fractions of those: ``3/4``, ``\\frac{3}{4}``, ``\\frac34``; mixed numbers: ``1 3/4``, ``1\\frac{3}{4}``;
 - powers of ten behind: ``1.5 \\times 10^{3}``, ``1.5*10^3``; repeating decimals: ``0.1\\overline{6}``;
+- thousands and decimals of other languages, where only one reading is left: ``1.234.567``, ``1.234,56``, ``1 234,56``,
+  ``1'234.5``, ``12,34,567``;
 - with a currency sign before (``$42``, ``-$3``), which is ignored;
 - with a per cent sign behind. ``42%`` equals ``42%`` and, beside a number without the sign, both ``42``
   ("what percentage ...?") and ``0.42``.
@@ -42,6 +44,10 @@ _IN_PROSE = re.compile(
     r"(?:(?<![\w)\]}])[-+])?[$€£¥]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?(?:/[0-9]+(?:\.[0-9]+)?)?(?:\s?\\?%)?"
 )
+_FOREIGN = re.compile(
+    r"[-+]?[$€£¥]?(?:[0-9]{1,3}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?|[0-9]{1,3}\.[0-9]{3},[0-9]+"
+    r"|[0-9]{1,3}(?:[ '][0-9]{3})+,(?!0+$)[0-9]+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?)"
+)
 _SPELLINGS = (("\u2212", "-"), ("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\,", ","), ("\\!", ""))
 
 
@@ -57,6 +63,8 @@ def parse_number(text: str) -> Number | None:
     text = strip_decoration(text)
     if not text or len(text) > MAX_NUMBER_CHARS:
         return None
+    if _FOREIGN.fullmatch(text):
+        text = _in_english(text)
     for written, plain in _SPELLINGS:
         text = text.replace(written, plain)
     match = _PLAIN.fullmatch(text) or _LATEX_FRACTION.fullmatch(text)
@@ -130,6 +138,13 @@ def last_number(text: str) -> str | None:
         if start == 0 or match.start() > 0:
             found = match.group()
     return found
+
+
+def _in_english(text: str) -> str:
+    """``1.234,56`` as ``1234.56``."""
+    if re.search(r"[. '].*,|\..*\.", text):
+        return re.sub("[. ']", "", text).replace(",", ".")
+    return text.replace(",", "")
 
 
 def strip_decoration(text: str) -> str:

@@ -50,13 +50,71 @@ _ENDS = " \t=+*/^,:.&_"
 _CUE = re.compile(r"\b(?:is|are|equals|equal to|be|was|were)\b[:\s]*|[A-Za-z]:\s+|=")
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
 _NEGATION = re.compile(r"\b(?:not|never|no|except|but|cannot|without)\b|n't\b", re.IGNORECASE)
+_UNDECIDED = re.compile(r"\b(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
 # "... is not 7": the expression behind it is what the answer is not.
 _DENIAL = re.compile(
     r"(?:\b(?:not|cannot|never|neither)|n't)(?: be| equals?| equal to| exactly| simply)?"
     r"(?:\\[a-z]+|[^A-Za-z.?!;]|\.(?=[0-9]))*$",
     re.IGNORECASE,
 )
+_BESIDE = re.compile(r"[0-9})\]](?:\s*\$)?(\s*,?\s*\bor(?: maybe| perhaps)?\s*\$?\s*)$", re.IGNORECASE)
 _MAX_DENIAL_CHARS = 80
+# "17 is rejected", "reject 17": what stands there is no answer; one may stand before.
+_REJECTED = (
+    r"(?:rejected|discarded|extraneous|invalid|inadmissible|impossible|ruled out|excluded|dismissed|wrong|incorrect"
+    r"|false|spurious|too (?:large|small|big|high|low|many|few)|the wrong"
+    r"|not (?:right|correct|valid|possible|allowed|acceptable|a (?:valid |real )?(?:solution|root|answer)"
+    r"|(?:the|my) (?:right |correct |final |real )?answer|in (?:the|its) (?:domain|range)))"
+)
+_REJECTION = re.compile(
+    rf"\b(?:is|are|was|were|be|being|as|it's|that's)\s+(?:therefore |thus |clearly |also |an? )*{_REJECTED}\b"
+    r"|(?:\(|\{)\s*(?:rejected|extraneous|invalid|discarded|not valid|wrong)\b"
+    r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|an? solution"
+    r"|a root|an answer|the (?:right |correct |final )?answer)\b"
+    r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
+    r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b",
+    re.IGNORECASE,
+)
+_SENTENCE_START = re.compile(
+    r"[.;!?](?=\s)|\n|,\s+(?=(?:and|but|so|while|whereas|since|as) )|(?<=\s)\((?=[A-Za-z0-9$])"
+)
+_MAX_REJECTIONS = 4
+# "\\boxed{41} is wrong", "... That is not right."
+_DENIES = re.compile(
+    r"(?:\s|[$*.,:;)\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
+    rf"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?{_REJECTED}\b"
+    rf"|\(\s*{_REJECTED}\b|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be (?:right|correct|true|it)\b"
+    r"|does(?: not|n't) (?:work|fit|satisfy)\b"
+    r"|but (?:it|that|this) (?:is|was) (?:negative|not|too|outside|out of|no)\b|\?)",
+    re.IGNORECASE,
+)
+# "... or 43", "Wait, it is 43": another value is named behind the answer.
+_OR = re.compile(
+    r"(?:\s|[$*.,:;(]|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
+    r"(?:or|/|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
+    r"|(?:it )?(?:could|might|may) also)\b"
+    r"(?:[\s,:}*]|\b(?:it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather)\b|\b[a-z]\s*=)*"
+    r"(?=[-+$.(\[{\\]*[0-9]|[$(]*\\(?:[dt]?frac|sqrt|boxed|pi))",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(
+    r"\b(?:wait|actually|scratch that|correction|sorry|oops|hold on|hmm|on second thoughts?"
+    r"|i made (?:a mistake|an error)|let me (?:redo|recompute|reconsider|correct|fix)|or rather|i mean)\b"
+    r"|(?:^[\s$.,]*|[.!?\n]\s*)no[,.:! ]",
+    re.IGNORECASE,
+)
+_MAX_BEHIND_CHARS = 2000
+_VALUE = (
+    r"(?:\$|\\\(|\\\[|\*\*)*\s*(?:[-+$.]*[0-9]|\\(?:[dt]?frac|sqrt|boxed|pi|text)|[(\[{]\s*[-0-9\\]"
+    r"|\(?[A-J]\)?(?=[\s.*$)]|$))"
+)
+_CHECKING = re.compile(r"\b(?:check|verify|confirm|test)[a-z]* (?:our|the|this|my|that) $", re.IGNORECASE)
+_STATED = re.compile(
+    r"\banswer\b(?: to [^.:\n]{1,60}?)?[*_\s]*"
+    r"(?:(?:is|should be|must be|would be|becomes)(?: therefore| thus| then| now| actually)?\b|=|:)"
+    rf"[*_:\s]*(?P<value>{_VALUE}[^\n]{{0,200}}?)(?=[.;!?]*(?:\s*$|\n)|[.;!?]\s|,\s)",
+    re.IGNORECASE,
+)
 _HEDGES = re.compile(r"(?:approximately|about|therefore|exactly|simply|just|equal to|given by|the number|option)\s+|:")
 
 
@@ -69,7 +127,7 @@ def final_expression(text: str) -> str | None:
     if not tail.isascii():
         tail = plain_unicode(tail)
         text = tail if re.search("[0-9]", tail) else text
-    last_digit = max(text.rfind(digit) for digit in "0123456789")
+    text, last_digit = _without_rejected(text)
     if last_digit < 0:
         return None
     line, place = _line_around(text, last_digit)
@@ -94,6 +152,40 @@ def final_expression(text: str) -> str | None:
     return _run(_SPAN.sub(_content_of_span, line))
 
 
+def stated_value(text: str) -> str | None:
+    """The value of the last "the answer is ..." of ``text``, or None."""
+    tail = text[-_MAX_BEHIND_CHARS:]
+    found = [match for match in _STATED.finditer(tail) if not _CHECKING.search(tail, 0, match.start())]
+    return found[-1]["value"].strip() if found else None
+
+
+def other_value(behind: str) -> str | None:
+    """The value that ``behind`` puts in the place of the answer before it, or beside it ("or 43"), or None."""
+    behind = behind[:_MAX_BEHIND_CHARS]
+    if _OR.match(behind):
+        return final_expression(_SENTENCE_END.split(behind.lstrip(" \n$*.,:;"), maxsplit=1)[0])
+    taken_back = _TAKEN_BACK.search(behind)
+    return None if taken_back is None else final_expression(behind[taken_back.end() :])
+
+
+def is_denied(before: str) -> bool:
+    """Whether the text in front of an answer says that it is not the answer."""
+    line = re.sub(r"<answer>\s*$", "", before[-_MAX_DENIAL_CHARS:]).rpartition("\n")[2]
+    return _DENIAL.search(line) is not None
+
+
+def value_beside(before: str) -> str | None:
+    """The value that the text in front of an answer names beside it ("41 or"), or None."""
+    before = re.sub(r"<answer>\s*$", "", before[-MAX_LINE_CHARS:])
+    beside = _BESIDE.search(before)
+    return None if beside is None else final_expression(before[: beside.start(1)])
+
+
+def denies(behind: str) -> bool:
+    """Whether the text behind an answer begins with saying that it is wrong."""
+    return _DENIES.match(behind[:_MAX_BEHIND_CHARS]) is not None
+
+
 def stated_answer(text: str) -> str | None:
     """What a short answer in words states: "The answer is 42." or "42 apples are left": 42; None when unclear."""
     if len(text) > MAX_SENTENCE_CHARS or not re.search(r"[A-Za-z]{2,}[\s:]", text):
@@ -108,10 +200,26 @@ def stated_answer(text: str) -> str | None:
         end = _SENTENCE_END.search(rest)
         rest = rest if end is None else rest[: end.start()]
         return _HEDGES.sub("", rest.strip().strip("*").strip(), count=1).strip() or None
-    if _NEGATION.search(text):
+    if _NEGATION.search(text) or _UNDECIDED.search(text):
         return None
     numbers = [token for token in _TOKEN.findall(text) if token[0].isdigit()]
     return final_expression(text) if len(numbers) == 1 else None
+
+
+def _without_rejected(text: str) -> tuple[str, int]:
+    """``text`` without the sentences at its end that reject the values in them, and the place of its last digit."""
+    for _ in range(_MAX_REJECTIONS):
+        last_digit = max(text.rfind(digit) for digit in "0123456789")
+        start = max(0, last_digit - MAX_LINE_CHARS)
+        before = list(_SENTENCE_START.finditer(text, start, max(last_digit, 0)))
+        behind = _SENTENCE_START.search(text, last_digit + 1, last_digit + MAX_LINE_CHARS)
+        first = before[-1].end() if before else start
+        sentence = text[first : behind.start() if behind is not None else last_digit + MAX_LINE_CHARS]
+        is_rejected = _REJECTION.search(sentence) is not None or denies(text[last_digit + 1 :])
+        if last_digit < 0 or not is_rejected:
+            return text, last_digit
+        text = text[:first]
+    return "", -1
 
 
 def _line_around(text: str, place: int) -> tuple[str, int]:

@@ -7,6 +7,7 @@ Only spelling changes here, never the value: ``４２``, ``$42$``, ``\\mathbf{42
 import functools
 import re
 import unicodedata
+from decimal import Decimal
 
 # Longer texts are no expressions; they are compared as they are.
 MAX_SPELLED_CHARS = 500
@@ -61,6 +62,8 @@ _SIGNS = {
     "∑": "\\sum ",
     "∏": "\\prod ",
     "∫": "\\int ",
+    "→": "\\to ",
+    "⇒": "\\Rightarrow ",
     "°": "°",
     "µ": "µ",
 }
@@ -85,6 +88,12 @@ _FONT = re.compile(
     r"|(?:text)?color\s*\{[a-z]+\})\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 )
 _NUMBER_IN_TEXT = re.compile(r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(\s*(?:[-+$]|\\\$)?[0-9][^{}]*)\}")
+# 0.333..., 0.1(6), 0.\\dot{1}4285\\dot{7}, 0.3 with a combining line, "0.3 repeating".
+_DOTS = re.compile(r"(?<![0-9.])([0-9]+)\.([0-9]+)(?:\s*\.\.\.+|\s*\u2026|\s*\\[lc]?dots(?![A-Za-z]))")
+_PERIOD_IN_BRACKETS = re.compile(r"(?<![0-9.])([0-9]+\.[0-9]*)\(([0-9]+)\)(?![0-9^])")
+_DOTTED_ENDS = re.compile(r"(?<=[.0-9])\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?")
+_LINES_ABOVE = re.compile(r"((?:[0-9][\u0304\u0305])+)")
+_SAID_TO_REPEAT = re.compile(r"(?<![0-9.])([0-9]+\.[0-9]*?)([0-9])\s*\(?(?:repeating|recurring)\)?")
 _COMMANDS = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
@@ -106,16 +115,52 @@ _COMMANDS = (
     (re.compile(r"\\(?:lbrace|rbrace)(?![A-Za-z])"), lambda match: "\\{" if match.group() == "\\lbrace" else "\\}"),
     (re.compile(r"\\(?:[lr]angle)(?![A-Za-z])"), lambda match: "(" if match.group() == "\\langle" else ")"),
     (re.compile(r"(?:\\inf|(?<![A-Za-z\\])(?:infinity|inf|oo))(?![A-Za-z])"), r"\\infty "),
-    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?:\\sqrt|(?<![A-Za-z\\])sqrt)\s*\(((?:[^()]|\([^()]*\))*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\(?:mathrm|text|textrm|textnormal|mbox|rm|operatorname)\s*\{\s*([ei]|\\pi|\\infty)\s*\}"), r"\1 "),
+    (
+        re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|ln|log)(?![A-Za-z])"),
+        r"\\\1 ",
+    ),
+    (re.compile(r"(?<![A-Za-z\\])(sec|exp)(?=\s*[(^])"), r"\\\1"),
+    (re.compile(r"(?<![0-9.,_])([0-9]{1,3}(?:_[0-9]{3})+)(?![0-9_])"), lambda match: match[1].replace("_", "")),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
     (re.compile(r"\*\*"), "^"),
+    (_PERIOD_IN_BRACKETS, r"\1\\overline{\2}"),
+    (_DOTTED_ENDS, r"\\overline{\1\2\3}"),
+    (re.compile(r"(?<=[.0-9])\\(?:bar|dot|overline)\s*\{?([0-9]+)\}?"), r"\\overline{\1}"),
+    (_SAID_TO_REPEAT, r"\1\\overline{\2}"),
     (re.compile(r"\\[lr]?[vV]ert(?![A-Za-z])"), "|"),
     (re.compile(r"\\%|(?<=[0-9.])\s*(?:\\text\{\s*)?(?:percent|per cent)(?![A-Za-z])\s*\}?"), "%"),
     (re.compile(r"\\\$|\\(?:pounds|texteuro|euro)(?![A-Za-z])"), "$"),
 )
+# Chinese: numerals, and what is counted.
+_HAN_DIGITS = dict(zip("零〇一二两兩三四五六七八九", (0, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9)))
+_HAN_TENS = {"十": 10, "百": 100, "千": 1000}
+_HAN_MYRIADS = {"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
+_HAN = "零〇一二两兩三四五六七八九十百千万萬亿億"
+_HAN_NUMBER = re.compile(rf"(负|負)?(?:([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
+_HAN_SHARE = re.compile(rf"(负|負)?百分之([{_HAN}]+|[0-9.]+)")
+_MYRIADS = re.compile(r"([-+]?[0-9,]*\.?[0-9]+)\s*([万萬亿億])")
+_HAN_UNITS = dict(
+    pair.split("=")
+    for pair in (
+        "平方厘米=cm^2 平方米=m^2 平方千米=km^2 平方公里=km^2 立方厘米=cm^3 立方米=m^3 千米/小时=km/h "
+        "公里/小时=km/h 米/秒=m/s 毫米=mm 厘米=cm 千米=km 公里=km 米=m "
+        "千克=kg 公斤=kg 毫克=mg 克=g 毫升=ml 升=l 秒=s "
+        "分钟=min 小时=h 天=day 周=week 个月=month 年=year 度=deg "
+        "欧元=eur 美元=usd "
+    ).split()
+)
+_HAN_COUNTED = re.compile(
+    "[元角分个個人只隻本页頁块塊棵条條张張名位次种種辆輛件支枝朵头頭箱袋盒根]"
+    "|[双對对座间間匹台首道题岁歲倍层排行组組份]|名?(?:同学|学生)|个人"
+)
+_HAN_AMOUNT = re.compile(
+    rf"([-+]?(?:[0-9][0-9,.]*|\\frac\{{[0-9]+\}}\{{[0-9]+\}}|[{_HAN}]+))\s*([^\x00-\x7f/]+(?:/[^\x00-\x7f]+)?)"
+)
 _DISPLAY_MATH = re.compile(r"\\[()\[\]]|\$\$")
-_INLINE_MATH = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
+_INLINE_MATH = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)*)\$", re.DOTALL)
 
 
 def without_end_tokens(text: str) -> str:
@@ -147,20 +192,86 @@ def plain_spelling(text: str) -> str:
     text = without_end_tokens(text).strip()
     if len(text) > MAX_SPELLED_CHARS:
         return text
-    text = plain_unicode(text).strip().strip("*`").strip()
+    if not text.isascii():
+        text = _LINES_ABOVE.sub(lambda match: f"\\overline{{{re.sub('[^0-9]', '', match[1])}}}", _without_han(text))
+    text = plain_unicode(_DOTS.sub(_periodic, text)).strip().strip("*`").strip()
     # What is no group of three is a decimal comma.
     text = _GROUPED.sub(_joined, text).replace("{,}", ".")
     if "\\" in text or "$" in text:
         text = _without_looks(text)
     for pattern, spelling in _COMMANDS:
         text = pattern.sub(spelling, text)
-    text = re.sub(r"\s+", " ", text).strip().strip("*`\"").strip()
+    text = re.sub(r"\s+", " ", text).strip().strip('*`"').strip()
     if text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1].rstrip()
     match = _SPACED_GROUPS.fullmatch(text)
     if match is not None:
         text = match[1] + match[2].replace(match[3], "") + match[4]
     return text.rstrip(".,; €£¥¢").strip() or text
+
+
+def _periodic(match: re.Match[str]) -> str:
+    """``0.1666...`` as ``0.1\\overline{6}``; digits without a period stay, with their dots."""
+    whole, digits = match[1], match[2]
+    for size in range(1, len(digits) // 2 + 1):
+        period = digits[-size:]
+        num_repeats = len(re.search(f"(?:{period})+$", digits).group()) // size
+        if num_repeats >= (3 if size == 1 else 2):
+            return f"{whole}.{digits[: len(digits) - num_repeats * size]}\\overline{{{period}}}"
+    return f"{whole}.{digits}\\ldots"
+
+
+def _without_han(text: str) -> str:
+    """A Chinese number, alone or with what it counts, in digits: ``四十二``, ``百分之五``, ``3万``, ``5厘米``."""
+    plain = text.strip(" 。.$")
+    share = _HAN_SHARE.fullmatch(plain)
+    if share is not None:
+        number = share[2] if share[2][0].isascii() else _han_value(share[2])
+        return text if number is None else f"{'-' if share[1] else ''}{number}%"
+    if (match := _HAN_NUMBER.fullmatch(plain)) is not None:
+        return _han_number(match) or text
+    if (match := _MYRIADS.fullmatch(plain)) is not None:
+        return str(Decimal(match[1].replace(",", "")) * _HAN_MYRIADS[match[2]])
+    match = _HAN_AMOUNT.fullmatch(plain)
+    if match is None or not (match[2] in _HAN_UNITS or _HAN_COUNTED.fullmatch(match[2])):
+        return text
+    number = match[1]
+    if number[-1] in _HAN:
+        number = _han_value(number)
+    return text if number is None else f"{number} {_HAN_UNITS.get(match[2], '')}".rstrip()
+
+
+def _han_number(match: re.Match[str]) -> str | None:
+    sign, bottom, top, decimals = match.groups()
+    value = _han_value(top)
+    if value is None:
+        return None
+    if decimals is not None:
+        digits = [_HAN_DIGITS.get(character) for character in decimals]
+        return None if bottom or None in digits else f"{'-' if sign else ''}{value}.{''.join(map(str, digits))}"
+    if bottom is not None:
+        divisor = _han_value(bottom)
+        return f"{'-' if sign else ''}\\frac{{{value}}}{{{divisor}}}" if divisor else None
+    return f"{'-' if sign else ''}{value}"
+
+
+def _han_value(text: str) -> int | None:
+    """The whole number that ``text`` is, by tens within ten thousands; or a row of digits (``二〇二四``)."""
+    if len(text) > 1 and all(character in _HAN_DIGITS for character in text):
+        return int("".join(str(_HAN_DIGITS[character]) for character in text))
+    total, section, digit = 0, 0, None
+    for character in text:
+        if character in _HAN_DIGITS:
+            if digit:
+                return None
+            digit = _HAN_DIGITS[character]
+        elif character in _HAN_TENS:
+            section += (1 if digit in (None, 0) else digit) * _HAN_TENS[character]
+            digit = None
+        else:
+            section += digit or 0
+            total, section, digit = total + section * _HAN_MYRIADS[character], 0, None
+    return total + section + (digit or 0)
 
 
 def _without_looks(text: str) -> str:

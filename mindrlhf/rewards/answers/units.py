@@ -69,7 +69,10 @@ _OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OTHER_BASE = re.compile(r"\b(?:base|binary|octal|hex|hexadecimal|mod)\b", re.IGNORECASE)
 _MODULUS = re.compile(r"(?P<value>[^\\]+)\\(?:p?mod\s*\{(?P<braced>[^{}]+)\}|(?:b?mod|pmod)\s*(?P<bare>[0-9a-z]+))")
 # "7 \\text{ (or 8)}" has a second thought behind it, and no unit.
-_SECOND_THOUGHT = re.compile(r"\b(?:or|not|maybe|perhaps)\b|\b[0-9]", re.IGNORECASE)
+_SECOND_THOUGHT = re.compile(
+    r"\b(?:or|not|maybe|perhaps|no|rejected|wrong|incorrect|invalid|extraneous|discarded|false)\b|\b[0-9]",
+    re.IGNORECASE,
+)
 _UNNAMED = re.compile("(?:square |cubic |sq )?units?")
 _BEHIND = re.compile(
     r"(?P<value>[^ ].*?)(?:\s*\\(?:text|textrm|mathrm|mbox|rm)\s*\{(?P<text>[^{}]*)\}(?P<power>(?:\^\{?[23]\}?)?)"
@@ -110,7 +113,7 @@ def units_fit(unit: str | None, other: str | None) -> bool:
 
 def is_measure(words: str) -> bool:
     """Whether ``words`` name a unit of measure that is known here; ``a``, ``in`` and the like are words of prose."""
-    return words.lower() not in _PROSE and _measure(words) is not None
+    return words.lower() not in _PROSE and measure(words) is not None
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -124,7 +127,7 @@ def split_unit(text: str) -> tuple[str, str]:
     words = match["text"] + match["power"] if match["text"] is not None else match["plain"] or ""
     if _OTHER_BASE.search(words):
         return text, ""
-    unit = "deg" if match["degrees"] else _measure(words)
+    unit = "deg" if match["degrees"] else measure(words)
     if unit is None and (_SECOND_THOUGHT.search(words) or (match["text"] is None and not _UNNAMED.fullmatch(words))):
         return text, ""
     return match["value"].strip(), unit or ""
@@ -140,7 +143,7 @@ def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Q
         words = rest
         if not words:
             return Quantity(number, None)
-    unit = _measure(words)
+    unit = measure(words)
     if unit is not None:
         # "5m" may be five times m, "5cm" is not meant as a product.
         return Quantity(number, unit) if is_marked or is_apart or len(words.strip()) > 1 else None
@@ -153,7 +156,7 @@ def _with_unit(number: Number, words: str, is_marked: bool, is_apart: bool) -> Q
     return None
 
 
-def _measure(words: str) -> str | None:
+def measure(words: str) -> str | None:
     """The one way we write a unit of measure, such as ``cm^2``; None when it is none that we know."""
     words = words.strip().rstrip(".").replace("²", "^2").replace("³", "^3").replace("{", "").replace("}", "")
     words = re.sub(r"\s+per\s+", "/", words)

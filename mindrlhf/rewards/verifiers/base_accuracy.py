@@ -1,13 +1,13 @@
 """Accuracy for models that start without a chat format."""
 
-from mindrlhf.rewards.answers.extraction import last_boxed
+from mindrlhf.rewards.answers.extraction import behind_thoughts, boxed_answer
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 from mindrlhf.rewards.verifiers.strict_format import strict_format
 
 
 @register
-def base_acc(completion: str, answer: str, *, tolerance: float = 0.0) -> float:
+def base_acc(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the completion has the ``strict_format`` and its box equals ``answer``, else 0.
 
     The rule of the verifier of this name in MindSpeed-RL. ``tolerance`` as in ``accuracy_reward``.
@@ -15,4 +15,5 @@ def base_acc(completion: str, answer: str, *, tolerance: float = 0.0) -> float:
     Raises:
         ValueError: the reference answer is empty.
     """
-    return strict_format(completion, answer) * is_correct(last_boxed(completion), answer, tolerance)
+    found = boxed_answer(behind_thoughts(completion, prompt))
+    return strict_format(completion, answer, prompt=prompt) * is_correct(found, answer, tolerance)

@@ -2,6 +2,7 @@
 
 import re
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.registry import register
 from mindrlhf.sandbox import time_limit
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
@@ -19,6 +20,7 @@ def code_execution(
     completion: str,
     answer: str,
     *,
+    prompt: str = "",
     time_limit_s: float = 6.0,
     memory_limit_mib: int = 512,
     partial: bool = False,
@@ -26,8 +28,8 @@ def code_execution(
 ) -> float:
     """1 if the program passes all unit tests, else 0; with ``partial``, the share of the tests it passes.
 
-    The program is the last block between ``` fences, by preference one marked as Python. ``answer`` holds the tests:
-    Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs``
+    The program is the last block between ``` fences behind the thoughts, by preference one marked as Python. ``answer``
+    holds the tests: Python statements, a JSON list of them, or JSON with ``inputs`` and ``outputs``
     (``mindrlhf.sandbox.code_tests.unit_tests``).
     All tests together have ``time_limit_s``, and no more than ``reward.timeout_s`` less a second; each process has
     ``memory_limit_mib``. See ``mindrlhf.sandbox.run`` for what the program cannot do.
@@ -41,7 +43,7 @@ def code_execution(
         OSError: the sandbox cannot run programs here.
     """
     tests = UnitTests.parse(answer)
-    program = _program(completion)
+    program = _program(behind_thoughts(completion, prompt))
     if program is None or len(program) > MAX_PROGRAM_CHARS:
         return 0.0
     limits = SandboxLimits(

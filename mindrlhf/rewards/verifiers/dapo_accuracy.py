@@ -1,6 +1,6 @@
 """Accuracy as DAPO rewards it."""
 
-from mindrlhf.rewards.answers.extraction import answer_line
+from mindrlhf.rewards.answers.extraction import answer_line, behind_thoughts
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.answers.spelling import without_end_tokens
 from mindrlhf.rewards.registry import register
@@ -10,11 +10,11 @@ MAX_TAIL_CHARS = 300
 
 
 @register
-def acc_for_dapo(completion: str, answer: str, *, tolerance: float = 0.0) -> float:
+def acc_for_dapo(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the last ``Answer: ...`` in the last 300 characters equals ``answer``, else -1.
 
-    The answer may stand below ``Answer:``, on the next line with text. Control tokens that end the completion do not
-    count. ``tolerance`` as in ``accuracy_reward``.
+    The answer may stand below ``Answer:``, on the next line with text. Thoughts, and control tokens that end the
+    completion, do not count. ``tolerance`` as in ``accuracy_reward``.
 
     Rewards as in Yu et al. 2025 (arXiv:2503.14476), eq. 7; the line and the tail as in the authors' code (verl,
     ``math_dapo``). Behind a gate set ``reward.closed_gate_value`` to -1, or a closed gate pays more than a
@@ -23,5 +23,5 @@ def acc_for_dapo(completion: str, answer: str, *, tolerance: float = 0.0) -> flo
     Raises:
         ValueError: the reference answer is empty.
     """
-    tail = without_end_tokens(completion)[-MAX_TAIL_CHARS:]
+    tail = without_end_tokens(behind_thoughts(completion, prompt))[-MAX_TAIL_CHARS:]
     return 1.0 if is_correct(answer_line(tail), answer, tolerance) else -1.0

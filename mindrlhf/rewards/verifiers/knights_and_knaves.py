@@ -2,20 +2,26 @@
 
 import re
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
+from mindrlhf.rewards.answers.prose import denies
 from mindrlhf.rewards.registry import register
 
 # No solution is longer; thousands of statements would only hide the right ones among wrong ones.
 MAX_SOLUTION_CHARS = 5000
+# Statements of this kind do not say who is what.
+_UNDECIDED = re.compile(
+    r"\b(?:not|or|if|unless|either|neither|nor|false|untrue|wrong|maybe|perhaps|possibly)\b|n't\b", re.I
+)
 _STATEMENT = re.compile(r"\b(\w+)\s+is\s+(?:an?\s+)?(knight|knave)\b", re.IGNORECASE)
 
 
 @register
-def knights_and_knaves(completion: str, answer: str) -> float:
+def knights_and_knaves(completion: str, answer: str, *, prompt: str = "") -> float:
     """1 if the completion's solution names every islander of ``answer``, and nobody else, with the right role; else 0.
 
-    The solution is the content of the last ``<answer>...</answer>``, in statements ``Zoey is a knave``. Logic-RL
-    (Xie et al. 2025, arXiv:2502.14768) pays 2 for right, -1.5 for wrong and -2 for unreadable; weight and format
-    gate give the like.
+    The solution is the content of the last ``<answer>...</answer>`` behind the thoughts, in statements
+    ``Zoey is a knave``. Logic-RL (Xie et al. 2025, arXiv:2502.14768) pays 2 for right, -1.5 for wrong and -2 for
+    unreadable; weight and format gate give the like.
 
     Raises:
         ValueError: the reference answer holds no such statement, or says two things of one islander.
@@ -23,10 +29,13 @@ def knights_and_knaves(completion: str, answer: str) -> float:
     truth = _roles(answer)
     if not truth:
         raise ValueError(f"the reference answer {answer[:80]!r} is no solution, such as 'Zoey is a knave'")
-    end = completion.rfind("</answer>")
-    start = completion.rfind("<answer>", 0, max(end, 0))
-    solution = completion[start:end]
-    return float(start >= 0 and len(solution) <= MAX_SOLUTION_CHARS and _roles(solution) == truth)
+    text = behind_thoughts(completion, prompt)
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    solution, behind = text[start:end], text[end:].removeprefix("</answer>")
+    if start < 0 or len(solution) > MAX_SOLUTION_CHARS or _UNDECIDED.search(solution):
+        return 0.0
+    return float(_roles(solution) == truth and not denies(behind) and "<answer>" not in behind)
 
 
 def _roles(text: str) -> dict[str, str] | None:

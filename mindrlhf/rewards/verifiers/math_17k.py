@@ -1,20 +1,21 @@
 """Accuracy on DAPO-Math-17k and other data of competition problems."""
 
-from mindrlhf.rewards.answers.extraction import answer_line, has_box, last_boxed
+from mindrlhf.rewards.answers.extraction import answer_line, behind_thoughts, boxed_answer, has_box
 from mindrlhf.rewards.answers.grading import is_correct
 from mindrlhf.rewards.registry import register
 
 
 @register
-def math_17k_acc(completion: str, answer: str, *, tolerance: float = 0.0) -> float:
+def math_17k_acc(completion: str, answer: str, *, prompt: str = "", tolerance: float = 0.0) -> float:
     """1 if the last ``\\boxed{...}``, or without one the last ``Answer: ...``, equals ``answer``; else 0.
 
     The rule of the verifier of this name in MindSpeed-RL, which grades the box; the line is what the prompts of
-    DAPO-Math-17k ask for (Yu et al. 2025, arXiv:2503.14476). A box that is not closed is no answer. ``tolerance`` as
-    in ``accuracy_reward``.
+    DAPO-Math-17k ask for (Yu et al. 2025, arXiv:2503.14476). Both count behind the thoughts only. A box that is not
+    closed is no answer. ``tolerance`` as in ``accuracy_reward``.
 
     Raises:
         ValueError: the reference answer is empty.
     """
-    found = last_boxed(completion) if has_box(completion) else answer_line(completion)
+    text = behind_thoughts(completion, prompt)
+    found = boxed_answer(text) if has_box(text) else answer_line(text)
     return float(is_correct(found, answer, tolerance))
