@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
 """How much must be read to follow one step of GRPO: the files that it goes through, in reading order, with their lines.
 
-    python scripts/reading.py [--entry MODULE:FUNCTION ...] [--functions]
+    python scripts/reading.py [MODULE:FUNCTION ...] [--functions]
 
-Nothing is run. The sources are read with ``ast`` and interpreted abstractly: the value of an expression is the set of
-what it may be (objects of a class, functions, constants), and sets are propagated through assignments, attributes,
-arguments and results until none grows (constants as in Wegman and Zadeck, "Constant propagation with conditional
-branches", TOPLAS 1991). Branches are followed as the default config decides them: of `if config.rollout.ahead:` only
-what is done at 0. What the rest of a run decides stands in ``ASSUMED``, each with its reason.
+Nothing is run. The sources are parsed and interpreted abstractly: the value of an expression is the set of what it may
+be (objects of a class, functions, containers, constants), and sets flow through assignments, attributes, arguments and
+results until none grows. Branches are followed as the default config decides them (conditional constant propagation,
+Wegman and Zadeck, TOPLAS 13(2), 1991): of `if config.rollout.ahead:` only what is done at 0.
 
 First the whole run is followed, from ``RUN``, to know what every attribute holds. Then the step is, from ``STEP``, call
-after call in the order of the source, and a file counts, with all its lines, when a function of it is called, or a
-record of it is made or read. Methods that are called by name count too (``Team.call("update")``), and so does what other
-processes do for the step, whose loops are in ``STEP``.
+after call in the order of the source. A file counts, with all its lines, when a function of it is called or a record of
+it is made or read. Methods that are called by their names count (``Team.call("update")``), and what other processes do
+for the step does, whose loops are in ``STEP``.
 
-What does not count is in ``LEFT_OUT``. Types of the standard library, NumPy, MindSpore and vLLM are unknown: what they
-are handed, they may call. So the sum is a bound from above on what this config does, and from below on what a reader of
-the left out rooms would add.
+What it does not see: a class or function that is found by text alone (the verifier stands in ``STEP`` therefore), what
+happens after an exception, and calls from NumPy, MindSpore and vLLM, unless they were handed the function. What it sees
+too much: an attribute of two objects of one class is one. Config, the rest of a run and rooms whose names say enough
+are in ``SETTINGS``, ``ASSUMED``, ``CUT`` and ``LEFT_OUT``, each with its reason.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import dataclasses
 import importlib
 import itertools
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ RUN = (
     "mindrlhf.rollout.server.__main__:main",
     "mindrlhf.rewards.worker:main",
 )
-# Where a step begins on each of them: the life cycle that calls it, the loop, and what serves it elsewhere.
+# Where a step begins on each of them: the life cycle that calls it, and the loops that serve it in other processes.
 STEP = (
     "mindrlhf.training.life_cycle:_run_step",
     "mindrlhf.rollout.server.__main__:Server.run",
@@ -47,25 +48,71 @@ STEP = (
     "mindrlhf.rewards.worker:_score_batch",
     "mindrlhf.rewards.verifiers.accuracy:accuracy_reward",
 )
-# What a reader of the step has behind him: he knows who builds the parts.
+# What a reader of the step must know of its beginning: who puts its parts together.
 READ_FIRST = ("mindrlhf.training.life_cycle", "mindrlhf.training.reinforcement")
 
-# Results that neither the sources nor the default config decide: function -> value, and why.
+# Keys that a run must set.
+SETTINGS = {("mindrlhf.config.sections:RewardSection", "verifier_function"): ("accuracy",)}
+# Results that neither the sources nor the config decide: function -> value, and why.
 ASSUMED: dict[str, tuple[Any, str]] = {
     "mindrlhf.training.runtime:num_nodes_from_environment": (1, "one machine"),
     "mindrlhf.training.runtime:num_ranks_from_environment": (1, "one rank"),
     "mindrlhf.training.reinforcement:ReinforcementTraining._spans_nodes": (False, "one machine"),
     "mindrlhf.rollout.elastic.door:take_address": (None, "one machine"),
 }
-# What a step of the default config does not do, although the sources do not say so: never followed.
-CUT: dict[str, str] = {
+# What such a step does not do, although neither sources nor config say so: not followed.
+CUT = {
     "mindrlhf.training.nodes:connect_generators": "one machine",
+    "mindrlhf.weights.exchange": "one machine",
+    "mindrlhf.training.vision": "a model of text",
+    "mindrlhf.models.vision": "a model of text",
+    "mindrlhf.images": "a model of text",
+    "mindrlhf.data.pictures": "a model of text",
+    "mindrlhf.rollout.sent_images": "a model of text",
+    "mindrlhf.rollout.server.vision": "a model of text",
+    "mindrlhf.training.routing": "training.replay_routing",
+    "mindrlhf.rollout.sent_experts": "training.replay_routing",
+    "mindrlhf.rollout.server.routing": "training.replay_routing",
+    "mindrlhf.training.distillation": "distillation.teachers",
+    "mindrlhf.rollout.drafts": "rollout.draft_tokens",
+    "mindrlhf.rollout.server.span": "one machine",
+    "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
+    "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",
+    "mindrlhf.training.checkpoints.run:RunCheckpoints.save_broken_off": "nobody asks the run to end",
+    "mindrlhf.training.loop.trainer:Trainer.evaluate": "data.eval_file",
 }
-# Followed, but not counted: one need not open it to follow the step.
+# Followed, but not counted: a reader of the step takes these at their names.
 LEFT_OUT = {
     "mindrlhf.errors": "two exceptions",
     "mindrlhf.config": "keys and defaults, which docs/config.md lists",
+    "mindrlhf.system": "processes, files and clocks",
+    "mindrlhf.observe": "metrics once computed: how they are written and shown",
+    "mindrlhf.evaluation": "statistics of held-out prompts",
+    "mindrlhf.checkpoint": "the state that a run resumes from",
+    "mindrlhf.training.checkpoints": "the state that a run resumes from",
+    "mindrlhf.specs": "the parameters of a family of models, by name",
+    "mindrlhf.layout": "arithmetic of rows and shards",
+    "mindrlhf.sandbox": "limits of processes",
+    "mindrlhf.rollout.processes": "the server as a process: whether it lives",
+    "mindrlhf.rewards.answers": "whether two answers are equal",
+    "mindrlhf.rewards.judges": "what judges took; none is asked",
+    "mindrlhf.data.tokenizers": "token ids to text",
+    "mindrlhf.weights.hf": "files of weights",
+    "mindrlhf.weights.array_file": "files of weights",
+    "mindrlhf.weights.file_writer": "files of weights",
+    "mindrlhf.weights.direct_file": "files of weights",
+    "mindrlhf.weights.safetensors_file": "files of weights",
+    "mindrlhf.weights.tensors": "dtypes",
+    "mindrlhf.models.graph_cache": "makes a CPU fast",
+    "mindrlhf.algorithms.vocabulary": "makes a CPU fast",
+    "mindrlhf.training.worker.shared_update": "makes a CPU fast",
+    "mindrlhf.rollout.server.multi_step": "makes a CPU fast",
+    "mindrlhf.rollout.server.in_place": "makes a CPU fast",
+    "mindrlhf.rollout.server.linear": "makes a CPU fast",
+    "mindrlhf.rollout.server.needs": "makes a CPU fast",
 }
+# Part of the step all the same.
+COUNTED = ("mindrlhf.system.wire",)
 
 Atom = tuple
 Value = frozenset
@@ -73,9 +120,13 @@ UNKNOWN: Atom = ("unknown",)
 NOTHING: Value = frozenset()
 ANYTHING: Value = frozenset([UNKNOWN])
 MAX_CONSTANTS = 24
-# Of the standard library: they call nothing, and give nothing back that they were given.
-INERT = {"len", "str", "int", "float", "bool", "repr", "print", "hash", "id", "range", "abs", "round", "open", "any", "all"}
-COLLECTING = {"list", "tuple", "sorted", "set", "frozenset", "iter", "reversed", "deque", "chain", "islice", "min", "max", "next"}
+# Functions of the language, and of the standard library as the package names them, which are known here.
+COLLECTING = {"list", "tuple", "sorted", "set", "frozenset", "iter", "reversed", "deque", "chain", "islice"}
+BUILTINS = {*COLLECTING, "zip", "enumerate", "map", "filter", "next", "max", "min", "dict", "isinstance", "getattr"}
+BUILTINS |= {"super", "len", "str", "int", "float", "bool", "repr", "print", "hash", "id", "range", "abs", "round"}
+BUILTINS |= {"open", "any", "all", "sum", "type", "hasattr"}
+STANDARD = {"dataclasses.replace", "partial", "functools.partial", "cast", "importlib.import_module"}
+STANDARD |= {"itertools.chain", "itertools.islice", "itertools.chain.from_iterable"}
 ADDING = {"append", "appendleft", "add", "put", "insert", "put_nowait"}
 JOINING = {"extend", "update"}
 TAKING = {"pop", "popleft", "get", "setdefault", "copy", "get_nowait", "popitem"}
@@ -122,11 +173,14 @@ class Scope:
             self.names.add(node.name)
         elif isinstance(node, (ast.Yield, ast.YieldFrom)):
             self.is_generator = True
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Name):
-            if self.is_function and node.args[1].id in {one.arg for one in parameters_of(self)}:
-                self.dispatches_on = node.args[1].id
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and self.is_function:
+            self._note_dispatch(ast.unparse(node.args[1]))
         for child in ast.iter_child_nodes(node):
             self._collect(child)
+
+    def _note_dispatch(self, name: str) -> None:
+        if any(parameter.arg == name for parameter in parameters_of(self)):
+            self.dispatches_on = name
 
     def decorators(self) -> set[str]:
         found = (ast.unparse(one) for one in getattr(self.node, "decorator_list", ()))
@@ -136,20 +190,22 @@ class Scope:
         """Whether it is a signature only, as those of protocols and abstract classes are."""
         if isinstance(self.node, ast.Lambda):
             return False
-        body = [one for one in self.node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+        body = [
+            one for one in self.node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        ]
         return all(isinstance(one, ast.Pass) for one in body) or "abstractmethod" in self.decorators()
 
 
 class Sources:
     """All modules of the package: their scopes by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, package: Path) -> None:
         self.scopes: dict[str, Scope] = {}
         self.of_node: dict[int, Scope] = {}
         self.paths: dict[str, Path] = {}
         self._imports: dict[str, dict[str, str]] = {}
-        for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(package.rglob("*.py")):
+            module = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
             self.paths[module] = path
             self._add(f"{module}:", ast.parse(path.read_text(encoding="utf-8")), module, None)
 
@@ -218,6 +274,7 @@ class Walk:
         self.uses: dict[str, list[str]] = {}  # by scope: the scopes that it calls or reads, in order
         self._waiting: deque[str] = deque()
         self._current: Scope | None = None
+        sys.setrecursionlimit(10000)
         self._trusts_annotations = learnt is not None
         self._mros: dict[str, tuple[str, ...]] = {}
         self._members: dict[tuple, Scope | None] = {}
@@ -378,7 +435,8 @@ class Walk:
         if self.is_protocol(cls):
             methods = {one.name for one in self.sources.scopes[cls].node.body if isinstance(one, ast.FunctionDef)}
             found = [
-                one for one in self.instances
+                one
+                for one in self.instances
                 if not self.is_protocol(one) and all(self.member(one, name) for name in methods)
             ]
         else:
@@ -461,7 +519,11 @@ class Walk:
         if isinstance(node, ast.Constant):
             if node.value is None:
                 return NONE
-            return self.annotated(ast.parse(node.value, mode="eval").body, scope) if isinstance(node.value, str) else ANYTHING
+            return (
+                self.annotated(ast.parse(node.value, mode="eval").body, scope)
+                if isinstance(node.value, str)
+                else ANYTHING
+            )
         if isinstance(node, ast.BinOp):
             return self.annotated(node.left, scope) | self.annotated(node.right, scope)
         if isinstance(node, ast.Subscript):
@@ -490,7 +552,9 @@ class Walk:
 
     # Calls.
 
-    def call(self, callees: Value, arguments: Sequence[Value], named: Mapping[str, Value] = {}, rest: Value = NOTHING) -> Value:
+    def call(
+        self, callees: Value, arguments: Sequence[Value], named: Mapping[str, Value] = {}, rest: Value = NOTHING
+    ) -> Value:
         """Return what calling may return; ``rest`` are arguments whose places are unknown."""
         found = NOTHING
         for atom in sorted(callees, key=str):
@@ -591,14 +655,15 @@ class Walk:
             return ANYTHING
         return interpreter.value(node)
 
-    def _call_function(self, scope: Scope, arguments: Sequence[Value], named: Mapping[str, Value], rest: Value) -> Value:
+    def _call_function(
+        self, scope: Scope, arguments: Sequence[Value], named: Mapping[str, Value], rest: Value
+    ) -> Value:
         if is_cut(scope.name):
             return NOTHING
         if scope.name in ASSUMED:
             return self._as_value(ASSUMED[scope.name][0])
         results = [
-            self._call_scope(one, list(arguments), dict(named), rest)
-            for one in self._variants(scope, arguments, named)
+            self._call_scope(one, list(arguments), dict(named), rest) for one in self._variants(scope, arguments, named)
         ]
         return NOTHING.union(*results)
 
@@ -776,7 +841,9 @@ class Interpreter:
         self._assign(node.target, self._walk.refined(value, node.annotation, self._scope))
 
     def _on_AugAssign(self, node: ast.AugAssign) -> None:
-        self._assign(node.target, self._sum(self.value(ast.copy_location(as_load(node.target), node)), self.value(node.value)))
+        self._assign(
+            node.target, self._sum(self.value(ast.copy_location(as_load(node.target), node)), self.value(node.value))
+        )
 
     def _assign(self, target: ast.expr, value: Value, source: ast.expr | None = None) -> None:
         walk = self._walk
@@ -846,7 +913,9 @@ class Interpreter:
 
     def _of_IfExp(self, node: ast.IfExp) -> Value:
         may_be = self.truth(self.value(node.test))
-        return NOTHING.union(*(self.value(one) for choice, one in ((True, node.body), (False, node.orelse)) if choice in may_be))
+        return NOTHING.union(
+            *(self.value(one) for choice, one in ((True, node.body), (False, node.orelse)) if choice in may_be)
+        )
 
     def _of_BoolOp(self, node: ast.BoolOp) -> Value:
         found, goes_on = NOTHING, isinstance(node.op, ast.And)
@@ -885,7 +954,6 @@ class Interpreter:
             return NOTHING.union(*(constant(one == isinstance(node.ops[0], ast.Is)) for one in same))
         if len(left) * len(right) > MAX_CONSTANTS or any(atom[0] != "constant" for atom in left | right):
             return ANYTHING
-        code = compile(ast.Expression(ast.Compare(ast.Name("a", ast.Load()), node.ops, [ast.Name("b", ast.Load())], lineno=0, col_offset=0)), "", "eval") if False else None
         return NOTHING.union(*(compared(node.ops[0], a[2], b[2]) for a, b in itertools.product(left, right)))
 
     def _of_JoinedStr(self, node: ast.JoinedStr) -> Value:
@@ -895,7 +963,9 @@ class Interpreter:
             parts.append(value)
         known = [[atom[2] for atom in value if atom[0] == "constant"] for value in parts]
         texts = ["".join(map(str, words)) for words in itertools.islice(itertools.product(*known), MAX_CONSTANTS)]
-        return NOTHING.union(*map(constant, texts)) | (ANYTHING if any(UNKNOWN in value for value in parts) else NOTHING)
+        return NOTHING.union(*map(constant, texts)) | (
+            ANYTHING if any(UNKNOWN in value for value in parts) else NOTHING
+        )
 
     def _of_Tuple(self, node: ast.Tuple) -> Value:
         if any(isinstance(one, ast.Starred) for one in node.elts):
@@ -939,7 +1009,7 @@ class Interpreter:
         if isinstance(node.slice, ast.Slice):
             return value
         known = [atom[2] for atom in keys if atom[0] == "constant"]
-        return self._walk.items(value, known[0] if len(known) == 1 else "?") 
+        return self._walk.items(value, known[0] if len(known) == 1 else "?")
 
     def _of_Slice(self, node: ast.Slice) -> Value:
         for one in (node.lower, node.upper, node.step):
@@ -1003,101 +1073,110 @@ class Interpreter:
         return self._walk.call(callees, arguments, named, rest)
 
     def _builtin(self, node: ast.Call) -> Value | None:
-        """Return what a function of the language gives, None for every other."""
-        walk = self._walk
-        name = ast.unparse(node.func).rpartition(".")[2]
-        if isinstance(node.func, ast.Name) and any(node.func.id in scope.names for scope in self._outward()):
-            if name not in ("replace", "partial", "import_module", "deque", "chain", "islice", "cast"):
-                return None
-        elif isinstance(node.func, ast.Attribute) and name not in ("replace", "partial", "import_module", "enter_context", "from_iterable"):
+        """Return what a function of the language or of the standard library gives, None for every other."""
+        text = ast.unparse(node.func)
+        name = text.rpartition(".")[2]
+        is_own = isinstance(node.func, ast.Name) and not any(name in scope.names for scope in self._outward())
+        is_known = is_own if name in BUILTINS else text in STANDARD
+        if not (is_known or name == "enter_context"):
             return None
-        values = None
-        if name in INERT | {"isinstance", "issubclass", "hasattr", "getattr", "super", "enter_context", "replace", "partial", "cast", "zip", "enumerate", "map", "import_module", "type", "sum", "dict", "filter"} | COLLECTING:
-            if any(isinstance(one, ast.Starred) for one in node.args):
-                return None if name not in COLLECTING | {"zip", "map"} else walk.box(self._place(node), {None: NOTHING.union(*(walk.items(self.value(a.value) if isinstance(a, ast.Starred) else self.value(a)) for a in node.args))})
-            values = [self.value(one) for one in node.args]
-            named = {one.arg: self.value(one.value) for one in node.keywords if one.arg}
-        if values is None:
-            return None
-        if name == "super" and self._method() is not None:
-            receiver = self._scope_of_method()
-            return frozenset(("super", atom[1], receiver.owner) for atom in walk.read("local", receiver.name, parameters_of(receiver)[0].arg) if atom[0] in ("object", "class"))
-        if name == "getattr" and len(values) >= 2:
-            names = [atom[2] for atom in values[1] if atom[0] == "constant" and isinstance(atom[2], str)]
-            found = NOTHING.union(*(walk.attribute(values[0], one) for one in sorted(names)))
-            return found | (ANYTHING if UNKNOWN in values[1] and not names else NOTHING)
-        if name == "isinstance":
-            return self._isinstance(values)
-        if name == "enter_context" and values:
-            return self._entered(values[0])
-        if name == "replace" and not isinstance(node.func, ast.Attribute) or name == "replace" and ast.unparse(node.func) == "dataclasses.replace":
-            for atom in values[0]:
-                if atom[0] == "object":
-                    walk.use(atom[1])
-                    for field, value in named.items():
-                        walk.write(value, "attribute", atom[1], field)
-            return values[0]
-        if name == "replace":
-            return None
-        if name == "partial":
-            walk.call(values[0], values[1:], named)
-            return values[0]
-        if name == "cast":
-            return values[1]
-        if name == "import_module":
-            names = [atom[2] for atom in values[0] if atom[0] == "constant"]
-            return NOTHING.union(*(self._module(one) for one in names)) if names else ANYTHING
-        if name == "zip":
-            pair = walk.box(f"{self._place(node)}[]", {index: walk.items(value) for index, value in enumerate(values)})
-            return walk.box(self._place(node), {None: pair} if all(walk.items(value) for value in values) else {})
-        if name == "enumerate":
-            items = walk.items(values[0])
-            pair = walk.box(f"{self._place(node)}[]", {0: ANYTHING, 1: items})
-            return walk.box(self._place(node), {None: pair} if items else {})
-        if name in ("map", "filter"):
-            result = walk.call(values[0], [walk.items(value) for value in values[1:]])
-            return walk.box(self._place(node), {None: result if name == "map" else walk.items(values[1])})
-        if name in ("min", "max", "next"):
-            walk.call(named.get("key", NOTHING), [walk.items(values[0])] if values else [])
-            consts = [atom for value in values for atom in walk.items(value)]
-            if name != "next" and consts and all(atom[0] == "constant" for atom in consts):
-                chosen = max if name == "max" else min
-                with_types = [atom[2] for atom in consts]
-                return constant(chosen(with_types)) if len(values) == 1 else ANYTHING
-            return NOTHING.union(*(walk.items(value) for value in values)) | (ANYTHING if len(values) > 1 else NOTHING)
+        if name == "super":
+            return self._super()
+        arguments = [one.value if isinstance(one, ast.Starred) else one for one in node.args]
+        values = [self.value(one) for one in arguments]
+        if len(values) == 1 and isinstance(node.args[0], ast.Starred):
+            values = [self._walk.items(values[0])]
+        named = {one.arg: self.value(one.value) for one in node.keywords if one.arg}
         if name in COLLECTING:
-            walk.call(named.get("key", NOTHING), [walk.items(value) for value in values])
-            items = NOTHING.union(*(walk.items(value) for value in values))
-            return walk.box(self._place(node), {None: items} if items else {})
-        if name == "dict":
-            box = self._place(node)
-            found = walk.box(box, named)
-            for value in values:
-                walk.put(box, None, walk.items(walk.items(value)))
-            return found
-        if name == "any":
-            items = walk.items(values[0]) if values else ANYTHING
-            may_be = {choice for atom in items for choice in self.truth(frozenset([atom]))} | {False}
-            return NOTHING.union(*map(constant, may_be)) if values[0] else NOTHING
-        return ANYTHING
+            return self._collected(node, values, named)
+        method = getattr(self, f"_call_{name}", None)
+        return method(node, values, named) if method is not None and values else ANYTHING
+
+    def _super(self) -> Value:
+        method = next(scope for scope in self._outward() if scope.owner is not None)
+        receiver = self._walk.read("local", method.name, parameters_of(method)[0].arg)
+        return frozenset(("super", atom[1], method.owner) for atom in receiver if atom[0] in ("object", "class"))
+
+    def _collected(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        walk = self._walk
+        items = NOTHING.union(*map(walk.items, values))
+        walk.call(named.get("key", NOTHING), [items])
+        return walk.box(self._place(node), {None: items} if items else {})
+
+    def _call_getattr(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        names = sorted(atom[2] for atom in values[1] if atom[0] == "constant")
+        if UNKNOWN in values[1] and not names:
+            return ANYTHING
+        return NOTHING.union(*(self._walk.attribute(values[0], one) for one in names), *values[2:])
+
+    def _call_enter_context(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        return self._entered(values[0])
+
+    def _call_replace(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        for atom in values[0]:
+            if atom[0] == "object":
+                self._walk.use(atom[1])
+                for field, value in named.items():
+                    self._walk.write(value, "attribute", atom[1], field)
+        return values[0]
+
+    def _call_partial(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        self._walk.call(values[0], values[1:], named)
+        return values[0]
+
+    def _call_cast(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        return values[1]
+
+    def _call_import_module(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        names = [atom[2] for atom in values[0] if atom[0] == "constant"]
+        return NOTHING.union(*map(self._module, names)) if names else ANYTHING
+
+    def _call_zip(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        items = [self._walk.items(value) for value in values]
+        pair = self._walk.box(f"{self._place(node)}[]", dict(enumerate(items)))
+        return self._walk.box(self._place(node), {None: pair} if all(items) else {})
+
+    def _call_enumerate(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        return self._call_zip(node, [self._walk.box("count()", {None: ANYTHING}), values[0]], named)
+
+    def _call_map(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        items = [self._walk.items(value) for value in values[1:]]
+        return self._walk.box(self._place(node), {None: self._walk.call(values[0], items)} if all(items) else {})
+
+    def _call_filter(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        self._call_map(node, values, named)
+        return values[1]
+
+    def _call_next(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        return self._walk.items(values[0]).union(*values[1:])
+
+    def _call_max(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        items = self._walk.items(values[0]) if len(values) == 1 else NOTHING.union(*values)
+        self._walk.call(named.get("key", NOTHING), [items])
+        if len(values) == 1 and items and all(atom[0] == "constant" for atom in items):
+            return constant((max if ast.unparse(node.func) == "max" else min)(atom[2] for atom in items))
+        return frozenset(atom for atom in items if atom[0] != "constant") | ANYTHING
+
+    _call_min = _call_max
+
+    def _call_dict(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        found = self._walk.box(self._place(node), named)
+        for value in values:
+            self._walk.put(self._place(node), None, self._walk.items(self._walk.items(value)))
+        return found
+
+    def _call_isinstance(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
+        classes = [atom[1] for atom in values[1] | self._walk.items(values[1]) if atom[0] == "class"]
+        if UNKNOWN in values[0] or UNKNOWN in values[1] or not classes:
+            return ANYTHING
+        found = {atom[0] == "object" and any(one in self._walk.mro(atom[1]) for one in classes) for atom in values[0]}
+        return NOTHING.union(*map(constant, found))
 
     def _outward(self) -> Iterator[Scope]:
         scope: Scope | None = self._scope
         while scope is not None:
             yield scope
             scope = scope.outer
-
-    def _method(self) -> Scope | None:
-        return next((scope for scope in self._outward() if scope.owner is not None), None)
-
-    _scope_of_method = _method
-
-    def _isinstance(self, values: list[Value]) -> Value:
-        classes = [atom[1] for atom in values[1] | self._walk.items(values[1]) if atom[0] == "class"]
-        if UNKNOWN in values[0] or UNKNOWN in values[1] or not classes:
-            return ANYTHING
-        found = {atom[0] == "object" and any(one in self._walk.mro(atom[1]) for one in classes) for atom in values[0]}
-        return NOTHING.union(*map(constant, found))
 
     def truth(self, value: Value) -> set[bool]:
         """Return whether a value may be true, false or both; of nothing known yet, neither."""
@@ -1121,10 +1200,16 @@ class Interpreter:
 
 def compared(operator: ast.cmpop, left: Any, right: Any) -> Value:
     tests = {
-        ast.Eq: lambda: left == right, ast.NotEq: lambda: left != right, ast.Lt: lambda: left < right,
-        ast.LtE: lambda: left <= right, ast.Gt: lambda: left > right, ast.GtE: lambda: left >= right,
-        ast.In: lambda: left in right, ast.NotIn: lambda: left not in right,
-        ast.Is: lambda: left is right, ast.IsNot: lambda: left is not right,
+        ast.Eq: lambda: left == right,
+        ast.NotEq: lambda: left != right,
+        ast.Lt: lambda: left < right,
+        ast.LtE: lambda: left <= right,
+        ast.Gt: lambda: left > right,
+        ast.GtE: lambda: left >= right,
+        ast.In: lambda: left in right,
+        ast.NotIn: lambda: left not in right,
+        ast.Is: lambda: left is right,
+        ast.IsNot: lambda: left is not right,
     }
     try:
         return constant(tests[type(operator)]())
@@ -1157,6 +1242,10 @@ def config_default(cls: str, name: str) -> Any:
     module, _, class_name = cls.partition(":")
     if not module.startswith(f"{PACKAGE}.config."):
         return NOT_A_KEY
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    if (cls, name) in SETTINGS:
+        return SETTINGS[cls, name]
     section = getattr(importlib.import_module(module), class_name, None)
     if not dataclasses.is_dataclass(section):
         return NOT_A_KEY
@@ -1183,23 +1272,67 @@ def reading_order(walk: Walk, entries: Sequence[str]) -> list[str]:
     return list(order)
 
 
-def main() -> None:
-    sys.path.insert(0, str(ROOT))
-    sys.setrecursionlimit(10000)
-    sources = Sources()
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What is to be read.
+
+    Attributes:
+        functions: by module, in reading order: what of it the step calls, makes or reads.
+        lines: of each module.
+        left_out: lines that are reached but not counted, by the entry of ``LEFT_OUT``.
+    """
+
+    functions: dict[str, list[str]]
+    lines: dict[str, int]
+    left_out: dict[str, int]
+
+    @property
+    def num_lines(self) -> int:
+        """All of them."""
+        return sum(self.lines.values())
+
+
+def read_step(entries: Sequence[str] = STEP) -> Reading:
+    """Follow the step of the default config."""
+    sources = Sources(ROOT / PACKAGE)
     run = Walk(sources)
     run.solve(RUN)
     step = Walk(sources, run)
-    step.solve(STEP)
-    modules = {}
-    for name in reading_order(step, STEP):
-        modules.setdefault(sources.scopes[name].module, []).append(name.partition(":")[2])
+    step.solve(entries)
+    reached: dict[str, list[str]] = {module: [] for module in READ_FIRST} if entries == STEP else {}
+    for name in reading_order(step, entries):
+        reached.setdefault(sources.scopes[name].module, []).append(name.partition(":")[2])
+    lines = {module: len(sources.paths[module].read_text(encoding="utf-8").splitlines()) for module in reached}
+    left_out: dict[str, int] = {}
+    for module in lines.keys() - COUNTED:
+        for prefix in LEFT_OUT:
+            if within(module, prefix):
+                left_out[prefix] = left_out.get(prefix, 0) + lines.pop(module)
+                del reached[module]
+    return Reading(reached, {module: lines[module] for module in reached}, left_out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The files that one step of GRPO goes through, in reading order.")
+    parser.add_argument("entries", nargs="*", help="MODULE:FUNCTION or MODULE:CLASS.METHOD in place of the step's")
+    parser.add_argument("--functions", action="store_true", help="show what is called in each")
+    arguments = parser.parse_args()
+    reading = read_step(tuple(arguments.entries) or STEP)
     total = 0
-    for module, functions in modules.items():
-        lines = len(sources.paths[module].read_text().splitlines())
+    for module, lines in reading.lines.items():
         total += lines
-        print(module.removeprefix("mindrlhf."), lines, total, functions[:6] if len(sys.argv) > 1 else "")
-    print(len(modules))
+        print(f"{lines:5d} {total:6d}  {module}")
+        if arguments.functions:
+            print(
+                textwrap.fill(
+                    ", ".join(reading.functions[module]), 110, initial_indent=" " * 14, subsequent_indent=" " * 14
+                )
+            )
+    print(f"{len(reading.lines)} files, {total} lines")
+    left_out = sorted(reading.left_out.items(), key=lambda item: -item[1])
+    print(f"taken at their names, {sum(reading.left_out.values())} lines more:")
+    for prefix, lines in left_out:
+        print(f"{lines:5d}  {prefix}: {LEFT_OUT[prefix]}")
 
 
 if __name__ == "__main__":
