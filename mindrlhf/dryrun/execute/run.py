@@ -1,9 +1,9 @@
 """Run compiled parallel graphs on CPU ranks: the parent's side.
 
 Every rank is a real process of ``msrun`` that executes the graphs compiled for it (lowered by
-:mod:`cpu_execution.lower`) on its own shard and talks to the others through real collectives. What puts batches into
+:mod:`mindrlhf.dryrun.execute.lower`) on its own shard and talks to the others through real collectives. What puts batches into
 the graphs, publishes, saves, restores and exports is the product's own worker, team and policy
-(:mod:`cpu_execution.rank`). So what a cluster would compute can be compared, number by number, with one process that
+(:mod:`mindrlhf.dryrun.execute.rank`). So what a cluster would compute can be compared, number by number, with one process that
 knows nothing of parallelism. The model and the batches must be small: this is the check of a layout, not a way to
 train.
 
@@ -177,7 +177,7 @@ def execute(
         "MS_NODE_TIMEOUT": str(max(30, int(timeout_s))),
         "PYTHONPATH": os.pathsep.join((_MODULES, *filter(None, [os.environ.get("PYTHONPATH")]))),
     }
-    command = ["-m", "cpu_execution.rank", str(directory)]
+    command = ["-m", "mindrlhf.dryrun.execute.rank", str(directory)]
     code = (start or _start_here)(command, world_size, directory / "logs", environment)
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")
