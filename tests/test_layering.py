@@ -44,6 +44,7 @@ MINDSPORE_ROOMS = (
     "mindrlhf.models",
     "mindrlhf.training",
     "mindrlhf.dryrun.compile",
+    "mindrlhf.dryrun.execute",
 )
 HEAVY_ROOMS = (*MINDSPORE_ROOMS, SERVER)
 LIGHT_WITHIN = ("mindrlhf.algorithms.advantages",)

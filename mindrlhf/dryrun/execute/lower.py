@@ -2,11 +2,10 @@
 
 MindSpore's semi-auto parallel compiler shards the training step for Ascend only, but what it writes is a plain graph:
 operators on shards, and collectives between named groups of ranks. Four things keep the CPU from running it, and each
-is rewritten: collectives without a CPU kernel (:mod:`mindrlhf.dryrun.execute.collectives`), fused Ascend kernels
-(:mod:`mindrlhf.dryrun.execute.kernels`, those of experts in :mod:`mindrlhf.dryrun.execute.expert_kernels`), half precision, which becomes
-float32, and sizes that routing decides, which become fixed ones (:mod:`mindrlhf.dryrun.execute.routing`). The sharding, the
-schedule of the pipeline and the order of the collectives are the compiler's and stay as they are: running them
-is the point.
+is rewritten: collectives without a CPU kernel (``collectives``), fused Ascend kernels (``kernels``, those of experts in
+``expert_kernels``), half precision, which becomes float32, and sizes that routing decides, which become fixed ones
+(``routing``). The sharding, the schedule of the pipeline and the order of the collectives are the compiler's and stay
+as they are: running them is the point.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m mindrlhf.dryrun.execute.rank DIRECTORY
 
-The directory is one that :func:`mindrlhf.dryrun.execute.run.execute` has prepared. Rank 0 drives the step as in a run: through
-the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
+The directory is one that :func:`mindrlhf.dryrun.execute.run.execute` has prepared. Rank 0 drives the step as in a run:
+through the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
 """
 
 import hashlib
