@@ -45,6 +45,7 @@ MINDSPORE_ROOMS = (
     "mindrlhf.training",
     "mindrlhf.dryrun.compile",
     "mindrlhf.cpu.training",
+    "mindrlhf.dryrun.execute",
 )
 HEAVY_ROOMS = (*MINDSPORE_ROOMS, *SERVER_ROOMS)
 LIGHT_WITHIN = ("mindrlhf.algorithms.advantages", "mindrlhf.algorithms.head", "mindrlhf.cpu.training.vocabulary")

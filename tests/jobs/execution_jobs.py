@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 import numpy as np
 import sanity_inputs
-from cpu_execution.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
 from machines import Machines
 
 from mindrlhf.config.sections import ParallelSection
 from mindrlhf.dryrun.compile.request import GRADIENTS, CompileRequest, compile_ranks
+from mindrlhf.dryrun.execute.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 
 
 def compile_and_execute(
@@ -43,10 +43,10 @@ def compile_and_execute(
         token_inputs: names of the token arrays that the update takes.
         computed_inputs: name of a layout -> that of them which its ranks compute under the initial weights.
         shared_prompts: the rows are of that kind.
-        images: of each call; see :func:`cpu_execution.run.execute`.
+        images: of each call; see :func:`mindrlhf.dryrun.execute.run.execute`.
         memory: keys of the section `memory`.
         after_token: of scoring models; see :class:`mindrlhf.training.sharded.model.ShardedModel`.
-        lora: of adapters that are trained in place of the model; see :class:`cpu_execution.run.ExecutionJob`.
+        lora: of adapters that are trained in place of the model; see :class:`mindrlhf.dryrun.execute.run.ExecutionJob`.
     """
     compiled = (*cells, GRADIENTS) if memory.get("swap_moments") else cells
     own = {"shared_prompts": shared_prompts, "lora": lora, "memory": dict(memory)}
@@ -97,7 +97,7 @@ def execute_over_machines(job: ExecutionJob, model: dict, batches, directory: Pa
         script = f"""
             cd {shlex.quote(str(sanity_inputs.REPOSITORY))}
             {exports}
-            export PYTHONPATH=$PYTHONPATH:$PWD
+            export PYTHONPATH=$PWD
             export PATH={bin_dir}:$PATH  # msrun starts whatever `python` comes first
             {bin_dir}/msrun --worker_num={world_size} --local_worker_num={world_size // 2} \
                 --master_addr=$MASTER_IP --master_port=8118 --node_rank=$NODE_RANK --join=True \

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from cpu_execution.run import SEED
 from execution_cases import (
     ALL_LAYOUTS,
     IS_LAST,
@@ -24,6 +23,8 @@ from execution_cases import (
 )
 from execution_jobs import compile_and_execute
 from slow_tests import SLOW
+
+from mindrlhf.dryrun.execute.run import SEED
 
 pytestmark = [
     SLOW,

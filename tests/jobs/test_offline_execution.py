@@ -8,7 +8,6 @@ import platform
 
 import numpy as np
 import pytest
-from cpu_execution.run import SEED
 from execution_cases import (
     CRITIC,
     EPSILON,
@@ -24,6 +23,7 @@ from execution_jobs import compile_and_execute
 from slow_tests import SLOW
 
 from mindrlhf.dryrun.compile.request import LOGPROBS, PAIR_UPDATE, SUPERVISED_UPDATE, VALUES
+from mindrlhf.dryrun.execute.run import SEED
 
 pytestmark = [
     SLOW,

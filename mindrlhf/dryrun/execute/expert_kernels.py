@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from cpu_execution.mindir import (
+from mindrlhf.dryrun.execute.mindir import (
     FLOAT32_TYPE_ID,
     INT32_TYPE_ID,
     INT64_TYPE_ID,

@@ -1,9 +1,9 @@
 """Run compiled parallel graphs on CPU ranks: one rank's side, the program that ``msrun`` starts.
 
-    python -m cpu_execution.rank DIRECTORY
+    python -m mindrlhf.dryrun.execute.rank DIRECTORY
 
-The directory is one that :func:`cpu_execution.run.execute` has prepared. Rank 0 drives the step as in a run: through
-the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
+The directory is one that :func:`mindrlhf.dryrun.execute.run.execute` has prepared. Rank 0 drives the step as in a run:
+through the product's team and policy it has the workers compute log-probabilities, update, publish, save and restore.
 """
 
 import hashlib
@@ -22,8 +22,10 @@ import numpy as np
 from mindspore.communication import get_group_size, get_rank, init, release
 from safetensors.numpy import load_file, save_file
 
-from cpu_execution.model import LoweredRank
-from cpu_execution.run import (
+from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
+from mindrlhf.dryrun.execute.model import LoweredRank
+from mindrlhf.dryrun.execute.run import (
     BATCHES_NAME,
     ENDED_PREFIX,
     EXPORT_NAME,
@@ -34,8 +36,6 @@ from cpu_execution.run import (
     SPEC_NAME,
     UPDATES_NAME,
 )
-from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
-from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS
 from mindrlhf.system.processes import die_with_launcher

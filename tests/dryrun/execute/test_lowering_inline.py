@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from cpu_execution.mindir import Attribute, LoweringError, Program
 from lowering_interpreter import FLOAT, lower_for, run
 from mindspore.train import mind_ir_pb2 as ir
+
+from mindrlhf.dryrun.execute.mindir import Attribute, LoweringError, Program
 
 SHAPE = (2, 3)
 

@@ -3,9 +3,11 @@
 from math import prod
 
 import numpy as np
-from cpu_execution.collectives import CPU_WORLD
-from cpu_execution.lower import lower_graph
-from cpu_execution.mindir import (
+from mindspore.train import mind_ir_pb2 as ir
+
+from mindrlhf.dryrun.execute.collectives import CPU_WORLD
+from mindrlhf.dryrun.execute.lower import lower_graph
+from mindrlhf.dryrun.execute.mindir import (
     NUMPY_DTYPES,
     Attribute,
     Emitter,
@@ -16,7 +18,6 @@ from cpu_execution.mindir import (
     output_types,
     scalar,
 )
-from mindspore.train import mind_ir_pb2 as ir
 
 FLOAT, INT32, UINT8 = ir.TensorProto.FLOAT, ir.TensorProto.INT32, ir.TensorProto.UINT8
 

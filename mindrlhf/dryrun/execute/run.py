@@ -1,11 +1,11 @@
 """Run compiled parallel graphs on CPU ranks: the parent's side.
 
-Every rank is a real process of ``msrun`` that executes the graphs compiled for it (lowered by
-:mod:`cpu_execution.lower`) on its own shard and talks to the others through real collectives. What puts batches into
-the graphs, publishes, saves, restores and exports is the product's own worker, team and policy
-(:mod:`cpu_execution.rank`). So what a cluster would compute can be compared, number by number, with one process that
-knows nothing of parallelism. The model and the batches must be small: this is the check of a layout, not a way to
-train.
+Every rank is a real process of ``msrun`` that executes the graphs compiled for it, lowered by
+:mod:`mindrlhf.dryrun.execute.lower`, on its own shard and talks to the others through real collectives. What puts
+batches into the graphs, publishes, saves, restores and exports is the product's own worker, team and policy
+(:mod:`mindrlhf.dryrun.execute.rank`). So what a cluster would compute can be compared, number by number, with one
+process that knows nothing of parallelism. The model and the batches must be small: this is the check of a layout, not a
+way to train.
 
 MindSpore is imported in the ranks, not here.
 """
@@ -41,8 +41,8 @@ SAVED_NAME, EXPORT_NAME = "saved", "exported"
 # The moments at which ranks publish: at the start, after the last update, and after the updates that follow the first
 # were made once more from a checkpoint.
 PUBLICATIONS = ("before", "after", "resumed")
-SEED = 3
-_MODULES = str(Path(__file__).parents[1])  # where ranks find this package
+SEED = 3  # of new adapters
+
 
 @dataclass(frozen=True)
 class ExecutionJob:
@@ -159,10 +159,7 @@ def execute(
         assert len(job.graphs) == len(job.output_graphs) == world_size, f"{job.name}: graphs for each of its ranks"
         (directory / job.name).mkdir(parents=True)
     export_hf(iter(tensors.items()), hf_config, directory / MODEL_NAME)
-    inputs = {f"{call}.{index}": array for call, batch in enumerate(batches) for index, array in enumerate(batch)}
-    for call, shown in enumerate(images):
-        inputs |= {f"{call}.image.{number:04}": pixels for number, pixels in enumerate(shown)}
-    save_file({name: np.ascontiguousarray(array) for name, array in inputs.items()}, directory / BATCHES_NAME)
+    _write_inputs(batches, images, directory / BATCHES_NAME)
     spec = {
         "hf_config": hf_config,
         "learning_rate": learning_rate,
@@ -172,16 +169,19 @@ def execute(
         "jobs": [asdict(job) | {"model_dir": str(directory / MODEL_NAME)} for job in jobs],
     }
     (directory / SPEC_NAME).write_text(json.dumps(spec))
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "MS_NODE_TIMEOUT": str(max(30, int(timeout_s))),
-        "PYTHONPATH": os.pathsep.join((_MODULES, *filter(None, [os.environ.get("PYTHONPATH")]))),
-    }
-    command = ["-m", "cpu_execution.rank", str(directory)]
+    environment = {"OMP_NUM_THREADS": "1", "MS_NODE_TIMEOUT": str(max(30, int(timeout_s)))}
+    command = ["-m", "mindrlhf.dryrun.execute.rank", str(directory)]
     code = (start or _start_here)(command, world_size, directory / "logs", environment)
     if code != 0:
         raise RunFailure(f"executing {', '.join(job.name for job in jobs)} failed; logs: {directory / 'logs'}")
     return [_collect(job, hf_config, directory / job.name, len(batches)) for job in jobs]
+
+
+def _write_inputs(batches: Sequence[Sequence[np.ndarray]], images: Sequence[Sequence[np.ndarray]], path: Path) -> None:
+    inputs = {f"{call}.{index}": array for call, batch in enumerate(batches) for index, array in enumerate(batch)}
+    for call, shown in enumerate(images):
+        inputs |= {f"{call}.image.{number:04}": pixels for number, pixels in enumerate(shown)}
+    save_file({name: np.ascontiguousarray(array) for name, array in inputs.items()}, path)
 
 
 def _start_here(command: Sequence[str], world_size: int, log_dir: Path, environment: Mapping[str, str]) -> int:

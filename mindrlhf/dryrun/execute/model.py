@@ -9,12 +9,12 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.communication import create_group
 
-from cpu_execution.lower import LoweredGraph, lower_graph
-from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
-from cpu_execution.run import SEED
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
 from mindrlhf.config.sections import ParallelSection
+from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
+from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
+from mindrlhf.dryrun.execute.run import SEED
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
 from mindrlhf.models.lora.model import scale_name

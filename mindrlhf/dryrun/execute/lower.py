@@ -2,11 +2,10 @@
 
 MindSpore's semi-auto parallel compiler shards the training step for Ascend only, but what it writes is a plain graph:
 operators on shards, and collectives between named groups of ranks. Four things keep the CPU from running it, and each
-is rewritten: collectives without a CPU kernel (:mod:`cpu_execution.collectives`), fused Ascend kernels
-(:mod:`cpu_execution.kernels`, those of experts in :mod:`cpu_execution.expert_kernels`), half precision, which becomes
-float32, and sizes that routing decides, which become fixed ones (:mod:`cpu_execution.routing`). The sharding, the
-schedule of the pipeline and the order of the collectives are the compiler's and stay as they are: running them
-is the point.
+is rewritten: collectives without a CPU kernel (``collectives``), fused Ascend kernels (``kernels``, those of experts in
+``expert_kernels``), half precision, which becomes float32, and sizes that routing decides, which become fixed ones
+(``routing``). The sharding, the schedule of the pipeline and the order of the collectives are the compiler's and stay
+as they are: running them is the point.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from mindspore.train import mind_ir_pb2 as ir
 
-from cpu_execution.collectives import LOWER_COLLECTIVE, Groups
-from cpu_execution.expert_kernels import LOWER_EXPERT_KERNEL, read_what_was_written
-from cpu_execution.inline import inline_functions
-from cpu_execution.kernels import LOWER_KERNEL
-from cpu_execution.mindir import (
+from mindrlhf.dryrun.execute.collectives import LOWER_COLLECTIVE, Groups
+from mindrlhf.dryrun.execute.expert_kernels import LOWER_EXPERT_KERNEL, read_what_was_written
+from mindrlhf.dryrun.execute.inline import inline_functions
+from mindrlhf.dryrun.execute.kernels import LOWER_KERNEL
+from mindrlhf.dryrun.execute.mindir import (
     CALL_PREFIX,
     FLOAT32_TYPE_ID,
     HALF_TYPE_IDS,
@@ -36,7 +35,7 @@ from cpu_execution.mindir import (
     output_types,
     scalar,
 )
-from cpu_execution.routing import fix_routed_sizes
+from mindrlhf.dryrun.execute.routing import fix_routed_sizes
 
 _LOWER_KERNEL = LOWER_KERNEL | LOWER_EXPERT_KERNEL
 _CPU_COLLECTIVES = frozenset({"AllReduce", "AllGather"})
