@@ -37,7 +37,7 @@ from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.runtime import start_runtime
 from mindrlhf.training.team import Team
 from mindrlhf.training.worker.actor import Actor
-from mindrlhf.training.worker.policy_learner import PolicyLearner
+from mindrlhf.training.worker.learner import PolicyLearner
 from mindrlhf.training.worker.policy_loss import build_policy_loss
 
 RESPONSE_LENGTH = 64

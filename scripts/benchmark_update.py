@@ -103,7 +103,7 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
     from mindrlhf.observe.timing import peak_rss_gb
     from mindrlhf.training.batch import RowOptions, make_batch
     from mindrlhf.training.runtime import start_runtime
-    from mindrlhf.training.worker.policy_learner import PolicyLearner
+    from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     num_ranks, samples, response_length = row[0], NUM_SAMPLES * row[1], RESPONSE_LENGTH * row[2]

@@ -74,7 +74,6 @@ CUT = {
     "mindrlhf.rollout.sent_experts": "training.replay_routing",
     "mindrlhf.rollout.server.routing": "training.replay_routing",
     "mindrlhf.training.distillation": "distillation.teachers",
-    "mindrlhf.rollout.drafts": "rollout.draft_tokens",
     "mindrlhf.rollout.server.span": "one machine",
     "mindrlhf.training.loop.skipped_batches": "all gradients are finite",
     "mindrlhf.training.checkpoints.run:RunCheckpoints.save": "checkpoint.every_steps",
@@ -103,12 +102,7 @@ LEFT_OUT = {
     "mindrlhf.weights.direct_file": "files of weights",
     "mindrlhf.weights.safetensors_file": "files of weights",
     "mindrlhf.weights.tensors": "dtypes",
-    "mindrlhf.models.graph_cache": "makes a CPU fast",
-    "mindrlhf.algorithms.vocabulary": "makes a CPU fast",
-    "mindrlhf.training.worker.shared_update": "makes a CPU fast",
-    "mindrlhf.rollout.server.multi_step": "makes a CPU fast",
-    "mindrlhf.rollout.server.in_place": "makes a CPU fast",
-    "mindrlhf.rollout.server.linear": "makes a CPU fast",
+    "mindrlhf.cpu": "makes a CPU fast",
     "mindrlhf.rollout.server.needs": "makes a CPU fast",
 }
 # Part of the step all the same.
@@ -1153,7 +1147,9 @@ class Interpreter:
     def _call_max(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
         items = self._walk.items(values[0]) if len(values) == 1 else NOTHING.union(*values)
         self._walk.call(named.get("key", NOTHING), [items])
-        if len(values) == 1 and items and all(atom[0] == "constant" for atom in items):
+        if len(values) == 1 and items and all(type(atom[2]) in (int, float) for atom in items if atom[0] == "constant"):
+            if any(atom[0] != "constant" for atom in items):
+                return frozenset(atom for atom in items if atom[0] != "constant") | ANYTHING
             return constant((max if ast.unparse(node.func) == "max" else min)(atom[2] for atom in items))
         return frozenset(atom for atom in items if atom[0] != "constant") | ANYTHING
 

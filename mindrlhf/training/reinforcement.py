@@ -44,7 +44,7 @@ from mindrlhf.training.checkpoints.requests import SaveRequests
 from mindrlhf.training.checkpoints.run import Progress, RunCheckpoints
 from mindrlhf.training.checkpoints.shards import export_adapter
 from mindrlhf.training.distillation.models import as_one
-from mindrlhf.training.loop.guards.all import Guards, Observers
+from mindrlhf.training.loop.guards import Guards, Observers
 from mindrlhf.training.loop.key_data import KeyData
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.publication import sharded_tensors
@@ -311,8 +311,8 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
     from mindrlhf.training.worker.adapted_model import BaseModel
     from mindrlhf.training.worker.cell_dump import CellDump
     from mindrlhf.training.worker.critic import ActorCritic, Turns, build_critic
+    from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.model import WholeModel
-    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_logprobs, build_policy_loss, build_top_words
 
     model, algorithm, device = config.model, config.algorithm, config.run.device

@@ -144,13 +144,7 @@ _HAN_SHARE = re.compile(rf"(负|負)?百分之([{_HAN}]+|[0-9.]+)")
 _MYRIADS = re.compile(r"([-+]?[0-9,]*\.?[0-9]+)\s*([万萬亿億])")
 _HAN_UNITS = dict(
     pair.split("=")
-    for pair in (
-        "平方厘米=cm^2 平方米=m^2 平方千米=km^2 平方公里=km^2 立方厘米=cm^3 立方米=m^3 千米/小时=km/h "
-        "公里/小时=km/h 米/秒=m/s 毫米=mm 厘米=cm 千米=km 公里=km 米=m "
-        "千克=kg 公斤=kg 毫克=mg 克=g 毫升=ml 升=l 秒=s "
-        "分钟=min 小时=h 天=day 周=week 个月=month 年=year 度=deg "
-        "欧元=eur 美元=usd "
-    ).split()
+    for pair in ["平方厘米=cm^2", "平方米=m^2", "平方千米=km^2", "平方公里=km^2", "立方厘米=cm^3", "立方米=m^3", "千米/小时=km/h", "公里/小时=km/h", "米/秒=m/s", "毫米=mm", "厘米=cm", "千米=km", "公里=km", "米=m", "千克=kg", "公斤=kg", "毫克=mg", "克=g", "毫升=ml", "升=l", "秒=s", "分钟=min", "小时=h", "天=day", "周=week", "个月=month", "年=year", "度=deg", "欧元=eur", "美元=usd"]
 )
 _HAN_COUNTED = re.compile(
     "[元角分个個人只隻本页頁块塊棵条條张張名位次种種辆輛件支枝朵头頭箱袋盒根]"

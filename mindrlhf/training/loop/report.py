@@ -18,7 +18,7 @@ from mindrlhf.rollout.conversations import tool_metrics
 from mindrlhf.rollout.samples import Sample, Sampler, reward_matrix, sample_parts, sample_record, verifier_names
 from mindrlhf.training.batch import Batch
 from mindrlhf.training.checkpoints.run import Progress
-from mindrlhf.training.loop.guards.all import Observers
+from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.leftover import SampleLedger
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.step import Step, StepSamples

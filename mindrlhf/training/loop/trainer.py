@@ -13,7 +13,7 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import Steps
 from mindrlhf.training.loop.evaluation import Evaluations
-from mindrlhf.training.loop.guards.all import Observers
+from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.report import StepReport

@@ -21,8 +21,7 @@ from mindrlhf.training.batch import Batch
 from mindrlhf.training.sharded.cells import ParallelGradients, ParallelUpdate
 from mindrlhf.training.sharded.model import ShardedModel, set_shard
 from mindrlhf.training.sharded.offload import OptimizerPlaces
-from mindrlhf.training.worker.learner import CountsCompiles
-from mindrlhf.training.worker.policy_learner import LearnerUpdate
+from mindrlhf.training.worker.learner import CountsCompiles, LearnerUpdate
 
 _ROW_ARRAYS = ("input_ids", "segment_ids", "labels", "mask")
 

@@ -16,17 +16,17 @@ from mindrlhf.training.distillation.models import FrozenModel
 from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published
 from mindrlhf.training.routing.rows import without_experts
 from mindrlhf.training.worker.cell_dump import CellDump
+from mindrlhf.training.worker.learner import ActorLearner
 from mindrlhf.training.worker.model import RankModel
 from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.training.worker.node_servers import SharesServers
-from mindrlhf.training.worker.policy_learner import ActorLearner
 
 
 class Actor(SavesState, NodeBoard, SharesServers):
     """The policy of a reinforcement learning run on one rank; its public methods are called through the team.
 
     It knows nothing of how the model lies on the ranks: that is in the learner and the models, which are whole
-    (:class:`mindrlhf.training.worker.policy_learner.PolicyLearner`) or sharded
+    (:class:`mindrlhf.training.worker.learner.PolicyLearner`) or sharded
     (:class:`mindrlhf.training.sharded.learner.ShardedLearner`).
 
     Args:

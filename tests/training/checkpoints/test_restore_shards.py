@@ -23,7 +23,7 @@ def actor(inputs_dir, tmp_path):
     from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.policy_learner import PolicyLearner
+    from mindrlhf.training.worker.learner import PolicyLearner
 
     prepare_mindformers("cpu", tmp_path / "log")
     path = str(inputs_dir / "model")

@@ -14,8 +14,8 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.samples import Sample
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.loop.guards import skipped_updates
-from mindrlhf.training.loop.guards.all import Guards
+from mindrlhf.training.loop import guards as guards_module
+from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.skipped_batches import (
     ARRAYS_NAME,
@@ -178,7 +178,7 @@ def test_the_run_stops_after_a_row_of_skipped_updates_also_across_a_resume(open_
 
 
 def test_only_the_first_batches_are_saved(open_guards, step, tmp_path, monkeypatch):
-    monkeypatch.setattr(skipped_updates, "MAX_SAVED_BATCHES", 3)
+    monkeypatch.setattr(guards_module, "MAX_SAVED_BATCHES", 3)
     guards = open_guards(max_skipped_updates=9)
     guards.review(step.record(1, np.nan, np.nan), 0.0)
     counts = guards.review(step.record(2, np.nan, np.nan), 0.0)

@@ -23,7 +23,7 @@ from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.checkpoints.requests import StopRequested
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.life_cycle import run_steps
-from mindrlhf.training.loop.guards.all import Observers
+from mindrlhf.training.loop.guards import Observers
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.sampling.in_step import PromptSampling, Rollout
 from mindrlhf.training.loop.trainer import Parts, Trainer

@@ -15,7 +15,7 @@ from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import UserError
 from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.training.batch import RowOptions, make_batch
-from mindrlhf.training.loop.guards.all import Guards
+from mindrlhf.training.loop.guards import Guards
 from mindrlhf.training.loop.policy import Policy, PolicyUpdate
 from mindrlhf.training.loop.skipped_batches import load_skipped
 from mindrlhf.training.loop.step import Step, StepSamples
@@ -65,7 +65,7 @@ def actor(config, tmp_path_factory):
     from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.policy_learner import PolicyLearner
+    from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))

@@ -139,8 +139,8 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team as RealTeam
     from mindrlhf.training.worker.actor import Actor
+    from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.model import WholeModel
-    from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
     from mindrlhf.weights.convert import export_hf, random_hf_weights
 

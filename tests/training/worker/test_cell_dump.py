@@ -53,7 +53,7 @@ def actor(tmp_path_factory):
     from mindrlhf.models.load import load_model
     from mindrlhf.training.runtime import start_runtime
     from mindrlhf.training.worker.actor import Actor
-    from mindrlhf.training.worker.policy_learner import PolicyLearner
+    from mindrlhf.training.worker.learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
 
     directory = tmp_path_factory.mktemp("model")
