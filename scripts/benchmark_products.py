@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast a rollout server on this CPU multiplies by its weights, in each way that it could (server/linear.py).
+"""How fast a rollout server on this CPU multiplies by its weights, in each way that it could (cpu/rollout/linear.py).
 
     .venv-rollout/bin/python scripts/benchmark_products.py [--weights OUTxIN ...] [--rows 4 16 32 64]
         [--rounds 7] [--threads 1]
