@@ -16,12 +16,13 @@ CORE = [
     "pillow>=10.1",
     "pyarrow>=15",
     "pyyaml>=6",
-    "safetensors>=0.4",
     "scipy>=1.10",
     "sentencepiece>=0.2",
     "tensorboard>=2.14",
     "tokenizers>=0.20",
     "tqdm>=4.66",
+    # For its chat templates alone; see docs/install.md.
+    "transformers>=4.57",
     "xxhash>=3",
 ]
 TRAINING = ["mindspore==2.9.0", "mindformers==1.9.0"]
@@ -45,8 +46,16 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.10"],
     # `mindrlhf models get` and `data get`.
     "hub": ["huggingface_hub>=0.34", "modelscope>=1.38"],
-    # wandb: one tracker is tested every day.
-    "dev": ["hypothesis>=6", "pytest>=8", "pytest-timeout>=2", "pytest-xdist>=3", "ruff>=0.6", "wandb>=0.17"],
+    # wandb: one tracker is tested every day. safetensors: tests compare with its files.
+    "dev": [
+        "hypothesis>=6",
+        "pytest>=8",
+        "pytest-timeout>=2",
+        "pytest-xdist>=3",
+        "ruff>=0.6",
+        "safetensors>=0.4",
+        "wandb>=0.17",
+    ],
 }
 
 setup(

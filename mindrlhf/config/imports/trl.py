@@ -178,7 +178,7 @@ RULES: dict[str, Rule] = {
     "min_p": by_hand("not there: set rollout.top_p or rollout.top_k"),
     "repetition_penalty": only(1, otherwise="sampling is from the model's own distribution: a penalty biases training"),
     "generation_kwargs": by_hand("set what you need of it in `rollout`"),
-    "chat_template_kwargs": by_hand("give them to mindrlhf data build"),
+    "chat_template_kwargs": by_hand("give them to mindrlhf data build --template-option"),
     "use_vllm": without("always vLLM"),
     "vllm_tensor_parallel_size": to("rollout.tensor_parallel"),
     "vllm_gpu_memory_utilization": to("rollout.gpu_memory_utilization"),

@@ -179,13 +179,14 @@ RULES: dict[str, Rule] = {
     "data.val_max_samples": to("evaluation.max_prompts", lambda value: max(int(value), 0)),
     "data.train_max_samples": by_hand("build a file of so many records"),
     "data.tool_config_path": by_hand("name the tools in tools.names; docs/tools.md"),
+    "data.apply_chat_template_kwargs*": by_hand("give them to mindrlhf data build --template-option"),
     "data.filter_overlong_prompts*": without("mindrlhf data build counts and leaves out prompts that are too long"),
     "data.truncation": without("prompts that are too long are left out, not cut"),
     **each(
         "data.",
         "use_shm prompt_key reward_fn_key val_batch_size return_raw_input_ids return_raw_chat return_full_prompt "
         "dataloader_num_workers image_patch_size validation_shuffle image_key video_key trust_remote_code custom_cls.* "
-        "return_multi_modal_inputs sampler.* datagen.* apply_chat_template_kwargs* answer_key gen_batch_size",
+        "return_multi_modal_inputs sampler.* datagen.* answer_key gen_batch_size",
         without("decided when the data is built: docs/tutorial.md"),
     ),
     f"{_ACTOR}.optim.lr": to("optimizer.start_lr", float),
