@@ -4,6 +4,7 @@ Texts of requests could be in pages that programs get by fork, freed or not. So 
 they read all of the memory that a program, or the launcher itself, has.
 """
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 from code_rewards import fenced, reward
 
+from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.selection import Selection
+from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox import server
 from mindrlhf.sandbox.run import Program, SandboxLimits, run_files, run_python
 
@@ -85,6 +89,18 @@ def test_a_program_that_reads_its_memory_earns_nothing_after_honest_ones(kind):
     for _ in range(3):
         assert reward(fenced(HONEST), TESTS[kind]) == 1.0
         assert reward(fenced(SCANNER), TESTS[kind], partial="true") == 0.0
+
+
+def test_the_same_through_the_reward_pool():
+    kinds = list(TESTS.values())
+    answers = [kind if isinstance(kind, str) else json.dumps(kind) for kind in kinds for _ in range(4)]
+    programs = [HONEST, SCANNER, SCANNER, SCANNER] * len(kinds)
+    samples = [
+        RewardInput(index, fenced(program), answer) for index, (program, answer) in enumerate(zip(programs, answers))
+    ]
+    with RewardPool(Selection(("code_execution",), (1.0,)), timeout_s=60.0) as pool:
+        totals = [result.total for result in pool.score(samples)]
+    assert totals == [1.0, 0.0, 0.0, 0.0] * len(kinds)
 
 
 def test_the_scanner_finds_what_is_in_its_memory():
