@@ -5,12 +5,13 @@ Worker processes import this module, so it stays free of MindSpore, which costs 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised
-from mindrlhf.data.handlers import Example, RecordError, load_handler, with_source
-from mindrlhf.data.mindrecord import RESPONSES
+from mindrlhf.data.handlers import Example, RecordError, load_handler, read_columns, with_source
+from mindrlhf.data.mindrecord import RESPONSES, Prompt
 from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, response_end_id
@@ -25,6 +26,7 @@ class EncoderSettings:
     ``source_names`` gives the name of each input file (key: its path as text) in source ids. Control tokens that are
     written out in the data are written apart, unless ``keep_control_tokens``. Limits of pixels that are None are those
     of the tokenizer's directory. Image files lie below ``image_root``; None means the folder of their data file.
+    ``columns`` are kept as they are, name -> key of the record.
     """
 
     tokenizer_path: str
@@ -41,24 +43,7 @@ class EncoderSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     image_root: str | None = None
-
-
-@dataclass(frozen=True)
-class EncodedRecord:
-    """Ids and images of one kept record."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    answer: str
-    source_id: str
-    rejected_ids: list[int]
-    verifier: str
-    pictures: tuple[Picture, ...] = ()
-
-    @property
-    def images(self) -> list[bytes]:
-        """PNG files of the images."""
-        return [picture.file for picture in self.pictures]
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +53,7 @@ class _Prepared:
     example: Example
     prompt: str
     pictures: tuple[Picture, ...]
+    extra: dict[str, Any]
     has_control_tokens: bool
 
 
@@ -75,7 +61,8 @@ class _Prepared:
 class EncodedChunk:
     """What became of the records of one chunk, in their order."""
 
-    records: list[EncodedRecord] = field(default_factory=list)
+    records: list[Prompt] = field(default_factory=list)
+    image_tokens: list[tuple[int, ...]] = field(default_factory=list)  # of each image of each record
     bad_records: list[BadRecord] = field(default_factory=list)
     num_read: int = 0
     num_too_long: int = 0
@@ -124,11 +111,19 @@ class RecordEncoder:
         for record, prompt_ids, response, rejected in zip(prepared, all_prompt_ids, response_ids, rejected_ids):
             prompt_ids = self.pictures.expand(prompt_ids, record.pictures)
             if self._fits(len(prompt_ids), max(len(response), len(rejected))):
-                example = record.example
-                texts = (example.answer, example.source_id)
                 chunk.records.append(
-                    EncodedRecord(prompt_ids, response, *texts, rejected, example.verifier, record.pictures)
+                    Prompt(
+                        np.array(prompt_ids, np.int32),
+                        np.array(response, np.int32),
+                        record.example.answer,
+                        record.example.source_id,
+                        np.array(rejected, np.int32),
+                        record.example.verifier,
+                        tuple(picture.file for picture in record.pictures),
+                        record.extra,
+                    )
                 )
+                chunk.image_tokens.append(tuple(picture.num_tokens for picture in record.pictures))
             else:
                 chunk.num_too_long += 1
         return chunk
@@ -162,7 +157,8 @@ class RecordEncoder:
             _check_storable(text)
         pictures = tuple(self.pictures.read(sources, raw.path))
         self.pictures.check_prompt(prompt, len(pictures))
-        return _Prepared(example, prompt, pictures, is_controlled)
+        extra = read_columns(raw.fields, self._settings.columns)
+        return _Prepared(example, prompt, pictures, extra, is_controlled)
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
         max_length = self._settings.max_length
