@@ -10,14 +10,19 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--instructions", default="You are a helpful assistant.", help="what the system prompt says first"
     )
+    parser.add_argument(
+        "--keep", default="", metavar="[NAME=]KEY,...", help="as in 'data build': these parameters are not the model's"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print it."""
+    from mindrlhf.data.handlers import parse_columns
     from mindrlhf.tools.calls import system_prompt
     from mindrlhf.tools.registry import describe, resolve
 
     tools = resolve([name.strip() for name in arguments.names.split(",")])
-    print(system_prompt([describe(name, tool) for name, tool in tools.items()], arguments.instructions))
+    columns = parse_columns(arguments.keep) if arguments.keep else {}
+    print(system_prompt([describe(name, tool, columns) for name, tool in tools.items()], arguments.instructions))
     return 0

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -161,7 +161,9 @@ class Conversations:
         conversation.num_calls += 1
         if conversation.num_calls > self._limits.max_calls:
             return ToolAnswer(f"Error: there are {self._limits.max_calls} calls, and all are used", is_failure=True)
-        return call if isinstance(call, ToolAnswer) else self._tools.submit(call)
+        if isinstance(call, ToolAnswer):
+            return call
+        return self._tools.submit(replace(call, extra=conversation.request.extra))
 
     def _answer_ids(self, conversation: _Conversation, answers: Sequence["Future | ToolAnswer"]) -> list[int] | str:
         """Return what is inserted before the model's next turn, or the finish reason of a conversation that is over."""
@@ -208,7 +210,7 @@ class Episodes(Conversations):
     def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
         if conversation.num_turns == 0:
             conversation.episode, conversation.episode_return = next(self._numbers), 0.0
-            self._episodes.begin(conversation.episode, conversation.request.answer)
+            self._episodes.begin(conversation.episode, conversation.request.answer, conversation.request.extra)
         conversation.add_turn(completion)
         if completion.finish_reason != "stop":  # half an action is none
             yield self._end(conversation, completion.finish_reason)

@@ -3,9 +3,9 @@
 This module is imported by the rollout interpreter too, so it needs NumPy and nothing else.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,7 +37,9 @@ class GenerationRequest:
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
-    answer: str = ""  # of the record; no generator reads it, an environment begins its episodes by it
+    # Of the record, for tools and environments; no generator reads them.
+    answer: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns, JSON values by name
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""
