@@ -73,6 +73,12 @@ def _register_build(actions) -> None:
         help="for map_keys; also answer, response, rejected, verifier, images",
     )
     build.add_argument(
+        "--keep",
+        default="",
+        metavar="[NAME=]KEY,...",
+        help="columns to keep for rewards, tools and environments, which get them by name",
+    )
+    build.add_argument(
         "--template",
         default="chat",
         metavar="NAME",
@@ -124,6 +130,7 @@ def parse_key_map(text: str) -> dict[str, str]:
 def run_build(arguments) -> int:
     """Build a prompt file and print what became of the records."""
     from mindrlhf.data.build import build_prompts
+    from mindrlhf.data.handlers import parse_columns
 
     report = build_prompts(
         arguments.input,
@@ -143,6 +150,7 @@ def run_build(arguments) -> int:
         max_pixels=arguments.max_pixels,
         image_root=arguments.image_root,
         template_options=dict(arguments.template_option),
+        columns=parse_columns(arguments.keep) if arguments.keep else None,
     )
     if arguments.json:
         print(json.dumps(asdict(report), indent=1, default=str))
@@ -201,6 +209,8 @@ def run_show(arguments) -> int:
     for number, record in enumerate(records):
         print(f"\n--- {record.source_id}")
         print(f"answer    {record.answer}")
+        for name, value in record.extra.items():
+            print(f"{name:9} {json.dumps(value, ensure_ascii=False)}")
         _print_ids("prompt", record.prompt_ids, tokenizer, is_prompt=True)
         _print_images(record, number, arguments.images)
         if len(record.response_ids):
@@ -211,8 +221,10 @@ def run_show(arguments) -> int:
 
 
 def _plain(record, tokenizer) -> dict:
-    """Return a record as JSON values: token ids as lists, and their texts when there is a tokenizer."""
+    """Return a record as JSON values: token ids as lists, and their texts when there is a tokenizer; of images their
+    heights and widths."""
     found = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in asdict(record).items()}
+    found["image_files"] = [image.shape[:2] for image in record.images]
     for name in ("prompt", "response", "rejected") if tokenizer else ():
         found[f"{name}_text"] = tokenizer.decode(getattr(record, f"{name}_ids"), skip_special_tokens=False)
     return found

@@ -13,6 +13,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--instructions", default="You are a helpful assistant.", help="what the system prompt says first"
     )
     allow_json(parser)
+    parser.add_argument(
+        "--keep", default="", metavar="[NAME=]KEY,...", help="as in 'data build': these parameters are not the model's"
+    )
     parser.set_defaults(run=run)
 
 
@@ -20,10 +23,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it; with ``--json`` the tools' schemas, for a chat template that describes them itself."""
     import json
 
+    from mindrlhf.data.handlers import parse_columns
     from mindrlhf.tools.calls import system_prompt
     from mindrlhf.tools.registry import describe, resolve
 
     tools = resolve([name.strip() for name in arguments.names.split(",")])
-    descriptions = [describe(name, tool) for name, tool in tools.items()]
+    columns = parse_columns(arguments.keep) if arguments.keep else {}
+    descriptions = [describe(name, tool, columns) for name, tool in tools.items()]
     print(json.dumps(descriptions) if arguments.json else system_prompt(descriptions, arguments.instructions))
     return 0

@@ -1,6 +1,7 @@
 """Build a prompt file: read, encode in parallel, spool, then write MindRecord with the final counts."""
 
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow
 from tqdm import tqdm
 
-from mindrlhf.data.encoding import EncodedChunk, EncodedRecord, EncoderSettings, RecordEncoder
+from mindrlhf.data.encoding import EncodedChunk, EncoderSettings, RecordEncoder
 from mindrlhf.data.mindrecord import (
     RESPONSES,
     TASKS,
@@ -45,7 +46,8 @@ SPOOL_SCHEMA = pyarrow.schema(
         "source_id": pyarrow.string(),
         "rejected_ids": pyarrow.list_(pyarrow.int32()),
         "verifier": pyarrow.string(),
-        "images": pyarrow.list_(pyarrow.binary()),
+        "image_files": pyarrow.list_(pyarrow.binary()),
+        "extra": pyarrow.string(),
     }
 )
 
@@ -86,6 +88,7 @@ class _Tally:
     bad_examples: list[str] = field(default_factory=list)
     lengths: list[Counter] = field(default_factory=lambda: [Counter(), Counter()])  # of prompts, of responses
     choices: set[str] = field(default_factory=set)  # of verifiers
+    found_columns: set[str] = field(default_factory=set)  # kept ones that are not null everywhere
     num_images: int = 0
     num_with_images: int = 0
     most_images: int = 0  # of one record
@@ -100,19 +103,21 @@ class _Tally:
         self.bad_examples += [str(bad) for bad in chunk.bad_records[:num_wanted]]
         for counter, lengths in zip(self.lengths, chunk.lengths().T):
             counter.update(lengths.tolist())
-        self._add_images(chunk.records)
+        self._add_images(chunk.image_tokens)
+        for record in chunk.records:
+            self.found_columns.update(name for name, value in record.extra.items() if value is not None)
         self.choices.update(record.verifier for record in chunk.records)
         if len(self.choices) > MAX_CHOICES:
             raise UserError(
                 f"the records choose verifiers in over {MAX_CHOICES} ways: is 'verifier' mapped to another key?"
             )
 
-    def _add_images(self, records: Sequence[EncodedRecord]) -> None:
-        for pictures in filter(None, (record.pictures for record in records)):
-            self.num_images += len(pictures)
+    def _add_images(self, image_tokens: Sequence[tuple[int, ...]]) -> None:
+        for own in filter(None, image_tokens):
+            self.num_images += len(own)
             self.num_with_images += 1
-            self.most_images = max(self.most_images, len(pictures))
-            self.most_image_tokens = max(self.most_image_tokens, *(picture.num_tokens for picture in pictures))
+            self.most_images = max(self.most_images, len(own))
+            self.most_image_tokens = max(self.most_image_tokens, *own)
 
     @property
     def num_kept(self) -> int:
@@ -143,22 +148,23 @@ def build_prompts(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     image_root: str | Path | None = None,
+    columns: Mapping[str, str] | None = None,
     show_progress: bool = True,
     template_options: Mapping[str, Any] | None = None,
 ) -> BuildReport:
     """Build the prompt file ``output`` from raw data files; the records keep the order of the inputs.
 
     Args:
-        inputs, output: JSONL, JSON or Parquet files, and the MindRecord file, which is replaced when it exists.
+        inputs, output: JSONL, JSON or Parquet files; the MindRecord file, replaced when it exists.
         tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
         template, system, template_options: see ``load_template``; image_root and pixels: see ``PictureReader``.
         task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
-        max_prompt_length: in tokens; longer prompts are dropped and counted.
-        max_length: for tasks with responses, in tokens of prompt + (longer) response, end token included;
-            longer ones are dropped and counted.
+        max_prompt_length, max_length: in tokens, the latter of prompt + (longer) response, end token included, for
+            tasks with responses; longer ones are dropped and counted.
         num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
         skip_bad: count records that cannot be used, instead of ending at the first.
         keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written ``< |im_end|>``.
+        columns: kept for rewards, tools and environments, name -> key of the raw record; see ``parse_columns``.
         show_progress: draw a progress bar on stderr when it is a terminal.
 
     Raises:
@@ -182,6 +188,7 @@ def build_prompts(
         max_pixels=max_pixels,
         image_root=None if image_root is None else str(image_root),
         template_options=dict(template_options or {}),
+        columns=dict(columns or {}),
     )
     return _build(inputs, Path(output), settings, num_workers, skip_bad, show_progress)
 
@@ -303,6 +310,9 @@ def _check_any_kept(tally: _Tally, settings: EncoderSettings) -> None:
             raise UserError(
                 f"no record has images in {settings.key_map['images']!r}: mend the key, or leave images out"
             )
+        empty = [key for name, key in settings.columns.items() if name not in tally.found_columns]
+        if empty:
+            raise UserError(f"no record has a value in {empty[0]!r}, which is kept: mend the key, or leave it out")
         return
     limit = f"{settings.max_prompt_length} tokens" + (f" ({settings.max_length} in all)" if settings.max_length else "")
     first_bad = f", the first: {tally.bad_examples[0]}" if tally.bad_examples else ""
@@ -331,6 +341,7 @@ def _header(settings: EncoderSettings, encoder: RecordEncoder, tally: _Tally) ->
         images=_image_header(encoder, tally),
         template_options=encoder.template.options,
         template_source=encoder.template.kept_source,
+        columns=tuple(settings.columns),
     )
 
 
@@ -353,20 +364,18 @@ def _spool(chunks: Iterable[EncodedChunk], sink: pyarrow.NativeFile) -> None:
     """Keep the ids on disk until the counts are known, which MindRecord wants first."""
     with pyarrow.ipc.new_stream(sink, SPOOL_SCHEMA) as writer:
         for chunk in chunks:
-            rows = [vars(record) | {"images": record.images} for record in chunk.records]
+            rows = [vars(record) | {"extra": json.dumps(record.extra)} for record in chunk.records]
             writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=SPOOL_SCHEMA))
 
 
 def _read_spool(spool: Path) -> Iterator[list[Prompt]]:
     with pyarrow.memory_map(str(spool)) as source, pyarrow.ipc.open_stream(source) as reader:
         for batch in reader:
-            prompt_ids, response_ids, rejected_ids = (
-                _id_arrays(batch[f"{name}_ids"]) for name in ("prompt", "response", "rejected")
-            )
-            texts = [batch["answer"].to_pylist(), batch["source_id"].to_pylist()]
-            rest = [batch["verifier"].to_pylist(), map(tuple, batch["images"].to_pylist())]
-            columns = zip(prompt_ids, response_ids, *texts, rejected_ids, *rest, strict=True)
-            yield [Prompt(*values) for values in columns]
+            columns = {name: batch[name].to_pylist() for name in ("answer", "source_id", "verifier")}
+            columns |= {name: _id_arrays(batch[name]) for name in ("prompt_ids", "response_ids", "rejected_ids")}
+            columns["image_files"] = map(tuple, batch["image_files"].to_pylist())
+            columns["extra"] = map(json.loads, batch["extra"].to_pylist())
+            yield [Prompt(**dict(zip(columns, values))) for values in zip(*columns.values(), strict=True)]
 
 
 def _id_arrays(column: pyarrow.ListArray) -> Iterator[np.ndarray]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.data.control_tokens import control_token_pattern, holds_control_token, neutralised, neutralised_value
-from mindrlhf.data.handlers import Example, RecordError, load_handler, with_source
-from mindrlhf.data.mindrecord import RESPONSES
+from mindrlhf.data.handlers import Example, RecordError, load_handler, read_columns, with_source
+from mindrlhf.data.mindrecord import RESPONSES, Prompt
 from mindrlhf.data.pictures.reader import Picture, PictureReader
 from mindrlhf.data.readers import BadRecord, RawRecord
 from mindrlhf.data.templates import load_template, record_options, response_end_id
@@ -27,6 +27,7 @@ class EncoderSettings:
     ``source_names`` gives the name of each input file (key: its path as text) in source ids. Control tokens that are
     written out in the data are written apart, unless ``keep_control_tokens``. Limits of pixels that are None are those
     of the tokenizer's directory. Image files lie below ``image_root``; None means the folder of their data file.
+    ``columns`` are kept as they are, name -> key of the record.
     """
 
     tokenizer_path: str
@@ -44,24 +45,7 @@ class EncoderSettings:
     max_pixels: int | None = None
     image_root: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EncodedRecord:
-    """Ids and images of one kept record."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    answer: str
-    source_id: str
-    rejected_ids: list[int]
-    verifier: str
-    pictures: tuple[Picture, ...] = ()
-
-    @property
-    def images(self) -> list[bytes]:
-        """PNG files of the images."""
-        return [picture.file for picture in self.pictures]
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,13 +57,15 @@ class _Prepared:
     has_control_tokens: bool
     prompt: str = ""
     pictures: tuple[Picture, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)  # kept columns
 
 
 @dataclass
 class EncodedChunk:
     """What became of the records of one chunk, in their order."""
 
-    records: list[EncodedRecord] = field(default_factory=list)
+    records: list[Prompt] = field(default_factory=list)
+    image_tokens: list[tuple[int, ...]] = field(default_factory=list)  # of each image of each record
     bad_records: list[BadRecord] = field(default_factory=list)
     num_read: int = 0
     num_too_long: int = 0
@@ -128,11 +114,19 @@ class RecordEncoder:
         for record, prompt_ids, response, rejected in zip(prepared, all_prompt_ids, response_ids, rejected_ids):
             prompt_ids = self.pictures.expand(prompt_ids, record.pictures)
             if self._fits(len(prompt_ids), max(len(response), len(rejected))):
-                example = record.example
-                texts = (example.answer, example.source_id)
                 chunk.records.append(
-                    EncodedRecord(prompt_ids, response, *texts, rejected, example.verifier, record.pictures)
+                    Prompt(
+                        np.array(prompt_ids, np.int32),
+                        np.array(response, np.int32),
+                        record.example.answer,
+                        record.example.source_id,
+                        np.array(rejected, np.int32),
+                        record.example.verifier,
+                        tuple(picture.file for picture in record.pictures),
+                        record.extra,
+                    )
                 )
+                chunk.image_tokens.append(tuple(picture.num_tokens for picture in record.pictures))
             else:
                 chunk.num_too_long += 1
         return chunk
@@ -187,7 +181,8 @@ class RecordEncoder:
         sources = [source for message in example.messages for source in message.images]
         pictures = tuple(self.pictures.read(sources, raw.path))
         self.pictures.check_prompt(prompt, len(pictures))
-        return replace(record, prompt=prompt, pictures=pictures)
+        extra = read_columns(raw.fields, self._settings.columns)
+        return replace(record, prompt=prompt, pictures=pictures, extra=extra)
 
     def _fits(self, prompt_length: int, response_length: int) -> bool:
         max_length = self._settings.max_length

@@ -5,14 +5,18 @@ reason, which the builder reports with file and line.
 """
 
 import json
+import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mindrlhf.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
 MAPPED_FIELDS = ("question", "answer", "response", "rejected", "verifier", "images", "source")
+# What reward functions are given of every sample: a kept column cannot have such a name.
+SAMPLE_NAMES = ("completion", "answer", "prompt", "finish_reason", "num_tokens", "completions", "episode_return")
 # Where an image stands in a text, and under which keys data sets keep one.
 IMAGE_MARK = "<image>"
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "base64")
@@ -87,6 +91,47 @@ def load_handler(name: str, key_map: Mapping[str, str] | None = None) -> Handler
 def handler_names() -> tuple[str, ...]:
     """Return every name that ``load_handler`` takes."""
     return (*HANDLERS, "map_keys")
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """Return ``{"level": "level", "topic": "meta.topic"}``, name -> key of the record, for ``level,topic=meta.topic``.
+
+    Without a name a column has the last part of its key.
+
+    Raises:
+        UserError: a name that is no Python name, or is taken, or stands twice.
+    """
+    columns: dict[str, str] = {}
+    for item in (part.strip() for part in text.split(",")):
+        given, _, key = item.rpartition("=")
+        name = given or key.rpartition(".")[2]
+        if not key or not name.isidentifier() or keyword.iskeyword(name):
+            raise UserError(f"column {item!r} cannot be a parameter's name: give it one, as in level={key or 'KEY'}")
+        if name in SAMPLE_NAMES:
+            raise UserError(
+                f"column {item!r}: reward functions know {name!r} as something else; give it another name, as in "
+                f"own_{name}={key}"
+            )
+        if name in columns:
+            raise UserError(f"two columns are named {name!r}: give one another name, as in own_{name}={key}")
+        columns[name] = key
+    return columns
+
+
+def read_columns(fields: Mapping, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the columns of a record as JSON values, by name; None where the record has no such key, or a null.
+
+    Raises:
+        RecordError: a value that JSON has no word for, such as a time or NaN.
+    """
+    found = {}
+    for name, key in columns.items():
+        value = _found(fields, key)
+        try:
+            found[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RecordError(f"field {key!r} cannot be kept, as it is no JSON value ({error})") from error
+    return found
 
 
 def with_source(example: Example, place: str) -> Example:
@@ -201,6 +246,14 @@ def _required(fields: Mapping, key: str) -> object:
     return value
 
 
+def _found(fields: Mapping, key: str) -> object:
+    """Return the value at ``key``; None where it is absent or null."""
+    try:
+        return _required(fields, key)
+    except RecordError:
+        return None
+
+
 def _text(fields: Mapping, key: str) -> str:
     value = _required(fields, key)
     if not isinstance(value, str):
@@ -266,9 +319,8 @@ def _question_messages(value: object, key: str, images: Sequence[object] | None 
 
 def _images(fields: Mapping, key: str) -> Sequence[object]:
     """Return the images at ``key``, one or several; none where it is absent or null, as in rows of text alone."""
-    try:
-        value = _required(fields, key)
-    except RecordError:
+    value = _found(fields, key)
+    if value is None:
         return ()
     return value if isinstance(value, list) else [value]
 

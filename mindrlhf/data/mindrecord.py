@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,17 +44,17 @@ def no_ids() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt."""
+    """One prompt, as a prompt file holds it and a run carries it."""
 
     prompt_ids: np.ndarray  # int32 [prompt]
     response_ids: np.ndarray  # int32 [response], end token included; empty for task prompts
     answer: str
     source_id: str
-    rejected_ids: np.ndarray = field(
-        default_factory=no_ids
-    )  # int32 [response], likewise; empty unless the task is preference
+    # int32 [response], likewise; empty unless the task is preference
+    rejected_ids: np.ndarray = field(default_factory=no_ids)
     verifier: str = ""  # names of the verifiers it chooses, separated by commas
     image_files: tuple[bytes, ...] = ()  # PNG, in the order of their tokens in the prompt
+    extra: Mapping[str, Any] = field(default_factory=dict)  # JSON values: the columns of its row that were kept
 
     @property
     def source(self) -> str:
@@ -88,6 +89,7 @@ class PromptFileHeader:
     images: ImageHeader | None = None  # None when no record has an image
     template_options: dict = field(default_factory=dict)  # values of the template's variables, for all records
     template_source: str = ""  # of a chat template from a file; the tokenizer has the others
+    columns: tuple[str, ...] = ()  # names of the kept columns, the keys of every record's ``extra``
 
 
 def write_prompt_file(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prompt]]) -> None:
@@ -147,14 +149,16 @@ def _write(path: Path, header: PromptFileHeader, batches: Iterable[Sequence[Prom
 
 
 def _row(record: Prompt, columns: Mapping[str, object]) -> dict[str, object]:
-    values = image_columns(record.image_files) if SCHEMA.keys() <= columns.keys() else {}
-    return {name: getattr(record, name) for name in columns if name not in SCHEMA} | values
+    values = {name: getattr(record, name) for name in columns if name not in SCHEMA}
+    if "extra" in columns:
+        values["extra"] = json.dumps(record.extra)
+    return values | (image_columns(record.image_files) if SCHEMA.keys() <= columns.keys() else {})
 
 
 def _description(header: PromptFileHeader) -> dict:
-    """Return the header's fields, without those that are empty and that older releases do not know."""
+    """Return the header's fields. Files without what came later stay readable by older releases."""
     values = asdict(header)
-    for name in ("verifier_choices", "images", "template_options", "template_source"):
+    for name in ("verifier_choices", "images", "columns", "template_options", "template_source"):
         if not values[name]:
             del values[name]
     return values
@@ -169,12 +173,15 @@ def _columns(header: PromptFileHeader) -> dict:
         "source_id": {"type": "string"},
         "rejected_ids": {"type": "int32", "shape": [-1]},
         "verifier": {"type": "string"},
+        "extra": {"type": "string"},
     }
     for name in ("response", "rejected"):
         if name not in RESPONSES[header.task]:
             del columns[f"{name}_ids"]
     if not header.verifier_choices:
         del columns["verifier"]
+    if not header.columns:
+        del columns["extra"]
     return columns if header.images is None else columns | SCHEMA
 
 
@@ -269,6 +276,7 @@ class PromptFile:
                 rejected_ids=row.get("rejected_ids", no_ids()),
                 verifier=row["verifier"].item() if "verifier" in row else "",
                 image_files=image_files(row),
+                extra=json.loads(row["extra"].item()) if "extra" in row else {},
             )
             for row in rows
         ]
@@ -317,11 +325,13 @@ def _read_headers(path: Path) -> tuple[PromptFileHeader, int]:
         raise UserError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: build it again")
     if size_bytes < end_bytes:
         raise UserError(f"{path} is truncated ({size_bytes} of {end_bytes} bytes): build it again")
-    choices = description.get("verifier_choices", [])
-    description["verifier_choices"] = tuple(choices) if isinstance(choices, list) else choices
+    kinds = {known.name: known.type for known in fields(PromptFileHeader)}
+    for name in ("verifier_choices", "columns"):
+        found = description.get(name, [])
+        description[name] = tuple(found) if isinstance(found, list) else found
+        kinds[name] = tuple
     description["images"] = _parsed_images(path, description.get("images"))
     description = {"template_options": {}, "template_source": "", **description}
-    kinds = {known.name: known.type for known in fields(PromptFileHeader)} | {"verifier_choices": tuple}
     if description.keys() != kinds.keys():
         raise UserError(f"{path} has an incomplete header: build it again")
     for name, kind in kinds.items():

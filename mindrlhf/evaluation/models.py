@@ -64,7 +64,7 @@ class EvaluationJob:
             config.rollout.max_response_length, self.temperature, stop_token_ids=tokenizer.eos_token_ids
         )
         selection = Selection.from_config(config.reward)
-        selection.check_prompts(file.header.verifier_choices, self.data_file, verifier)
+        selection.check_prompts(file, verifier)
         records = file.read(range(count))
         held_out = HeldOut(records, self.num_samples, part_name(verifier), sampling, config.run.seed)
         return held_out, tokenizer, file

@@ -225,6 +225,7 @@ def _input(index: int, sample: SampleRecord) -> RewardInput:
         answer=sample.answer,
         prompt=sample.prompt,
         finish_reason=sample.finish_reason,
+        extra=sample.extra,
     )
 
 
@@ -256,11 +257,11 @@ def audit_run(run_dir: Path, *, max_rescored: int = 200) -> Audit:
 
 
 def _sample(path: Path, record: Mapping[str, Any]) -> SampleRecord:
-    names = [field.name for field in fields(SampleRecord) if field.default is MISSING]
+    names = [field.name for field in fields(SampleRecord) if field.default is field.default_factory is MISSING]
     missing = [name for name in names if name not in record]
     if missing:
         raise UserError(f"{path} holds a sample without '{missing[0]}': it is not of a run")
-    return SampleRecord(**{name: record[name] for name in names})
+    return SampleRecord(**{name: record[name] for name in names}, extra=record.get("extra", {}))
 
 
 def audit_text(found: Audit) -> str:

@@ -1,8 +1,9 @@
 """What the policy wrote: ``samples.jsonl``, and the pictures it was shown: ``sample_images``."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class SampleRecord:
     rewards: Mapping[str, float]  # unweighted, by verifier
     finish_reason: str  # "stop" or "length"
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
     # "tokens": their texts, and by the names of TOKEN_VALUES a number for each, None where the model did not write it
     tokens: Mapping[str, list] | None = None
 
@@ -45,8 +47,10 @@ class SampleWriter:
         """Append the samples of one step."""
         for sample in samples:
             line = {**vars(sample), "rewards": dict(sample.rewards), "images": self._keep(sample.images)}
-            if not line["images"]:
-                del line["images"]
+            line["extra"] = dict(sample.extra)
+            for name in ("images", "extra"):
+                if not line[name]:
+                    del line[name]
             line |= line.pop("tokens") or {}
             self._writer.write(line)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rewards.failure_log import FailureLog
+from mindrlhf.rewards.registry import Reads
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rewards.worker import WorkerSettings
@@ -32,8 +33,7 @@ class Dispatcher(threading.Thread):
     """Hands tasks to workers and results to ``finished``; replaces workers that die or exceed the limit.
 
     It starts every worker itself, since the kernel ties a worker's life to the thread that started it.
-    ``started`` gets what of a sample's context the verifiers read when the first worker is ready, or the reason why the
-    workers cannot start.
+    ``started`` gets what each verifier reads when the first worker is ready, or the reason why they cannot start.
     ``take_counts`` tells what the scoring took (``judges.accounting``).
     ``finished`` gets lists of ``(sequence, RewardResult)``, or once, as the last item, an exception.
     """
@@ -48,7 +48,7 @@ class Dispatcher(threading.Thread):
         failure_log: FailureLog | None,
     ):
         super().__init__(name="mindrlhf-reward-dispatcher", daemon=True)
-        self.started: Future[tuple[str, ...]] = Future()
+        self.started: Future[list[Reads]] = Future()
         self.finished: queue.SimpleQueue[list[tuple[int, RewardResult]] | BaseException] = queue.SimpleQueue()
         self._settings = WorkerSettings(
             verifiers=list(selection.verifiers),
@@ -193,9 +193,10 @@ class Dispatcher(threading.Thread):
             elif isinstance(message, dict) and "error" in message:
                 raise UserError(message["error"])
             else:
-                worker.context_keywords = message["context"]
+                reads = [Reads(**values) for values in message["reads"]]
+                worker.reads = Reads.together(reads)
                 if not self.started.done():
-                    self.started.set_result(tuple(message["context"]))
+                    self.started.set_result(reads)
 
     def take_counts(self) -> Counter[str]:
         """Return what the scoring has taken since this was last asked (from any thread)."""
@@ -296,4 +297,5 @@ class Dispatcher(threading.Thread):
 
 def _num_chars(task: Task) -> int:
     sample = task.sample
-    return len(sample.completion) + len(sample.prompt) + sum(map(len, sample.completions))
+    num_chars = len(sample.completion) + len(sample.prompt) + sum(map(len, sample.completions))
+    return num_chars + (len(repr(sample.extra)) if sample.extra else 0)

@@ -48,6 +48,8 @@ class FailureLog:
                 "completion": _shortened(sample.completion),
                 "answer": _shortened(sample.answer),
             }
+            if sample.extra:
+                record["extra"] = dict(sample.extra)
             # Escaped, so that lone surrogates in a completion can be written.
             try:
                 self._writer.write(record)

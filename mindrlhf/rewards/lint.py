@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,7 +45,7 @@ def lint(verifier: str, samples: Sequence[RewardInput], options: dict[str, str],
         elapsed_s = time.perf_counter() - start_s
     with RewardPool(selection, timeout_s=timeout_s) as pool:
         second = pool.score(samples[::-1])[::-1]
-        hostile = list(hostile_samples())
+        hostile = [replace(one, extra=samples[0].extra) for one in hostile_samples()]
         hostile_results = pool.score(hostile)
     good = [not a.failures and not b.failures for a, b in zip(first, second)]
     rewards = np.array([result.total for result in first])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.dispatcher import Dispatcher
 from mindrlhf.rewards.failure_log import FailureLog
-from mindrlhf.rewards.registry import COMPLETIONS
+from mindrlhf.rewards.registry import COMPLETIONS, check_columns
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rewards.worker_process import Task
@@ -60,12 +60,12 @@ class RewardPool:
         self._num_outstanding = 0
         self._unclaimed: deque[tuple[int, RewardResult]] = deque()
         self._is_closed = False
-        self._skipped: dict[tuple[str, ...], list[int]] = {}
+        self._skipped: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = {}
         log = FailureLog(failure_log) if failure_log is not None else None
         self._dispatcher = Dispatcher(selection, num_workers, timeout_s, failure_value, memory_limit_mib << 20, log)
         self._dispatcher.start()
         try:
-            self._context = self._dispatcher.started.result()
+            self._reads = self._dispatcher.started.result()
         except BaseException:
             self.close()
             raise
@@ -91,7 +91,7 @@ class RewardPool:
     @property
     def compares(self) -> bool:
         """Whether a verifier reads ``RewardInput.completions``."""
-        return COMPLETIONS in self._context
+        return any(COMPLETIONS in reads.context for reads in self._reads)
 
     def take_counts(self) -> dict[str, float]:
         """Return what judges have taken since this was last asked, summed over the samples (``judges.accounting``).
@@ -104,7 +104,8 @@ class RewardPool:
         """Queue one sample and return at once. Its result comes out of ``results``.
 
         Raises:
-            UserError: the sample chooses a verifier that is not there to be chosen, or is left with none.
+            UserError: the sample chooses a verifier that is not there to be chosen, or is left with none; or it lacks a
+                column that a verifier needs.
         """
         self._submit([sample])
 
@@ -134,18 +135,22 @@ class RewardPool:
     def _submit(self, samples: Sequence[RewardInput]) -> None:
         assert not self._is_closed, "the reward pool is closed"
         tasks = [
-            Task(self._num_submitted + i, sample, self._skipped_positions(sample.verifiers))
-            for i, sample in enumerate(samples)
+            Task(self._num_submitted + i, sample, self._skipped_positions(sample)) for i, sample in enumerate(samples)
         ]
         self._num_submitted += len(tasks)
         self._num_outstanding += len(tasks)
         self._dispatcher.add(tasks)
 
-    def _skipped_positions(self, chosen: tuple[str, ...]) -> list[int]:
-        if chosen not in self._skipped:
-            self._selection.check_choices(chosen, "samples")
-            self._skipped[chosen] = self._selection.skipped_positions(chosen)
-        return self._skipped[chosen]
+    def _skipped_positions(self, sample: RewardInput) -> list[int]:
+        """Return the positions of the verifiers that do not apply; the others get all they need."""
+        kind = (sample.verifiers, frozenset(sample.extra))
+        if kind not in self._skipped:
+            self._selection.check_choices(sample.verifiers, "samples")
+            self._skipped[kind] = skipped = self._selection.skipped_positions(sample.verifiers)
+            for position, (verifier, reads) in enumerate(zip(self._selection.verifiers, self._reads)):
+                if position not in skipped:
+                    check_columns(verifier, reads, sample.extra, "the samples")
+        return self._skipped[kind]
 
     def _finished(self) -> Iterator[tuple[int, RewardResult]]:
         while self._num_outstanding:

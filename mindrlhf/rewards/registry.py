@@ -3,8 +3,11 @@
 A verifier is ``def f(completion: str, answer: str, **context) -> float``. Of the context (``prompt``,
 ``finish_reason``, ``num_tokens``) it is given the keywords that its signature names, or all of them if it takes
 ``**context``; ``completions``, the texts of all samples of the prompt, and ``episode_return``, the sum of an
-environment's rewards, only if it names them. Its other keyword-only parameters are options, which the run's config may
-set.
+environment's rewards, only if it names them. So it is with the columns that a prompt file keeps (``Prompt.extra``): a
+parameter of a column's name gets its value, and ``**context`` all of them.
+
+Keyword-only parameters are options as well, which the run's config may set; one that is set is no column. Those of
+built-in verifiers are options only, so that no column of a data set changes one by its name.
 
 Built-in verifiers are the functions marked with ``@register`` in the modules of ``mindrlhf.rewards.verifiers``.
 """
@@ -15,34 +18,64 @@ import inspect
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from mindrlhf.data.handlers import SAMPLE_NAMES
 from mindrlhf.errors import UserError
+from mindrlhf.sandbox.signatures import declared_signature
 
 COMPLETIONS = "completions"
 # What only those get that name it: it is large, or not there in most runs.
 _BY_NAME = frozenset({COMPLETIONS, "episode_return"})
-CONTEXT_KEYWORDS = ("prompt", "finish_reason", "num_tokens", COMPLETIONS, "episode_return")
+CONTEXT_KEYWORDS = tuple(name for name in SAMPLE_NAMES if name not in ("completion", "answer"))
 
 _registered: dict[str, Callable[..., float]] = {}
 
 
 @dataclass(frozen=True)
+class Reads:
+    """What a verifier, or several together, read of a sample beside its completion and answer."""
+
+    context: tuple[str, ...] = ()  # of CONTEXT_KEYWORDS
+    columns: tuple[str, ...] = ()  # that it names, if the prompt has them
+    required: tuple[str, ...] = ()  # those of them that have no default
+    all_columns: bool = False
+    texts: tuple[str, ...] = ()  # how it calls completion and answer, which are never columns
+
+    @classmethod
+    def together(cls, several: Sequence["Reads"]) -> "Reads":
+        """Return what is read by any of several verifiers."""
+        context = [name for name in CONTEXT_KEYWORDS if any(name in one.context for one in several)]
+        columns, required = (
+            dict.fromkeys(name for one in several for name in getattr(one, kind)) for kind in ("columns", "required")
+        )
+        return cls(tuple(context), tuple(columns), tuple(required), any(one.all_columns for one in several))
+
+    def of_columns(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a prompt's columns that are read."""
+        names = [name for name in extra if self.all_columns or name in self.columns]
+        return {name: extra[name] for name in names if name not in self.texts}
+
+
+@dataclass(frozen=True)
 class Verifier:
-    """A reward function and the context keywords it wants."""
+    """A reward function and what it reads."""
 
     name: str
     function: Callable[..., float]
-    context_keywords: tuple[str, ...]
+    reads: Reads
     options: dict[str, Any] = field(default_factory=dict)  # keyword -> value, where the config sets one
 
-    def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
-        """Score one completion; of ``context`` the verifier gets what it asks for."""
-        keywords = {name: context[name] for name in self.context_keywords}
-        return self.function(completion, answer, **keywords, **self.options)
+    def __call__(
+        self, completion: str, answer: str, context: Mapping[str, Any], extra: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
+        """Score one completion; of ``context`` and the columns in ``extra`` the verifier gets what it asks for."""
+        keywords = {name: context[name] for name in self.reads.context} | self.reads.of_columns(extra)
+        return self.function(completion, answer, **(keywords | self.options))
 
 
 def register(function: Callable[..., float]) -> Callable[..., float]:
@@ -110,7 +143,7 @@ def resolve(specification: str, options: Mapping[str, str] | None = None) -> Ver
     path, colon, name = specification.rpartition(":")
     function = _load_function(Path(path), name) if colon else _registered[specification]
     values = parse_options(specification, function, options or {})
-    return Verifier(name, function, _context_keywords(specification, function, values), values)
+    return Verifier(name, function, _reads(specification, function, values), values)
 
 
 def built_in(name: str) -> Callable[..., float]:
@@ -159,7 +192,11 @@ def check_selection(names: Sequence[str], weights: Sequence[float]) -> None:
 
 def context_of(function: Callable[..., float]) -> tuple[str, ...]:
     """Return what of the context a verifier reads; for one that takes ``**context``, all but what must be named."""
-    parameters = inspect.signature(function).parameters.values()
+    return _context_of(inspect.signature(function))
+
+
+def _context_of(signature: inspect.Signature) -> tuple[str, ...]:
+    parameters = signature.parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         named |= {*CONTEXT_KEYWORDS} - _BY_NAME
@@ -189,7 +226,7 @@ def parse_options(specification: str, function: Callable[..., float], texts: Map
                 f"verifier '{specification}' has no option '{name}'; it has {', '.join(parameters) or 'none'}"
             )
     missing = [name for name, p in parameters.items() if p.default is p.empty and name not in texts]
-    if missing:
+    if missing and ":" not in specification:  # of a user's function it may be a column
         name = f"{part_name(specification)}.{missing[0]}"
         raise UserError(f"verifier '{specification}' needs the option '{name}': set it in reward.options")
     return {name: _option_value(specification, parameters[name], text) for name, text in texts.items()}
@@ -247,16 +284,65 @@ def _load_function(path: Path, name: str) -> Callable[..., float]:
     return function
 
 
-def _context_keywords(
-    specification: str, function: Callable[..., float], options: Mapping[str, Any]
-) -> tuple[str, ...]:
-    keywords = context_of(function)
+def _reads(specification: str, function: Callable[..., float], options: Mapping[str, Any]) -> Reads:
+    signature = inspect.signature(function)
+    reads = reads_of(signature, options, is_built_in=":" not in specification)
+    keywords = (*reads.context, *reads.columns)
     try:
-        inspect.signature(function).bind("", "", **dict.fromkeys(keywords), **options)
+        signature.bind("", "", **dict.fromkeys(keywords), **options)
     except TypeError as error:
         raise UserError(
             f"verifier '{specification}' cannot be called as f(completion, answer"
             f"{''.join(f', {keyword}=...' for keyword in keywords)}): {error}; "
-            f"beyond completion and answer it may take {', '.join(CONTEXT_KEYWORDS)}"
+            f"beyond completion and answer it may take {', '.join(CONTEXT_KEYWORDS)}, and columns of the prompts"
         ) from None
-    return keywords
+    return reads
+
+
+def reads_of(signature: inspect.Signature, options: Container[str], *, is_built_in: bool) -> Reads:
+    """Return what a verifier reads, from its signature and the names of the options that are set."""
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    own = [p for p in positional[2:] if p.kind is not p.POSITIONAL_ONLY]
+    own += [p for p in parameters if p.kind is p.KEYWORD_ONLY and not is_built_in]
+    columns = [p for p in own if p.name not in SAMPLE_NAMES and p.name not in options]
+    return Reads(
+        context=_context_of(signature),
+        columns=tuple(p.name for p in columns),
+        required=tuple(p.name for p in columns if p.default is p.empty),
+        all_columns=not is_built_in and any(p.kind is p.VAR_KEYWORD for p in parameters),
+        texts=tuple(p.name for p in positional[:2]),
+    )
+
+
+def declared_reads(specification: str, options: Container[str]) -> Reads | None:
+    """Return what a verifier reads, without running a user's file; None where that alone would tell."""
+    path, colon, name = specification.rpartition(":")
+    if colon:
+        signature = declared_signature(Path(path), name)
+    else:
+        signature = inspect.signature(_registered[name]) if name in built_in_names() else None
+    return None if signature is None else reads_of(signature, options, is_built_in=not colon)
+
+
+def check_columns(specification: str, reads: Reads, columns: Collection[str], where: str) -> None:
+    """Check that a verifier gets a value for each parameter.
+
+    Args:
+        specification: the verifier.
+        reads: what it reads.
+        columns: names of the columns that there are.
+        where: whose columns they are, for messages.
+
+    Raises:
+        UserError: one has none, and no default.
+    """
+    missing = [name for name in reads.required if name not in columns]
+    if missing:
+        name, part = missing[0], part_name(specification)
+        raise UserError(
+            f"verifier '{specification}' has the parameter '{name}', which nothing gives a value: {where} have "
+            f"{'the columns ' + ', '.join(sorted(columns)) if columns else 'no columns'}, reward functions also know "
+            f"{', '.join(CONTEXT_KEYWORDS)}, and reward.options does not set '{part}.{name}'; keep the column with "
+            f"'mindrlhf data build --keep {name}', or give the parameter a default"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonlines
 
+from mindrlhf.data.handlers import SAMPLE_NAMES
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.pool import RewardPool
 from mindrlhf.rewards.types import RewardInput, RewardResult
@@ -24,8 +25,8 @@ MAX_WINDOW_CHARS = 32 << 20
 NUM_FAILURES_SHOWN = 5
 
 _FIELDS = {"completion": str, "answer": str, "prompt": str, "finish_reason": str, "num_tokens": int}
-_FIELDS |= {"completions": list}
-_KIND_WORDS = {str: "text", int: "an integer", list: "a list of texts"}
+_FIELDS |= {"completions": list, "extra": dict}
+_KIND_WORDS = {str: "text", int: "an integer", list: "a list of texts", dict: "an object of columns"}
 _REQUIRED = ("completion", "answer")
 
 
@@ -42,8 +43,8 @@ def read_samples(path: Path, needed: Container[str] = ()) -> Iterator[SampleLine
     """Yield the samples of a file, one at a time, and in place of each malformed line the error that names it.
 
     A line is a JSON object with ``completion`` and ``answer``, and perhaps ``prompt``, ``finish_reason``,
-    ``num_tokens`` and ``completions`` (of all samples of the prompt); other fields are carried along. Blank lines are
-    left out.
+    ``num_tokens``, ``completions`` (of all samples of the prompt) and ``extra`` (the prompt's columns by name); other
+    fields are carried along. Blank lines are left out.
 
     Args:
         path: the file.
@@ -182,5 +183,8 @@ def _sample_line(line: JsonLine, needed: Container[str]) -> SampleLine:
             if not all(isinstance(text, str) for text in value):
                 raise UserError(f"field '{name}' must be {_KIND_WORDS[kind]}, found other items in it")
             value = tuple(value)
+        taken = [column for column in value if column in SAMPLE_NAMES] if kind is dict else []
+        if taken:
+            raise UserError(f"'extra' holds '{taken[0]}', which reward functions know as something else: rename it")
         values[name] = value
     return SampleLine(line.number, fields, RewardInput(index=line.number, **values))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
@@ -10,6 +9,7 @@ from mindrlhf.rewards import registry
 
 if TYPE_CHECKING:
     from mindrlhf.config.sections import RewardSection
+    from mindrlhf.data.mindrecord import PromptFile
 
 # Rewards and weights beyond it would overflow the float32 of training when they are multiplied.
 MAX_MAGNITUDE = 1e15
@@ -96,25 +96,33 @@ class Selection:
                 "it applies to every prompt"
             )
 
-    def check_prompts(self, choices: Sequence[str], path: str | Path, accuracy_verifier: str = "") -> None:
-        """Check the choices that the prompts of a file make.
+    def check_prompts(self, file: "PromptFile", accuracy_verifier: str = "") -> None:
+        """Check the choices that the prompts of a file make, and that it keeps the columns that verifiers need.
+
+        A user's verifier is read, not run; what that does not tell is found with the first sample.
 
         Args:
-            choices: the distinct values of the records' ``verifier``: names separated by commas; none means "".
-            path: of the file, for messages.
+            file: of the prompts.
             accuracy_verifier: the verifier whose mean is called accuracy; it must apply to at least one prompt.
 
         Raises:
-            UserError: see ``check_choices``; or accuracy has no prompts.
+            UserError: see ``check_choices``; accuracy has no prompts; or a verifier needs a column that is not there.
         """
+        choices, where = file.header.verifier_choices, f"prompts of {file.path}"
         for choice in choices or ("",):
-            self.check_choices(split_choice(choice), f"prompts of {path}")
+            self.check_choices(split_choice(choice), where)
         name = registry.part_name(accuracy_verifier)
-        by_choice = [registry.part_name(verifier) for verifier in self.by_choice]
-        if name in by_choice and not any(name in split_choice(choice) for choice in choices):
+        chosen = {one for choice in choices for one in split_choice(choice)}
+        not_chosen = {registry.part_name(verifier) for verifier in self.by_choice} - chosen
+        if name in not_chosen:
             raise UserError(
-                f"'evaluation.verifier' is '{name}', which no prompt of {path} chooses: name one that applies to them"
+                f"'evaluation.verifier' is '{name}', which no prompt of {file.path} chooses: name one that "
+                "applies to them"
             )
+        for specification, own_name in zip(self.verifiers, self.names):
+            reads = registry.declared_reads(specification, self.options_for(specification))
+            if reads is not None and own_name not in not_chosen:
+                registry.check_columns(specification, reads, file.header.columns, where)
 
     def options_for(self, specification: str) -> dict[str, str]:
         """Return the options of one verifier, by their own names."""

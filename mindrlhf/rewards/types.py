@@ -1,6 +1,8 @@
 """The records that enter and leave the reward room."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class RewardInput:
     verifiers: tuple[str, ...] = ()  # names of the chosen verifiers, for those that apply by choice only
     completions: tuple[str, ...] = ()  # of all samples of the prompt, for verifiers that compare them
     episode_return: float | None = None  # sum of an environment's rewards; NaN where it broke down; None without one
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt, JSON values by name
 
 
 @dataclass(frozen=True)

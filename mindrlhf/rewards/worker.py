@@ -1,21 +1,22 @@
 """One worker of the reward pool; see ``mindrlhf.sandbox.worker`` for how it is started.
 
 In: first the fields of ``WorkerSettings``, then batches of samples ``[[sequence, failed positions, skipped positions,
-completion, answer, context values...], ...]``. Out: first ``{"context": keywords}`` or ``{"error": message}``, then
-batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an outcome is a number, null (failed
-before, or skipped) or ``{"failed": reason}``, and counts say what it took (``judges.accounting``).
+completion, answer, context, columns], ...]``, the last two by name. Out: first ``{"reads": [Reads of each verifier]}``
+or ``{"error": message}``, then batches of ``[[sequence, [outcome of each verifier, ...], counts], ...]``, where an
+outcome is a number, null (failed before, or skipped) or ``{"failed": reason}``, and counts say what it took
+(``judges.accounting``).
 """
 
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.judges import accounting
-from mindrlhf.rewards.registry import CONTEXT_KEYWORDS, Verifier, resolve
+from mindrlhf.rewards.registry import Verifier, resolve
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.sandbox.worker import PoolConnection
 
@@ -50,24 +51,18 @@ def main() -> int:
         pool.send({"error": str(error)})
         return 1
     pool.check()
-    keywords = [keyword for keyword in CONTEXT_KEYWORDS if any(keyword in v.context_keywords for v in verifiers)]
-    pool.send({"context": keywords})
+    pool.send({"reads": [asdict(verifier.reads) for verifier in verifiers]})
     for samples in requests:
-        _score_batch(verifiers, keywords, samples, settings, pool)
+        _score_batch(verifiers, samples, settings, pool)
     return 0
 
 
 def _score_batch(
-    verifiers: Sequence[Verifier],
-    keywords: Sequence[str],
-    samples: list[list],
-    settings: WorkerSettings,
-    pool: PoolConnection,
+    verifiers: Sequence[Verifier], samples: list[list], settings: WorkerSettings, pool: PoolConnection
 ) -> None:
     finished: list[list] = []
     flushed_at_s = monotonic()
-    for sequence, failed, skipped, completion, answer, *context_values in samples:
-        context = dict(zip(keywords, context_values))
+    for sequence, failed, skipped, *sample in samples:
         outcomes: list[Any] = []
         for position, verifier in enumerate(verifiers):
             if position in failed or position in skipped:
@@ -81,7 +76,7 @@ def _score_batch(
                 pool.send(finished)
                 finished = []
                 flushed_at_s = monotonic()
-            outcomes.append(pool.call(sequence, position, _outcome, verifier, completion, answer, context))
+            outcomes.append(pool.call(sequence, position, _outcome, verifier, sample))
         finished.append([sequence, outcomes, accounting.take()])
     pool.send(finished)
 
@@ -90,9 +85,9 @@ def _is_open(outcome: float | dict[str, str] | None) -> bool:
     return isinstance(outcome, float) and outcome > 0
 
 
-def _outcome(verifier: Verifier, completion: str, answer: str, context: dict[str, Any]) -> float | dict[str, str]:
+def _outcome(verifier: Verifier, sample: list[Any]) -> float | dict[str, str]:
     try:
-        value = verifier(completion, answer, context)
+        value = verifier(*sample)
     except BaseException as error:  # SystemExit too: a verifier must not end its worker
         return {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
     try:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindrlhf.rewards.judges.accounting import COUNTED
+from mindrlhf.rewards.registry import Reads
 from mindrlhf.rewards.selection import MAX_MAGNITUDE
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.rewards.worker import WorkerSettings
@@ -36,14 +37,14 @@ class RewardWorker(WorkerProcess):
         super().__init__("mindrlhf.rewards.worker", asdict(settings), output)
         self._num_verifiers = len(settings.verifiers)
         self._last_sign_s = time.monotonic()
-        self.context_keywords: list[str] | None = None  # known once the worker is ready
+        self.reads: Reads | None = None  # of all its verifiers together, known once the worker is ready
         self.tasks: dict[int, Task] = {}
         self.counts: Counter[str] = Counter()
         self._busy = timeline.span("start", "verifiers", f"worker {self.pid}")
 
     @property
     def is_ready(self) -> bool:
-        return self.context_keywords is not None
+        return self.reads is not None
 
     @property
     def suspect(self) -> Task | None:
@@ -53,7 +54,6 @@ class RewardWorker(WorkerProcess):
 
     def give(self, tasks: Sequence[Task]) -> None:
         """Queue one batch of samples."""
-        keywords = self.context_keywords
         messages = []
         if not self.tasks:
             self._busy.end()
@@ -61,9 +61,10 @@ class RewardWorker(WorkerProcess):
         for task in tasks:
             sample = task.sample
             self.tasks[task.sequence] = task
-            context = [getattr(sample, keyword) for keyword in keywords]
-            failed = list(task.failures)
-            messages.append([task.sequence, failed, task.skipped, sample.completion, sample.answer, *context])
+            context = {name: getattr(sample, name) for name in self.reads.context}
+            columns = self.reads.of_columns(sample.extra)
+            texts = (sample.completion, sample.answer)
+            messages.append([task.sequence, list(task.failures), task.skipped, *texts, context, columns])
         self._last_sign_s = time.monotonic()
         self.queue(messages)
 

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from mindrlhf.data.control_tokens import control_token_pattern, written_apart
 from mindrlhf.data.handlers import Message, RecordError
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
-from mindrlhf.data.templates import Options, PromptTemplate, template_of
+from mindrlhf.data.templates import Options, PromptTemplate, record_options, template_of
 from mindrlhf.data.tokenizers import Tokenizer
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout.types import Completion, CompletionSource, GenerationRequest, SamplingParams
@@ -234,7 +234,9 @@ class Conversations:
         conversation.num_calls += 1
         if conversation.num_calls > self._limits.max_calls:
             return ToolAnswer(f"Error: there are {self._limits.max_calls} calls, and all are used", is_failure=True)
-        return call if isinstance(call, ToolAnswer) else self._tools.submit(call)
+        if isinstance(call, ToolAnswer):
+            return call
+        return self._tools.submit(replace(call, extra=conversation.request.extra))
 
     def _answer_ids(self, conversation: _Conversation, answers: Sequence["Future | ToolAnswer"]) -> list[int] | str:
         """Return what is inserted before the model's next turn, or the finish reason of a conversation that is over."""
@@ -243,7 +245,7 @@ class Conversations:
             answer = pending if isinstance(pending, ToolAnswer) else pending.result()
             conversation.num_failures += answer.is_failure
             texts.append(self._cut(self._as_data(answer.text.strip("\n"), conversation)))
-        return self._tokenizer.encode(self._turns.answers(texts, conversation.request.template_options))
+        return self._tokenizer.encode(self._turns.answers(texts, record_options(conversation.request.extra)))
 
     def _as_data(self, text: str, conversation: _Conversation) -> str:
         """The answer with control tokens written apart: it is told, and must not end its turn or forge another."""
@@ -286,7 +288,7 @@ class Episodes(Conversations):
     def _take_turn(self, conversation: _Conversation, completion: Completion, waiting: list) -> Iterator[Completion]:
         if conversation.num_turns == 0:
             conversation.episode, conversation.episode_return = next(self._numbers), 0.0
-            self._episodes.begin(conversation.episode, conversation.request.answer)
+            self._episodes.begin(conversation.episode, conversation.request.answer, conversation.request.extra)
         conversation.add_turn(completion)
         if completion.finish_reason != "stop":  # half an action is none
             yield self._end(conversation, completion.finish_reason)
@@ -312,7 +314,7 @@ class Episodes(Conversations):
         if conversation.num_turns >= self._limits.max_turns:
             return "length"
         shown = self._cut(self._as_data(step.observation, conversation))
-        return self._tokenizer.encode(self._turns.observation(shown, conversation.request.template_options))
+        return self._tokenizer.encode(self._turns.observation(shown, record_options(conversation.request.extra)))
 
 
 def with_tools(

@@ -94,6 +94,7 @@ class Sampler:
                 _seed(seed_path, first_group + index),
                 images=record.images,
                 answer=record.answer,
+                extra=record.extra,
             )
             for index, record in enumerate(records)
         ]
@@ -208,6 +209,7 @@ class Sampler:
             num_tokens=len(completion.token_ids),
             verifiers=split_choice(records[completion.request_id].verifier),
             episode_return=completion.episode_return,
+            extra=records[completion.request_id].extra,
         )
 
 
@@ -250,4 +252,5 @@ def sample_record(sample: Sample, step: int) -> SampleRecord:
         rewards=sample.reward.parts,
         finish_reason=sample.completion.finish_reason,
         images=sample.images,
+        extra=sample.prompt.extra,
     )

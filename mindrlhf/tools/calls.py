@@ -8,7 +8,7 @@ of Qwen2.5 (tokenizer_config.json), which follows https://github.com/NousResearc
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -25,6 +25,7 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns of the prompt; no argument of the model's
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A class given as ``path/to/file.py:Class`` is made anew for each episode and has
 
 - ``reset(self, answer: str)``: begin the episode that the record's ``answer`` describes. Its first observation is the
-  prompt, which was built before the run.
+  prompt, which was built before the run. Further parameters that have the names of columns which the prompts keep are
+  given their values, and ``**columns`` all of them.
 - ``step(self, action: str) -> tuple[str, float, bool]``: what the model sees next, the reward of its action, and
   whether the episode is over.
 - ``close(self)``, if it has anything to give back.
@@ -12,11 +13,13 @@ Episodes live in tool processes, which call them by the functions of ``episode_t
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindrlhf.errors import UserError
+from mindrlhf.sandbox.signatures import declared_signature
 from mindrlhf.tools.loading import load_named
 
 PREFIX = "environment:"  # of what tool processes are told
@@ -47,6 +50,29 @@ def check_environment(name: str, verifiers: Sequence[str] = ()) -> None:
         raise UserError(f"environment '{name}': there is no file {path}")
 
 
+def check_columns(name: str, columns: Collection[str], where: str) -> None:
+    """Check that ``reset`` of a user's environment gets a value for each parameter; the file is read, not run.
+
+    Args:
+        name: the environment, "" for none.
+        columns: names of the columns that the prompts keep.
+        where: whose columns they are, for messages.
+
+    Raises:
+        UserError: one has none, and no default.
+    """
+    path, _, class_name = name.rpartition(":")
+    signature = declared_signature(Path(path), f"{class_name}.reset") if path else None
+    for parameter in [*signature.parameters.values()][2:] if signature else ():  # after self and the answer
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and parameter.name not in columns:
+            raise UserError(
+                f"reset of environment '{name}' has the parameter '{parameter.name}', but {where} have "
+                f"{'only the columns ' + ', '.join(sorted(columns)) if columns else 'no columns'}: keep it with "
+                f"'mindrlhf data build --keep {parameter.name}', or give the parameter a default"
+            )
+
+
 def episode_tools(name: str) -> dict[str, Callable[..., Any]]:
     """Return the functions by which a tool process runs episodes of an environment: reset, step and end.
 
@@ -74,10 +100,13 @@ class _Episodes:
         self._running: dict[int, Any] = {}
         self._failures: dict[int, str] = {}  # why an episode did not begin
 
-    def reset(self, episode: int, answer: str) -> None:
+    def reset(self, episode: int, answer: str, extra: Mapping[str, Any]) -> None:
         try:
             environment = self._environment()
-            environment.reset(answer)
+            text, *own = inspect.signature(environment.reset).parameters.values()
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
+            names = {*extra} if takes_all else {parameter.name for parameter in own}
+            environment.reset(answer, **{name: extra[name] for name in extra.keys() & (names - {text.name})})
         except Exception as error:
             self._failures[episode] = f"{type(error).__name__}: {error}"
             raise

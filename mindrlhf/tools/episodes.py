@@ -1,6 +1,7 @@
 """Episodes of environments in tool processes, each in the same process from its beginning to its end."""
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,9 @@ class EpisodePool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def begin(self, episode: int, answer: str) -> "Future[ToolAnswer]":
-        """Begin an episode; nothing need wait for it, since steps come after it."""
-        return self._submit("reset", episode, answer=answer)
+    def begin(self, episode: int, answer: str, extra: Mapping[str, Any] | None = None) -> "Future[ToolAnswer]":
+        """Begin an episode by its prompt's answer and columns; nothing need wait for it, since steps come after it."""
+        return self._submit("reset", episode, answer=answer, extra=dict(extra or {}))
 
     def step(self, episode: int, action: str) -> "Future[ToolAnswer]":
         """Take one step; ``read_step`` reads what comes of it."""

@@ -2,11 +2,13 @@
 MCP server by ``mcp:COMMAND ARGUMENTS``.
 
 A tool is a function that takes its arguments by keyword and returns text, or anything JSON can hold. The model is told
-its name, the first paragraph of its docstring, and its parameters with the types of their annotations.
+its name, the first paragraph of its docstring, and its parameters with the types of their annotations. A keyword-only
+parameter that has the name of a column which the prompts keep is given that column's value instead; the model neither
+sees nor sets it.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +106,24 @@ def _refuse_repeated(names: Sequence[str]) -> None:
             raise UserError(f"two tools are named '{name}': the model could not tell them apart; rename one")
 
 
-def describe(name: str, tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a tool, in the form that chat templates take."""
+def own_columns(signature: inspect.Signature, columns: Collection[str]) -> list[str]:
+    """Return those of the ``columns`` of a prompt that a tool of this signature is given."""
+    return [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY and p.name in columns]
+
+
+def describe(name: str, tool: Tool, columns: Collection[str] = ()) -> dict[str, Any]:
+    """Return the JSON schema of a tool, in the form that chat templates take.
+
+    Args:
+        columns: names of the columns that the prompts keep.
+    """
     if isinstance(tool, ServerTool):
         return tool.describe()
     properties, required = {}, []
-    for parameter in inspect.signature(tool).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+    signature = inspect.signature(tool)
+    hidden = own_columns(signature, columns)
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in hidden:
             continue
         # Annotations are text after ``from __future__ import annotations``.
         by_name = {kind.__name__: json_type for kind, json_type in _JSON_TYPES.items()}

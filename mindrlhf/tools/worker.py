@@ -1,18 +1,19 @@
 """One worker of the tool pool; see ``mindrlhf.sandbox.worker`` for how it is started.
 
-In: first ``{"tools", "timeout_s", "memory_limit_bytes"}``, then calls ``[number, name, arguments]``. Out: first
-``{"ready": names}`` or ``{"error": message}``, then ``[number, text, is failure]`` for each call.
+In: first ``{"tools", "timeout_s", "memory_limit_bytes"}``, then calls ``[number, name, arguments, columns]``. Out:
+first ``{"ready": names}`` or ``{"error": message}``, then ``[number, text, is failure]`` for each call.
 """
 
 import inspect
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.pipes import private_json
 from mindrlhf.sandbox.worker import PoolConnection
-from mindrlhf.tools.registry import Tool, resolve
+from mindrlhf.tools.registry import Tool, own_columns, resolve
 
 MAX_ANSWER_CHARS = 20_000
 _encode = private_json.JSONEncoder(ensure_ascii=False, default=str).encode
@@ -31,17 +32,27 @@ def main() -> int:
         return 1
     pool.check()
     pool.send({"ready": list(tools)})
-    for number, name, arguments in requests:
-        pool.send([number, *pool.call(number, 0, answer_call, tools, name, arguments)])
+    for number, *call in requests:
+        pool.send([number, *pool.call(number, 0, answer_call, tools, *call)])
     return 0
 
 
-def answer_call(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-    """Call a tool; return the text of its answer, and whether it is an error."""
+def answer_call(
+    tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any], extra: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, bool]:
+    """Call a tool; return the text of its answer, and whether it is an error.
+
+    Keyword-only parameters that have the name of a column in ``extra`` are given its value, and not by the model.
+    """
     if name not in tools:
         return f"Error: there is no tool '{name[:80]}'; there are {', '.join(tools)}", True
+    signature = inspect.signature(tools[name])
+    columns = {column: extra[column] for column in own_columns(signature, extra)}
+    if given := columns.keys() & arguments.keys():
+        return f"Error: {name}: got an unexpected argument '{min(given)}'", True
     try:
-        inspect.signature(tools[name]).bind(**arguments)
+        arguments = arguments | columns
+        signature.bind(**arguments)
     except TypeError as error:
         return f"Error: {name}: {error}"[:MAX_ANSWER_CHARS], True
     try:

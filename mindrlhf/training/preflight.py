@@ -27,7 +27,7 @@ from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
-from mindrlhf.tools.environments import check_environment
+from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.registry import check as check_tools
 from mindrlhf.training.distillation.checks import check_num_words, check_sources
 from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
@@ -97,7 +97,7 @@ def check_grpo_inputs(
         accuracies = [(file, accuracy_verifier(config, name)) for name, file in held_out.items()]
         for file, accuracy in ((files.training, ""), *accuracies):
             if file is not None:
-                check(selection.check_prompts, file.header.verifier_choices, file.path, accuracy)
+                check(selection.check_prompts, file, accuracy)
     check(conversation_template, config.tools, files.present, files.tokenizer)
     check(_check_msprobe, config)
     check(read_order, config.rollout.replay_order)
@@ -116,6 +116,7 @@ def check_grpo_inputs(
         check(check_positions, config.model.path, row_lengths[-1], needs=["model.path"])
     _check_models(config, files.tokenizer, num_steps, mistakes)
     for file in files.present:
+        check(check_columns, config.tools.environment, file.header.columns, f"prompts of {file.path}")
         check(check_images, config.model.path, file, needs=["model.path"])
         for path, key in path_keys(config).items():
             check(check_images, path, file, needs=[key])

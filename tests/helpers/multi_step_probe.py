@@ -45,7 +45,7 @@ def run(engine, case, max_tokens) -> dict:
     while engine.num_pending:
         finished += engine.step(is_interrupted)
         num_steps += 1
-    finished.sort(key=lambda sample: (sample.request_index, sample.sample_index))
+    finished.sort(key=lambda sample: (sample.request_id, sample.sample_index))
     logprobs, experts = hashlib.sha256(), hashlib.sha256()
     for sample in finished:
         logprobs.update(sample.logprobs.tobytes())

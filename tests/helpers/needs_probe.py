@@ -110,7 +110,7 @@ def samples(engine) -> list:
     finished = []
     while engine.num_pending:
         finished += engine.step()
-    return sorted([s.request_index, s.sample_index, s.token_ids.tolist(), s.logprobs.tolist()] for s in finished)
+    return sorted([s.request_id, s.sample_index, s.token_ids.tolist(), s.logprobs.tolist()] for s in finished)
 
 
 def probe(config, infos) -> dict:

@@ -92,7 +92,7 @@ for version, board in enumerate(sys.argv[3:]):
     engine.submit(prompts, nums, seeds, [12] * len(requests), sampling, images)
     while engine.num_pending:
         for sample in engine.step():
-            values = [sample.request_index, sample.token_ids.tolist(), sample.logprobs.tolist()]
+            values = [sample.request_id, sample.token_ids.tolist(), sample.logprobs.tolist()]
             print("sample", json.dumps([version, *values]), flush=True)
 os._exit(0)
 """

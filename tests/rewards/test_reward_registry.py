@@ -36,19 +36,19 @@ def test_built_in_verifiers_are_found():
     assert registry.built_in_names() == BUILT_IN
     verifier = registry.resolve("length_reward")
     assert verifier.name == "length_reward"
-    assert verifier.context_keywords == ("finish_reason", "num_tokens")
+    assert verifier.reads.context == ("finish_reason", "num_tokens")
 
 
 def test_a_function_of_a_file_is_found(tmp_path):
     path = written(tmp_path, "def score(completion, answer, *, prompt, bonus=2): return len(prompt) + bonus")
     verifier = registry.resolve(f"{path}:score")
-    assert (verifier.name, verifier.context_keywords) == ("score", ("prompt",))
+    assert (verifier.name, verifier.reads.context) == ("score", ("prompt",))
     assert verifier.function("", "", prompt="abc") == 5
 
 
 def test_a_function_that_takes_any_context_gets_all_of_it(tmp_path):
     path = written(tmp_path, "def score(completion, answer, **context): return 0")
-    assert registry.resolve(f"{path}:score").context_keywords == ("prompt", "finish_reason", "num_tokens")
+    assert registry.resolve(f"{path}:score").reads.context == ("prompt", "finish_reason", "num_tokens")
 
 
 def test_a_file_may_import_its_neighbour(tmp_path):
@@ -84,7 +84,7 @@ def test_unknown_names_are_user_errors(name, message):
         ("1 / 0", "does not load: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)", "does not load: SystemExit: 3"),
         ("def f(completion): return 1", "cannot be called as f(completion, answer)"),
-        ("def f(completion, answer, tokens): return 1", "it may take prompt, finish_reason, num_tokens"),
+        ("def f(completion, answer, tokens, /): return 1", "it may take prompt, finish_reason, num_tokens"),
     ],
 )
 def test_files_that_hold_no_verifier_are_user_errors(tmp_path, source, message):
@@ -118,7 +118,6 @@ def test_options_are_converted_to_the_types_of_the_parameters(tmp_path):
         ("f", {"ratio": "nan"}, "is 'nan': it must be a number"),
         ("f", {"count": "1.5"}, "is '1.5': it must be an integer"),
         ("f", {"is_on": "1"}, "is '1': it must be true or false"),
-        ("g", {}, "needs the option 'g.needed': set it in reward.options"),
     ],
 )
 def test_wrong_options_are_user_errors(tmp_path, function, options, message):
@@ -126,6 +125,11 @@ def test_wrong_options_are_user_errors(tmp_path, function, options, message):
     with pytest.raises(UserError) as caught:
         registry.resolve(f"{path}:{function}", options)
     assert message in str(caught.value)
+
+
+def test_options_of_built_in_verifiers_that_have_no_default_must_be_set():
+    with pytest.raises(UserError, match="needs the option 'overlong_penalty.buffer': set it in reward.options"):
+        registry.resolve("overlong_penalty", {"max_length": "8"})
 
 
 def test_names_and_weights_are_split():

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from mindrlhf.config.sections import RewardSection
@@ -47,20 +49,24 @@ def test_options_go_to_their_own_verifier():
     assert [selection.options_for(name) for name in NAMES] == [{}, {}, {"partial": "true"}]
 
 
+def prompts_of(choices, columns=()):
+    return SimpleNamespace(path="p", header=SimpleNamespace(verifier_choices=choices, columns=columns))
+
+
 def test_prompts_are_checked_against_what_may_be_chosen():
     selection = Selection.from_config(section(by_choice=("accuracy_reward", "code_execution")))
-    selection.check_prompts(("", "code_execution", "accuracy_reward,code_execution"), "p", "code_execution")
+    selection.check_prompts(prompts_of(("", "code_execution", "accuracy_reward,code_execution")), "code_execution")
     assert selection.skipped_positions(()) == [1, 2]
     assert selection.skipped_positions(("code_execution",)) == [1]
     with pytest.raises(UserError, match="prompts of p choose the verifier 'format_reward', which is not in"):
-        selection.check_prompts(("format_reward",), "p")
+        selection.check_prompts(prompts_of(("format_reward",)))
     with pytest.raises(UserError, match="'evaluation.verifier' is 'accuracy_reward', which no prompt of p chooses"):
-        selection.check_prompts(("code_execution",), "p", "accuracy_reward")
+        selection.check_prompts(prompts_of(("code_execution",)), "accuracy_reward")
 
 
 def test_a_prompt_must_be_left_with_a_verifier():
     selection = Selection.from_config(section(by_choice=NAMES))
-    selection.check_prompts(("format_reward",), "p")
+    selection.check_prompts(prompts_of(("format_reward",)))
     for choices in ((), ("", "format_reward")):
         with pytest.raises(UserError, match="prompts of p choose no verifier"):
-            selection.check_prompts(choices, "p")
+            selection.check_prompts(prompts_of(choices))

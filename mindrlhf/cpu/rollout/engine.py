@@ -23,7 +23,8 @@ from mindrlhf.cpu.rollout.drafter import GroupDrafter, GuessChecker
 from mindrlhf.cpu.rollout.drafts import GroupDrafts
 from mindrlhf.cpu.rollout.multi_step import MultiStep
 from mindrlhf.cpu.rollout.sampler import Stream, StreamSampler
-from mindrlhf.rollout.server.engine import TOKENS_ONLY, FinishedSample, VllmEngine, read_tokens
+from mindrlhf.rollout.server.engine import TOKENS_ONLY, VllmEngine, read_tokens
+from mindrlhf.rollout.types import Completion
 
 
 class CpuEngine(VllmEngine):
@@ -68,7 +69,7 @@ class CpuEngine(VllmEngine):
             self._drafter.begin_batch([GroupDrafts(prompt) for prompt in prompts])
         super().submit(prompts, *arguments)
 
-    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[FinishedSample]:
+    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
         outputs = self._steps.step(is_interrupted)
         finished = []
         for output in outputs[0].outputs if outputs else ():

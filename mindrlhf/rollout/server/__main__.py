@@ -33,22 +33,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from mindrlhf.rollout.sent_experts import pack_experts
+from mindrlhf.rollout.messages import pack_completions
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.span import prepare
+from mindrlhf.rollout.types import Completion
 from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.weights.tensors import TensorInfo
 
 _PARENT_POLL_S = 0.5
-FINISH_REASONS = ("stop", "length")
 
 
 def main() -> None:
@@ -116,7 +116,6 @@ class Server:
     def __init__(self, connection: socket.socket, engine):
         self._connection = connection
         self._engine = engine
-        self._weights_version = 0
         self._stats = {"num_steps": 0, "num_samples": 0, "num_tokens": 0, "generate_s": 0.0, "update_s": 0.0}
 
     def run(self) -> None:
@@ -145,7 +144,6 @@ class Server:
         elif kind == "update_weights":
             start = time.perf_counter()
             self._engine.update_weights(header["version"], header["board_path"])
-            self._weights_version = header["version"]
             self._stats["update_s"] += time.perf_counter() - start
             self._send("done")
         elif kind == "find_needs":
@@ -182,19 +180,13 @@ class Server:
         self._stats["generate_s"] += time.perf_counter() - start
         self._send("generated")
 
-    def _send_completions(self, samples: list, request_ids: np.ndarray) -> None:
+    def _send_completions(self, samples: Sequence[Completion], request_ids: np.ndarray) -> None:
         self._stats["num_samples"] += len(samples)
         self._stats["num_tokens"] += sum(len(sample.token_ids) for sample in samples)
-        completions = {
-            "request_ids": request_ids[[sample.request_index for sample in samples]],
-            "sample_indices": np.array([sample.sample_index for sample in samples], np.int32),
-            "lengths": np.array([len(sample.token_ids) for sample in samples], np.int32),
-            "finish_reasons": np.array([FINISH_REASONS.index(sample.finish_reason) for sample in samples], np.uint8),
-            "token_ids": np.concatenate([sample.token_ids for sample in samples]),
-            "logprobs": np.concatenate([sample.logprobs for sample in samples]),
-        }
-        completions |= pack_experts([sample.experts for sample in samples])
-        send_message(self._connection, {"kind": "completions", "weights_version": self._weights_version}, completions)
+        arrays = pack_completions(samples)
+        arrays["request_ids"] = request_ids[arrays["request_ids"]]
+        header = {"kind": "completions", "weights_version": samples[0].weights_version}
+        send_message(self._connection, header, arrays)
 
     def _is_aborted(self) -> bool:
         """Whether the trainer has sent "abort", the only message that may come during ``generate``."""

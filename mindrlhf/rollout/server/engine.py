@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mindrlhf.rollout.server import cpu
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.streams import stream_key
 from mindrlhf.rollout.server.vision import VisionModel
+from mindrlhf.rollout.types import Completion
 from mindrlhf.system import speed_ups
 from mindrlhf.weights.exchange.boxes import Box
 from mindrlhf.weights.exchange.needs import merge_needs
@@ -27,18 +27,6 @@ _CPU_BLOCK_SIZE = 32  # vLLM caches whole blocks of this many tokens only, and i
 _CPU_READ_TOKENS = 4096  # of prompts, read at once: of a small model another pass costs as much as 1,000 tokens
 
 TOKENS_ONLY = {"detokenize": False, "ignore_eos": True}  # of SamplingParams
-
-
-@dataclass(frozen=True)
-class FinishedSample:
-    """Sample ``sample_index`` of request number ``request_index`` of the batch."""
-
-    request_index: int
-    sample_index: int
-    token_ids: np.ndarray  # int32 [response]
-    logprobs: np.ndarray  # float32 [response]
-    finish_reason: str  # "stop" or "length"
-    experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, layers with experts, active]
 
 
 def engine_arguments(config: dict[str, Any], vision: VisionModel | None) -> dict[str, Any]:
@@ -111,6 +99,7 @@ class VllmEngine:
         self._profiled_step = 0
         self._pending: dict[str, tuple[int, int]] = {}
         self._num_submitted = 0
+        self._weights_version = 0
 
     def _engine_arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         return engine_arguments(config, self._vision)
@@ -155,8 +144,11 @@ class VllmEngine:
                 self._pending[name] = (request_index, sample_index)
                 self._add(name, list(prompt), stream_key(seed, sample_index), own_sampling, features)
 
-    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[FinishedSample]:
-        """Run the model, several times in a row if nobody interrupts it; return the samples that ended."""
+    def step(self, is_interrupted: Callable[[], bool] = lambda: False) -> list[Completion]:
+        """Run the model, several times in a row if nobody interrupts it; return the samples that ended.
+
+        Their ``request_id`` is the place of the prompt in the batch.
+        """
         finished = []
         for output in self._engine.step():
             if output.finished:
@@ -177,7 +169,9 @@ class VllmEngine:
     def update_weights(self, version: int, board_path: str) -> None:
         """Load what the board has of ``version``; when that is all of it now, forget all cached prefixes."""
         arguments = (board_path, version, self._weights_load_in_place)
-        if not all(self._engine.collective_rpc("load_board", args=arguments)):
+        is_whole = all(self._engine.collective_rpc("load_board", args=arguments))
+        self._weights_version = version
+        if not is_whole:
             return
         if self._kv_cache_is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
@@ -258,7 +252,7 @@ class VllmEngine:
         )
         self._internal_names[name] = self._engine.add_request(name, inputs, params)
 
-    def _finish(self, name: str, token_ids: Any, logprobs: Any, finish_reason: str) -> FinishedSample:
+    def _finish(self, name: str, token_ids: Any, logprobs: Any, finish_reason: str) -> Completion:
         if finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a sample with finish reason '{finish_reason}'")
         request_index, sample_index = self._pending.pop(name)
@@ -267,13 +261,14 @@ class VllmEngine:
             # The last token was sampled, and never read.
             num_tokens = self._prompt_lengths[request_index] + len(token_ids) - 1
             experts = self._recorder.experts_of(internal_name, num_tokens)
-        return FinishedSample(
-            request_index,
-            sample_index,
-            np.asarray(token_ids, np.int32),
-            np.asarray(logprobs, np.float32),
-            finish_reason,
-            experts,
+        return Completion(
+            request_id=request_index,
+            sample_index=sample_index,
+            token_ids=np.asarray(token_ids, np.int32),
+            logprobs=np.asarray(logprobs, np.float32),
+            finish_reason=finish_reason,
+            weights_version=self._weights_version,
+            experts=experts,
         )
 
 

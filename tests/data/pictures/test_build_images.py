@@ -267,7 +267,7 @@ def test_every_hostile_image_is_read_or_named_with_its_record_and_a_reason(model
             wrong[name] = says
     assert wrong == {}
     assert len(chunk.records) + len(chunk.bad_records) == chunk.num_read == len(HOSTILE)
-    assert all(len(record.pictures) == 2 for record in chunk.records)
+    assert all(len(record.image_files) == 2 for record in chunk.records)
 
 
 def test_hostile_images_end_a_build_or_are_counted(model, tmp_path):
