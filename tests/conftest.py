@@ -1,17 +1,29 @@
-"""What several test modules need: the order of tests, shared data, the rollout interpreter."""
+"""What several test modules need: tiers and order of tests, shared data, the rollout interpreter.
 
+Every test is in one of two tiers: `jobs` (tests/jobs: real `msrun` jobs, vLLM, compilation for Ascend) or `unit` (all
+others). `nightly` is what is too slow for every day: tests that say so (``slow_tests.SLOW``), and files with more cases
+or larger models at night (``slow_tests.RUNS_SLOW_TESTS``). `-m unit`, `-m jobs` and `-m nightly` run one; without `-m`
+all but `nightly` run, and with ``MINDRLHF_SLOW_TESTS=1`` that too.
+"""
+
+import ast
 import os
+import re
+import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
-SYSTEM_TESTS = Path(__file__).parent / "jobs"
+TESTS = Path(__file__).parent
+REPOSITORY, SYSTEM_TESTS = TESTS.parent, TESTS / "jobs"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the runs of one test run compiled graphs and inputs of their own, which all its processes share."""
+    if re.search(r"(?<!not )\bnightly\b", config.option.markexpr):
+        os.environ["MINDRLHF_SLOW_TESTS"] = "1"  # before a test module reads it
     for variable, name in (("MINDRLHF_GRAPH_CACHE", "graphs"), ("MINDRLHF_TEST_INPUTS", "inputs")):
         if not hasattr(config, "workerinput") and variable not in os.environ:
             directory = tempfile.TemporaryDirectory(prefix=f"mindrlhf-test-{name}-")
@@ -19,22 +31,44 @@ def pytest_configure(config: pytest.Config) -> None:
             config.add_cleanup(directory.cleanup)
 
 
-# Files that take longest begin first, so that no process is left with one of them at the end.
-LONGEST = (
-    *("test_fault_matrix.py", "test_start_msrun.py", "test_parallel_execution.py", "test_random_kills.py"),
-    *("test_resume_exact.py", "test_compile_matrix.py", "test_vllm_server.py", "test_train_ranks.py"),
-    *("test_ahead_runs.py", "test_shared_execution.py", "test_divided_update.py", "test_rollout_parity.py"),
-    *("test_offline_resume.py", "test_replaced_data.py", "test_run_diff.py", "test_nodes.py", "test_two_runs.py"),
-    *("test_qwen_vl.py", "test_lora.py", "test_cheats.py", "test_causal_lm.py", "test_routing_replay.py"),
-    *("test_shared_prompts.py", "test_offline_adapters.py", "test_critic.py", "test_vision_actor.py"),
-    *("test_preference.py", "test_policy_losses.py", "test_losses.py", "test_link.py", "test_on_machines.py"),
-)
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of the other tier when one alone is asked for: importing them takes long."""
+    if config.option.markexpr == "unit" and collection_path == SYSTEM_TESTS:
+        return True
+    if config.option.markexpr == "jobs" and collection_path.parent == TESTS and collection_path != SYSTEM_TESTS:
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the quick tests before the jobs, so that a plain mistake shows early, and of each those that take longest."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (SYSTEM_TESTS in item.path.parents, places.get(item.path.name, len(places))))
+    """Mark the tiers; run `unit` before `jobs`, so that a plain mistake shows early, and long files of each first.
+
+    How long a file may take its `timeout` says. With the longest at the end a process would be left alone with it.
+    """
+    from slow_tests import RUNS_SLOW_TESTS
+
+    for item in items:
+        item.add_marker(pytest.mark.jobs if SYSTEM_TESTS in item.path.parents else pytest.mark.unit)
+        if RUNS_SLOW_TESTS and _grows_at_night(item.path):
+            item.add_marker(pytest.mark.nightly)
+        elif not RUNS_SLOW_TESTS and item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.skip(reason="nightly"))
+    longest: dict[Path, float] = {}
+    for item in items:
+        timeout = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout else 0.0)
+    items.sort(key=lambda item: (SYSTEM_TESTS in item.path.parents, -longest[item.path]))
+
+
+@cache
+def _grows_at_night(path: Path) -> bool:
+    """Whether a test module, or a helper that it imports, has other cases at night."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    named |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    reads = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    helpers = [sys.modules.get(name) for name in named if name and name != "slow_tests"]
+    return "RUNS_SLOW_TESTS" in reads or any(hasattr(helper, "RUNS_SLOW_TESTS") for helper in helpers)
 
 
 @pytest.fixture(scope="session")

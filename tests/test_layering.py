@@ -30,7 +30,45 @@ FLOORS = (
     ("commands", "doctor", "cli"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 15, 400, 60
+# The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
+TRAINING_FLOORS = (
+    ("messages", "runtime", "schedule", "vision", "routing", "distillation", "layout_checks"),
+    ("records",),
+    ("team", "batch"),
+    ("replica_team", "nodes", "profiling"),
+    ("preflight",),
+    ("checkpoints",),
+    ("worker",),
+    ("sharded",),
+    ("facts", "life_cycle", "checking"),
+    ("loop",),
+    ("offline", "reinforcement"),
+    ("main",),
+)
+TRAINING_FLOOR_OF = {part: number for number, parts in enumerate(TRAINING_FLOORS) for part in parts}
+# What still goes up there: no arrow may be added.
+UPWARD_IN_TRAINING = {
+    "mindrlhf.training.preflight -> mindrlhf.training.loop.sampling.order",
+    "mindrlhf.training.sharded.build -> mindrlhf.training.loop.value_function",
+    "mindrlhf.training.team -> mindrlhf.training.sharded.broadcast",
+    "mindrlhf.training.worker.critic -> mindrlhf.training.loop.value_function",
+    "mindrlhf.training.worker.node_board -> mindrlhf.training.sharded.broadcast",
+}
+# What one reads in one go. How much must be read for a step is measured in test_reading.py.
+MAX_MODULES, MAX_LINES, MAX_FUNCTION_LINES = 20, 600, 60
+# Under so many lines a module that only one other imports belongs into that one: it is a hop and no part of its own.
+MIN_LINES = 40
+# Modules that are found by the names of their files.
+FOUND_BY_NAME = ("mindrlhf.algorithms.advantages", "mindrlhf.algorithms.policy_losses", "mindrlhf.rewards.verifiers")
+# Small ones that one module alone imports still: none may be added.
+SMALL_HOPS = {
+    "mindrlhf.algorithms.kl",
+    "mindrlhf.models.recompute",
+    "mindrlhf.models.trainable",
+    "mindrlhf.rollout.processes.liveness",
+    "mindrlhf.training.loop.guards.rollout_drift",
+    "mindrlhf.training.worker.received_batches",
+}
 
 TRAINING_LIBRARIES = {"mindspore", "mindformers"}
 # What the rollout environment has no need of, and so lacks.
@@ -165,6 +203,10 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return seen
 
 
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
@@ -229,6 +271,28 @@ def test_every_arrow_goes_to_a_lower_floor_or_along_its_own():
     }
     assert upward == set()
     assert len(arrows) > 500, "hardly any arrows: the reader of imports must be broken"
+
+
+def test_every_arrow_within_training_goes_to_a_lower_floor_or_along_its_own():
+    parts = {module: module.split(".")[2] for module in all_imports() if module.startswith("mindrlhf.training.")}
+    assert set(parts.values()) == set(TRAINING_FLOOR_OF), "each folder and module of training has a floor"
+    graph = import_graph(all_imports())
+    arrows = [(source, target) for source in parts for target in graph[source] & parts.keys()]
+    upward = {
+        f"{source} -> {target}"
+        for source, target in arrows
+        if TRAINING_FLOOR_OF[parts[source]] < TRAINING_FLOOR_OF[parts[target]]
+    }
+    assert upward - UPWARD_IN_TRAINING == set()
+    assert len(arrows) > 100, "hardly any arrows: the reader of imports must be broken"
+
+
+def test_no_small_module_is_there_for_one_other_alone():
+    importers = Counter(target for targets in import_graph(all_imports()).values() for target in targets)
+    lengths = {module_name(path): num_lines(path) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    small = {module for module, length in lengths.items() if length < MIN_LINES and importers[module] == 1}
+    assert {module for module in small if not in_rooms(module, FOUND_BY_NAME)} - SMALL_HOPS == set()
+    assert any(importers[module] > 1 for module, length in lengths.items() if length < MIN_LINES)
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -307,7 +371,7 @@ def test_no_two_test_modules_have_one_name():
 
 
 def test_no_module_is_too_long():
-    lengths = {module_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    lengths = {module_name(path): num_lines(path) for path in PACKAGE.rglob("*.py")}
     assert {module for module, length in lengths.items() if length > MAX_LINES} == set()
 
 

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A directory with both wheels (about 300 MB), where there is one.
@@ -110,7 +111,7 @@ def test_the_page_has_every_use_and_the_pins_of_setup():
 def wheels(tmp_path_factory):
     if os.environ.get(WHEELS_VARIABLE):
         return Path(os.environ[WHEELS_VARIABLE])
-    if not os.environ.get("MINDRLHF_SLOW_TESTS"):
+    if not RUNS_SLOW_TESTS:
         pytest.skip(f"{WHEELS_VARIABLE} names no directory with the wheels, and MINDRLHF_SLOW_TESTS is not set")
     directory = tmp_path_factory.mktemp("wheels")
     names = [f"{name.replace('_', '-')}=={version}" for name, version in check_versions.WHEELS.items()]

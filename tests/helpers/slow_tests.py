@@ -1,8 +1,8 @@
-"""Which tests run: those that are too slow for every day with MINDRLHF_SLOW_TESTS=1 only."""
+"""What is too slow for every day: the tier `nightly`."""
 
 import os
 
 import pytest
 
-RUNS_SLOW_TESTS = bool(os.environ.get("MINDRLHF_SLOW_TESTS"))
-SLOW = pytest.mark.skipif(not RUNS_SLOW_TESTS, reason="slow")
+RUNS_SLOW_TESTS = bool(os.environ.get("MINDRLHF_SLOW_TESTS"))  # also with -m nightly
+SLOW = pytest.mark.nightly

@@ -1,12 +1,12 @@
 """Config check finds what train, sft and dpo find before a device: every kind of damage, key by key."""
 
 import functools
-import os
 import re
 import typing
 
 import pytest
 import yaml
+from slow_tests import RUNS_SLOW_TESTS
 
 from mindrlhf.cli import build_parser, main
 from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
@@ -61,7 +61,7 @@ def test_what_a_run_finds_before_a_device_config_check_finds_too(task, contents,
         for value in damages(hint, field.metadata)
         if dotted not in ("run.output_dir", "checkpoint.save_dir")
     ]
-    cases = cases if os.environ.get("MINDRLHF_SLOW_TESTS") else cases[::6]
+    cases = cases if RUNS_SLOW_TESTS else cases[::6]
     for dotted, value in cases:
         section, _, key = dotted.partition(".")
         content = {**contents[task], section: {**contents[task].get(section, {}), key: value}}
