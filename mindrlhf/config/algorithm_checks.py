@@ -5,11 +5,10 @@ from collections.abc import Iterable
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
+from mindrlhf.config.algorithm import CORRECTIONS, PRESETS, AlgorithmSection
 from mindrlhf.config.derived import correction_weight, has_older_samples, is_corrected
-from mindrlhf.config.distillation.checks import check_teachers
-from mindrlhf.config.presets import CORRECTIONS, PRESETS
+from mindrlhf.config.distillation_checks import check_teachers
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import AlgorithmSection
 from mindrlhf.errors import Mistakes, UserError
 
 

@@ -1,16 +1,18 @@
 """Rules between keys. Each message says which value to change, and to what."""
 
 from mindrlhf.algorithms import advantages
-from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.algorithm_checks import check_algorithm
 from mindrlhf.config.critic_checks import check_critic
-from mindrlhf.config.derived import resolve_data_parallel
-from mindrlhf.config.evaluation.checks import check_evaluation
-from mindrlhf.config.lora_section import check_lora
-from mindrlhf.config.memory.checks import check_memory
-from mindrlhf.config.offline_sections import DpoSection
+from mindrlhf.config.evaluation_checks import check_evaluation
+from mindrlhf.config.memory import check_memory
+from mindrlhf.config.model import ModelSection, check_lora
+from mindrlhf.config.observe import SINKS, GuardSection, ObserveSection, check_checkpoint, check_profiler
+from mindrlhf.config.offline import DpoSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.rollout import TCP
+from mindrlhf.config.run import RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.watching_sections import check_checkpoint, check_profiler
+from mindrlhf.config.training import FIRST_FIT, OptimizerSection, ParallelSection, resolve_data_parallel
 from mindrlhf.errors import Mistakes, UserError
 
 _SPLITTING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
@@ -133,7 +135,7 @@ def _check_adapters_reference(config: GrpoConfig) -> None:
         )
 
 
-def _check_parallel(parallel: sections.ParallelSection) -> None:
+def _check_parallel(parallel: ParallelSection) -> None:
     if parallel.use_seq_parallel and parallel.model_parallel == 1:
         raise UserError(
             "'parallel_config.use_seq_parallel' splits over model_parallel ranks, which is 1: set it to false"
@@ -146,7 +148,7 @@ def _check_parallel(parallel: sections.ParallelSection) -> None:
         )
 
 
-def _check_device(run: sections.RunSection, model: sections.ModelSection, parallel: sections.ParallelSection) -> None:
+def _check_device(run: RunSection, model: ModelSection, parallel: ParallelSection) -> None:
     if run.device != "cpu":
         return
     mistakes = Mistakes()
@@ -180,7 +182,7 @@ def _check_minibatches(config: GrpoConfig) -> None:
 
 def _check_packing(config: GrpoConfig) -> None:
     training = config.training
-    if training.packing != sections.FIRST_FIT and not training.pack:
+    if training.packing != FIRST_FIT and not training.pack:
         raise UserError(
             f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: "
             "set pack to true, or packing to first_fit"
@@ -267,7 +269,7 @@ def _check_spans(config: GrpoConfig) -> None:
             raise UserError(f"'rollout.span_tokens' is {span}, which does not work with {name}: leave one of them out")
 
 
-def _check_schedule(optimizer: sections.OptimizerSection, given: frozenset[str]) -> None:
+def _check_schedule(optimizer: OptimizerSection, given: frozenset[str]) -> None:
     decays = optimizer.lr_schedule != "constant"
     if decays and optimizer.end_lr is None:
         raise UserError(f"'optimizer.end_lr' is needed with lr_schedule={optimizer.lr_schedule}: set it (0 is usual)")
@@ -293,14 +295,14 @@ def _check_drafts(config: GrpoConfig) -> None:
 
 
 def _check_carrier(config: GrpoConfig) -> None:
-    if config.rollout.weights_carrier != sections.TCP and config.run.device == "cpu":
+    if config.rollout.weights_carrier != TCP and config.run.device == "cpu":
         raise UserError(
             f"'rollout.weights_carrier' is {config.rollout.weights_carrier}, but on run.device=cpu every node has the "
             "whole model, and ranks have no network of their own: set tcp"
         )
 
 
-def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> None:
+def _check_rewards(reward: RewardSection, given: frozenset[str]) -> None:
     mistakes = Mistakes()
     count, weights = len(reward.verifier_function), len(reward.verifier_weight)
     if not count and not reward.model_path:
@@ -315,7 +317,7 @@ def _check_rewards(reward: sections.RewardSection, given: frozenset[str]) -> Non
     mistakes.raise_if_any()
 
 
-def _check_guard(guard: watching_sections.GuardSection) -> None:
+def _check_guard(guard: GuardSection) -> None:
     mistakes = Mistakes()
     if 0 < guard.max_rollout_diff < guard.warn_rollout_diff:
         mistakes.add(
@@ -344,8 +346,8 @@ def _check_tools(config: GrpoConfig, given: frozenset[str]) -> None:
         )
 
 
-def _check_trackers(observe: watching_sections.ObserveSection, given: frozenset[str]) -> None:
-    trackers = [sink for sink in watching_sections.SINKS if sink != "tensorboard"]
+def _check_trackers(observe: ObserveSection, given: frozenset[str]) -> None:
+    trackers = [sink for sink in SINKS if sink != "tensorboard"]
     if not set(trackers) & set(observe.sinks):
         for name in ("observe.project", "observe.run_name"):
             if name in given:

@@ -2,8 +2,6 @@
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.config.schema import DpoConfig, GrpoConfig
-from mindrlhf.config.sections import ParallelSection
-from mindrlhf.errors import UserError
 
 
 def needs_critic(config: GrpoConfig) -> bool:
@@ -66,23 +64,27 @@ def is_corrected(config: GrpoConfig) -> bool:
     return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0
 
 
-def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
-    """Return data_parallel, filled from the world size when it is 0.
+def reference_paths(config: GrpoConfig) -> tuple[str, ...]:
+    """Return the directories of the reference model or of all teachers, each once; () when the run has neither.
 
-    Raises:
-        UserError: the layout does not use exactly ``world_size`` ranks.
+    The teacher of sources without one of their own, ``model.reference_path``, comes first.
     """
-    fixed = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
-    parts = "model_parallel * pipeline_stage * context_parallel"
-    if world_size % fixed:
-        raise UserError(
-            f"{world_size} ranks do not divide by {parts} = {fixed}: start {-(-world_size // fixed) * fixed} workers "
-            "or change 'parallel_config'"
-        )
-    if parallel.data_parallel and parallel.data_parallel * fixed != world_size:
-        raise UserError(
-            f"'parallel_config.data_parallel' is {parallel.data_parallel}, which with {parts} = {fixed} makes "
-            f"{parallel.data_parallel * fixed} ranks, but {world_size} were started: set data_parallel to "
-            f"{world_size // fixed}, or start {parallel.data_parallel * fixed} workers"
-        )
-    return world_size // fixed
+    if config.algorithm.beta == 0:
+        return ()
+    model, teachers = config.model, config.distillation.teachers
+    if not teachers:
+        return (model.reference_path or model.path,)
+    return tuple(dict.fromkeys(filter(None, (model.reference_path, *teachers.values()))))
+
+
+def is_base(config: GrpoConfig, path: str) -> bool:
+    """Return whether the model in ``path`` is the trained one without its adapters, so that it takes no memory."""
+    return config.lora.rank is not None and path == config.model.path
+
+
+def path_keys(config: GrpoConfig) -> dict[str, str]:
+    """Return the key that names each directory of ``reference_paths`` that the user has named."""
+    keys = {path: f"distillation.teachers.{source}" for source, path in config.distillation.teachers.items()}
+    if config.model.reference_path:
+        keys[config.model.reference_path] = "model.reference_path"
+    return {path: keys[path] for path in reference_paths(config) if path in keys}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mindrlhf.config import checks
+from mindrlhf.config.algorithm import CORRECTIONS, PRESETS
 from mindrlhf.config.parse import Reading, read, read_yaml
-from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.errors import UserError
 

@@ -2,18 +2,13 @@
 
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ParallelSection, RolloutSection
+from mindrlhf.config.training import ParallelSection, is_split
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
-
-
-def is_split(parallel: ParallelSection) -> bool:
-    """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on shards."""
-    sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
-    return max(sizes) > 1 or parallel.enable_parallel_optimizer
 
 
 def check_tokens_only(config: GrpoConfig, context_parallel: int) -> None:

@@ -4,13 +4,12 @@ import dataclasses
 import math
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.distillation.references import reference_paths
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.derived import needs_critic, reference_paths
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection, is_split
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory

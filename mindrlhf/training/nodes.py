@@ -4,7 +4,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from mindrlhf.config.sections import COLLECTIVES, TCP
+from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, remotes

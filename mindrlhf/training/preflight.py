@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.distillation.references import path_keys, reference_paths
-from mindrlhf.config.memory.checks import check_num_layers
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.derived import needs_critic, path_keys, reference_paths
+from mindrlhf.config.memory import MemorySection, check_num_layers
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CELL_LEVEL
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, RunSection
-from mindrlhf.config.watching_sections import CELL_LEVEL
+from mindrlhf.config.training import FIRST_FIT, is_split
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.vllm_options import check_head_size, check_positions
 from mindrlhf.sandbox.server import check_for

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.state import CRITIC_NAME
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.distillation.references import is_base, reference_paths
+from mindrlhf.config.derived import is_base, needs_critic, reference_paths
+from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.watching_sections import CELL_LEVEL
+from mindrlhf.config.training import is_split
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.packing import row_cost
 from mindrlhf.layout.servers import Places, place_servers
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter

@@ -7,18 +7,21 @@ import json
 import pytest
 
 from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, YOUNGER_KEYS, check_resumable, config_differences
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 
 
 def make_config(kind=GrpoConfig, **optimizer):
-    reward = {"reward": sections.RewardSection(verifier_function=("accuracy_reward",))} if kind is GrpoConfig else {}
+    reward = {"reward": RewardSection(verifier_function=("accuracy_reward",))} if kind is GrpoConfig else {}
     return dataclasses.asdict(
         kind(
-            model=sections.ModelSection(path="models/small"),
-            data=sections.DataSection(train_file="train.mindrecord", tokenizer_dir="models/small"),
-            optimizer=sections.OptimizerSection(**optimizer),
+            model=ModelSection(path="models/small"),
+            data=DataSection(train_file="train.mindrecord", tokenizer_dir="models/small"),
+            optimizer=OptimizerSection(**optimizer),
             **reward,
         )
     )

@@ -6,11 +6,10 @@ import pytest
 import yaml
 
 from mindrlhf.algorithms import advantages, policy_losses
-from mindrlhf.config import sections
+from mindrlhf.config.algorithm import CORRECTIONS, PRESETS, AlgorithmSection, CorrectionSection
 from mindrlhf.config.derived import correction_weight, is_corrected, is_on_policy
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.config.parse import write_config
-from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]
@@ -231,12 +230,12 @@ def test_a_mistyped_part_is_met_with_the_choices(load, name):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fills_in_what_is_not_given(load, preset):
-    plain = sections.AlgorithmSection()
+    plain = AlgorithmSection()
     algorithm = load(f"algorithm.name={preset}", *model_of(preset)).algorithm
     for name, value in PRESETS[preset].items():
         assert getattr(algorithm, name) == value
         assert value is not None and name != "num_generations"
-    untouched = sections.AlgorithmSection.__dataclass_fields__.keys() - PRESETS[preset].keys() - {"name"}
+    untouched = AlgorithmSection.__dataclass_fields__.keys() - PRESETS[preset].keys() - {"name"}
     assert {name: getattr(algorithm, name) for name in untouched} == {name: getattr(plain, name) for name in untouched}
     assert algorithm.advantage in advantages.names() and algorithm.loss in policy_losses.names()
 
@@ -261,9 +260,9 @@ def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
 
 @pytest.mark.parametrize("preset", CORRECTIONS)
 def test_a_preset_of_the_correction_fills_in_what_is_not_given_and_loads_again(load, preset, tmp_path):
-    plain = sections.CorrectionSection()
+    plain = CorrectionSection()
     config = load(f"correction.preset={preset}", "rollout.ahead=1")
-    for name in sections.CorrectionSection.__dataclass_fields__.keys() - {"preset"}:
+    for name in CorrectionSection.__dataclass_fields__.keys() - {"preset"}:
         assert getattr(config.correction, name) == CORRECTIONS[preset].get(name, getattr(plain, name))
     write_config(config, tmp_path)
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())["correction"]

@@ -3,8 +3,7 @@
 import pytest
 
 from mindrlhf.config.load import load_dpo_config, load_grpo_config, load_reward_model_config, load_sft_config
-from mindrlhf.config.memory.checks import check_num_layers
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t"]

@@ -6,10 +6,10 @@ import importlib.util
 import numpy as np
 import pytest
 
+from mindrlhf.config.observe import MsprobeSection
 from mindrlhf.config.parse import build
+from mindrlhf.config.run import RunSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import RunSection
-from mindrlhf.config.watching_sections import MsprobeSection
 from mindrlhf.debugging import dump_files
 from mindrlhf.errors import RunFailure, UserError
 

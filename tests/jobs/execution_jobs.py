@@ -13,7 +13,7 @@ from cpu_execution.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execu
 from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
 from machines import Machines
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import GRADIENTS, CompileRequest, compile_ranks
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from mindrlhf.config.sections import RewardSection
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.selection import Selection
 

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.config.sections import BEST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import BEST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, TokenSequence, plan_rows
 from mindrlhf.layout.packing import RowCost
 from mindrlhf.training.batch import RowOptions, batch_of_rows, make_batch

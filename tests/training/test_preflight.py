@@ -5,7 +5,8 @@ import json
 import pytest
 from preflight_cases import NUM_PROMPTS, changed
 
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_sft_inputs
@@ -15,8 +16,8 @@ from mindrlhf.weights.convert import export_hf, random_hf_weights
 @pytest.fixture
 def sft_config(inputs_dir) -> SftConfig:
     return SftConfig(
-        model=sections.ModelSection(path=str(inputs_dir / "model")),
-        data=sections.DataSection(
+        model=ModelSection(path=str(inputs_dir / "model")),
+        data=DataSection(
             train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
         ),
     )

@@ -4,7 +4,8 @@ import pytest
 from preflight_cases import changed
 from tiny_vl import TinyVl, write_tiny_vl
 
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
@@ -161,10 +162,10 @@ def test_the_cpu_trains_in_data_parallel_only(npu_config):
 
 @pytest.fixture
 def sft_config(inputs_dir, model_dir):
-    data = sections.DataSection(
+    data = DataSection(
         train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
     )
-    return SftConfig(model=sections.ModelSection(path=str(model_dir)), data=data)
+    return SftConfig(model=ModelSection(path=str(model_dir)), data=data)
 
 
 @pytest.fixture

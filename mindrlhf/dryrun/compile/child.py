@@ -18,8 +18,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.config.memory.section import MemorySection
-from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.config.algorithm import CriticSection
+from mindrlhf.config.memory import MemorySection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.training import OptimizerSection, ParallelSection
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (

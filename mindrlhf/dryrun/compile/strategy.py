@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import SHARED_PROMPTS
+from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import (
     CompileReport,
     CompileRequest,

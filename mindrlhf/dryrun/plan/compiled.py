@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindrlhf.config.sections import SHARED_PROMPTS
+from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import GRADIENTS, CompileReport, CompileRequest, compile_ranks, compiled_config
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan.memory import PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.plan import Machine, Model, Plan, prepare
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.system.sizes import format_size
 
 MAX_CHANGES = 3

@@ -3,8 +3,8 @@
 import json
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.rollout.vllm_options import sees_images
 

@@ -1,6 +1,6 @@
 """Whether teachers and prompts go together, and teachers and what they are asked."""
 
-from mindrlhf.config.distillation.references import reference_paths
+from mindrlhf.config.derived import reference_paths
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError

@@ -10,7 +10,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import KlState
 from mindrlhf.config.derived import has_older_samples
-from mindrlhf.config.evaluation.section import ACCURACY
+from mindrlhf.config.evaluation import ACCURACY
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.divergence import RewardWatch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.training.batch import Batch

@@ -17,12 +17,12 @@ from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
 from mindrlhf.training.batch import RowOptions, images_of_ranks, make_batch

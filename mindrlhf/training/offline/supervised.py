@@ -10,10 +10,10 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import SupervisedLoss
 from mindrlhf.config.schema import SftConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, images_of_ranks
 from mindrlhf.training.checkpoints.run import Progress

@@ -1,7 +1,7 @@
 """Where routing replay works, before anything is built."""
 
+from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.watching_sections import CELL_LEVEL
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.training.routing.rows import ReplayedExperts

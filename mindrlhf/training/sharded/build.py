@@ -9,11 +9,11 @@ from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
-from mindrlhf.config.derived import needs_critic, resolve_data_parallel
-from mindrlhf.config.distillation.references import is_base, reference_paths
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.derived import is_base, needs_critic, reference_paths
+from mindrlhf.config.memory import MemorySection
+from mindrlhf.config.model import ModelSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
+from mindrlhf.config.training import SHARED_PROMPTS, ParallelSection, resolve_data_parallel
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_scorer_source, open_source

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.lora_section import LoraSection
+from mindrlhf.config.model import LoraSection, ModelSection
+from mindrlhf.config.run import RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, SftConfig
-from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, RunSection
+from mindrlhf.config.training import SHARED_PROMPTS, is_split
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.specs import find_spec
 from mindrlhf.training.vision.image_rows import ImageTokens
 from mindrlhf.weights.hf import read_hf_config

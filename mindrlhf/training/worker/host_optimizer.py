@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.cells import SumOverRanks, make_optimizer
 from mindrlhf.training.worker.rank_memory import share_memory

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from plan_cases import DEVICE_BYTES, plan_of
 
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.dryrun.plan.cost import divisors, estimate_cost
 from mindrlhf.dryrun.plan.plan import Machine, make_plan
 from mindrlhf.dryrun.plan.search import search

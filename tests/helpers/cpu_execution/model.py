@@ -14,7 +14,7 @@ from cpu_execution.mindir import LOWERED_PREFIX, LoweringError
 from cpu_execution.run import SEED
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.models.causal_lm import build_model
 from mindrlhf.models.context import prepare_mindformers
 from mindrlhf.models.lora.model import scale_name

@@ -34,7 +34,7 @@ from cpu_execution.run import (
     SPEC_NAME,
     UPDATES_NAME,
 )
-from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mindrlhf.config.sections import TCP, ParallelSection
+from mindrlhf.config.rollout import TCP
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import launch
 from mindrlhf.layout.layout import Layout, parameter_layouts

@@ -11,7 +11,7 @@ from cpu_execution.model import LoweredCell
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import TinyVl, config_of, weights_of, write_tiny_vl
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import TOWER, CompileRequest, compile_ranks
 from mindrlhf.images.slots import fill_slots, slot_rows
 from mindrlhf.specs import find_spec

@@ -5,7 +5,7 @@ import pytest
 import test_loop
 from test_loop import Run
 
-from mindrlhf.config import sections
+from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
 from mindrlhf.training.records import ProcessStatistics, TokenArrays, UpdateResult
@@ -51,7 +51,7 @@ def make_run(monkeypatch):
 
         def with_critic(**chosen):
             config = make_config(**chosen)
-            section = sections.CriticSection(**{"path": "critic", "start_lr": 0.5, **(critic or {})})
+            section = CriticSection(**{"path": "critic", "start_lr": 0.5, **(critic or {})})
             return test_loop.GrpoConfig(**{**vars(config), "critic": section})
 
         with monkeypatch.context() as patch:

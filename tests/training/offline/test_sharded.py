@@ -15,7 +15,7 @@ from slow_tests import SLOW
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.training.preflight import RunInputs
 
 PARALLEL = ParallelSection(data_parallel=1, model_parallel=2)

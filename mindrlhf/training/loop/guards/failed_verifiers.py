@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from mindrlhf.config.watching_sections import GuardSection
+from mindrlhf.config.observe import GuardSection
 from mindrlhf.rollout.samples import Sample, verifier_names
 from mindrlhf.training.loop.guards.guard import Events, Guard
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.watching_sections import GuardSection
+from mindrlhf.config.observe import GuardSection
 from mindrlhf.training.loop.guards.guard import Events, Guard, describe
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.step_record import StepRecord

@@ -1,6 +1,6 @@
 """The guard of the distance between the log-probabilities of rollout and training."""
 
-from mindrlhf.config.watching_sections import GuardSection
+from mindrlhf.config.observe import GuardSection
 from mindrlhf.training.loop.guards.guard import Events, Guard
 
 

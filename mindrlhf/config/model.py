@@ -1,11 +1,35 @@
-"""The section `lora`: adapters in the place of all weights."""
+"""The sections `model` and `lora`: what is trained."""
 
 import dataclasses
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
+from mindrlhf.config.keys import REQUIRED, key
 from mindrlhf.errors import UserError
 from mindrlhf.specs.lora import ROLES, LoraOptions
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The model to train."""
+
+    path: str = key(REQUIRED, "Hugging Face directory of the actor (config.json and safetensors)", is_model=True)
+    reference_path: str = key(
+        "",
+        "Hugging Face directory of the reference model; empty means `model.path`",
+        is_model=True,
+    )
+    random_init: bool = key(
+        False, "ignore weights in `model.path`, initialise them from `run.seed`; needs only config.json"
+    )
+    param_dtype: str = key("float32", "type of the trained parameters", choices=("float32", "bfloat16"))
+    compute_dtype: str = key(
+        "float32", "type of the matrix products; CPU has float32 kernels only", choices=("float32", "bfloat16")
+    )
+    recompute: bool = key(False, "recompute each layer's activations in the backward pass to save memory")
+    train_vision: str = key(
+        "none", "what is trained of a vision tower: none of it, its projector to the decoder, or all",
+        choices=("none", "projector", "all"),
+    )
 
 
 @dataclass(frozen=True)

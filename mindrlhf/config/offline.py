@@ -1,4 +1,4 @@
-"""The sections of supervised fine-tuning and preference learning; the others are in :mod:`mindrlhf.config.sections`."""
+"""The sections of supervised fine-tuning and preference learning."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """Rules of the section `distillation`, as far as keys alone tell."""
 
 from mindrlhf.algorithms import advantages
-from mindrlhf.config.distillation.section import OTHERS
+from mindrlhf.config.algorithm import OTHERS
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 

@@ -1,8 +1,8 @@
 """Rules of the section `evaluation`."""
 
-from mindrlhf.config.evaluation.section import ACCURACY, BEST_METRICS, PASS_AT_K, EvaluationSection
+from mindrlhf.config.evaluation import ACCURACY, BEST_METRICS, PASS_AT_K, EvaluationSection
+from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.errors import Mistakes, UserError
 
 

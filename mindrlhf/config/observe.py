@@ -1,4 +1,4 @@
-"""What watches a run and keeps its state. The other sections are in :mod:`mindrlhf.config.sections`."""
+"""The sections `guard`, `observe`, `msprobe`, `profiler` and `checkpoint`: what watches a run and keeps its state."""
 
 from dataclasses import dataclass
 

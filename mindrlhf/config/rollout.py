@@ -1,0 +1,92 @@
+"""The section `rollout`: the generator."""
+
+from dataclasses import dataclass
+
+from mindrlhf.config.keys import key
+
+# How weights come to the boards of other nodes: from host to host, or by the devices' own network.
+TCP, COLLECTIVES = "tcp", "collectives"
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    """The generator: one vLLM server process per replica, in an interpreter of its own."""
+
+    python: str = key(
+        "",
+        "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
+        is_path=True,
+    )
+    env: dict[str, str] = key({}, "environment variables set for the rollout server")
+    num_replicas: int = key(
+        1, "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
+        minimum=1,
+        maximum=64,
+    )
+    ahead: int = key(
+        0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
+        "0 samples within the step; see docs/async.md",
+        minimum=0,
+        maximum=64,
+    )
+    span_tokens: int = key(
+        0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
+        "weights; 0 finishes all in their step; see docs/async.md",
+        minimum=0,
+    )
+    asynchronous: bool = key(
+        False, "sample without end and train on what is complete, weights at most `ahead` steps old; see docs/async.md"
+    )
+    replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
+    max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
+    in_flight: float = key(
+        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
+        minimum=1,
+        exclusive_minimum=True,
+    )
+    max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
+    temperature: float = key(
+        1.0, "sampling temperature; training logits are divided by it too", minimum=0, exclusive_minimum=True
+    )
+    top_p: float = key(
+        1.0,
+        "nucleus sampling mass; 1 samples from the whole distribution",
+        minimum=0,
+        maximum=1,
+        exclusive_minimum=True,
+    )
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 means all", minimum=0)
+    dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
+    max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
+    draft_tokens: int = key(
+        0, "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
+        minimum=0,
+        maximum=32,
+    )
+    weights_carrier: str = key(
+        TCP,
+        "how weights that a node lacks come from others: tcp between hosts, or collectives between devices (Ascend, "
+        "not run on NPUs yet); see docs/cluster.md",
+        choices=(TCP, COLLECTIVES),
+    )
+    num_threads: int = key(1, "CPU threads of a server", minimum=1)
+    tensor_parallel: int = key(
+        1, "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
+        minimum=1,
+    )
+    gpu_memory_utilization: float = key(
+        0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
+    )
+    kv_cache_gib: int = key(1, "key-value cache of a server on CPU at most, in GiB", minimum=1)
+    board_gib: float = key(
+        0.0,
+        "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: room for all",
+        minimum=0,
+    )
+    start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
+    restarts: int = key(
+        2, "how often dead or stuck servers are started again before the run fails", minimum=0, maximum=1000
+    )
+    stall_timeout_s: float = key(
+        10.0, "a server that uses no processor time for this long while it owes an answer is stuck", minimum=2
+    )
