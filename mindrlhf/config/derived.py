@@ -1,20 +1,20 @@
 """What follows from the keys of several sections together."""
 
 from mindrlhf.algorithms import advantages, policy_losses
-from mindrlhf.config.schema import DpoConfig, GrpoConfig
+from mindrlhf.config.keys import RunConfig
 
 
-def needs_critic(config: GrpoConfig) -> bool:
+def needs_critic(config: RunConfig) -> bool:
     """Return whether the advantages are computed with the values of a critic."""
     return "values" in advantages.find(config.algorithm.advantage).NEEDS
 
 
-def reference_is_base(config: GrpoConfig | DpoConfig) -> bool:
+def reference_is_base(config: RunConfig) -> bool:
     """Return whether the reference model is the trained one without its adapters, so that it takes no memory."""
     return config.lora.rank is not None and config.model.reference_path in ("", config.model.path)
 
 
-def correction_weight(config: GrpoConfig) -> str:
+def correction_weight(config: RunConfig) -> str:
     """Return `correction.weight` with `auto` worked out.
 
     On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected,
@@ -28,12 +28,12 @@ def correction_weight(config: GrpoConfig) -> str:
     return "sequence" if policy_losses.traits(config.algorithm.loss).ratio == "sequence" else "token"
 
 
-def has_older_samples(config: GrpoConfig) -> bool:
+def has_older_samples(config: RunConfig) -> bool:
     """Return whether steps train on tokens of weights before those they begin with, by plan."""
     return config.rollout.ahead > 0 or config.rollout.span_tokens > 0
 
 
-def is_on_policy(config: GrpoConfig) -> bool:
+def is_on_policy(config: RunConfig) -> bool:
     """Return whether the old log-probabilities of all samples are those that a step's only update computes itself.
 
     Where samples are older by plan they are: the correction accounts for the generator's weights.
@@ -42,7 +42,7 @@ def is_on_policy(config: GrpoConfig) -> bool:
     return is_single_update and (has_older_samples(config) or not config.algorithm.dynamic_sampling)
 
 
-def skips_zero_advantages(config: GrpoConfig) -> bool:
+def skips_zero_advantages(config: RunConfig) -> bool:
     """Return whether updates leave out samples whose advantages are all 0: these have no gradient then.
 
     A term of the loss without advantages has one, a critic learns from all, and whoever dumps a step wants it whole.
@@ -58,13 +58,13 @@ def skips_zero_advantages(config: GrpoConfig) -> bool:
     )
 
 
-def is_corrected(config: GrpoConfig) -> bool:
+def is_corrected(config: RunConfig) -> bool:
     """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
     correction = config.correction
     return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0
 
 
-def reference_paths(config: GrpoConfig) -> tuple[str, ...]:
+def reference_paths(config: RunConfig) -> tuple[str, ...]:
     """Return the directories of the reference model or of all teachers, each once; () when the run has neither.
 
     The teacher of sources without one of their own, ``model.reference_path``, comes first.
@@ -77,12 +77,12 @@ def reference_paths(config: GrpoConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, (model.reference_path, *teachers.values()))))
 
 
-def is_base(config: GrpoConfig, path: str) -> bool:
+def is_base(config: RunConfig, path: str) -> bool:
     """Return whether the model in ``path`` is the trained one without its adapters, so that it takes no memory."""
     return config.lora.rank is not None and path == config.model.path
 
 
-def path_keys(config: GrpoConfig) -> dict[str, str]:
+def path_keys(config: RunConfig) -> dict[str, str]:
     """Return the key that names each directory of ``reference_paths`` that the user has named."""
     keys = {path: f"distillation.teachers.{source}" for source, path in config.distillation.teachers.items()}
     if config.model.reference_path:

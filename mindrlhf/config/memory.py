@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mindrlhf.algorithms.vocabulary import HeadTile
 from mindrlhf.config.keys import key
-from mindrlhf.errors import Mistakes, UserError
+from mindrlhf.errors import Rules, UserError
 
 ATTENTION, NORMS, ACTIVATION, MLP = OPERATORS = ("attention", "norms", "activation", "mlp")
 _LAYERS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
@@ -70,56 +70,52 @@ class MemorySection:
 WHOLE = MemorySection()  # nothing is computed in parts or again
 
 
-def check_memory(memory: MemorySection, recompute: bool, device: str, has_head: bool, shares_devices: bool) -> None:
-    """Check the section.
+def memory_rules(
+    memory: MemorySection, recompute: bool, device: str, *, has_head: bool, shares_devices: bool
+) -> Rules:
+    """Rules of the section `memory`.
 
     Args:
         recompute: `model.recompute`.
         device: that trains.
         has_head: the trained model has logits, not scores.
         shares_devices: there is a generator, and it takes turns with training.
-
-    Raises:
-        UserError: all broken rules.
     """
-    mistakes = Mistakes()
-    if device == "cpu":
-        for name in ("logit_positions", "logit_words"):
-            if getattr(memory, name):
-                mistakes.add(
-                    f"'memory.{name}' is {getattr(memory, name)}, but run.device=cpu always computes logits in tiles "
-                    "of its own: remove it"
-                )
-    if memory.recompute_operators and device == "cpu":
-        mistakes.add("'memory.recompute_operators' is set, but run.device=cpu recomputes whole layers: remove it")
-    if not has_head and memory.head_tile:
-        mistakes.add("'memory.logit_positions' or logit_words is set, but a reward model has no logits: remove it")
-    if memory.offload_optimizer and device == "cpu":
-        mistakes.add("'memory.offload_optimizer' is true, but with run.device=cpu all is on the host: remove it")
-    elif memory.offload_optimizer and not shares_devices:
-        mistakes.add(
-            "'memory.offload_optimizer' is true, but no generator takes turns with training on its devices: remove it"
+    is_cpu, operators, layers = device == "cpu", set(memory.recompute_operators), memory.recompute_layers
+    for name in ("logit_positions", "logit_words"):
+        yield is_cpu and getattr(memory, name), (
+            f"'memory.{name}' is {getattr(memory, name)}, but run.device=cpu always computes logits in tiles of its "
+            "own: remove it"
         )
-    if memory.swap_moments and device == "cpu":
-        mistakes.add("'memory.swap_moments' is true, but with run.device=cpu all is on the host: remove it")
-    mistakes.check(_check_layers, memory.recompute_layers)
+    yield operators and is_cpu, (
+        "'memory.recompute_operators' is set, but run.device=cpu recomputes whole layers: remove it"
+    )
+    yield not has_head and memory.head_tile, (
+        "'memory.logit_positions' or logit_words is set, but a reward model has no logits: remove it"
+    )
+    for name in ("offload_optimizer", "swap_moments"):
+        yield is_cpu and getattr(memory, name), (
+            f"'memory.{name}' is true, but with run.device=cpu all is on the host: remove it"
+        )
+    yield memory.offload_optimizer and not shares_devices, (
+        "'memory.offload_optimizer' is true, but no generator takes turns with training on its devices: remove it"
+    )
+    yield layers and not _LAYERS.fullmatch(layers), (
+        f"'memory.recompute_layers' is {layers!r}: write numbers and ranges with commas between, such as 0-7,20"
+    )
+    yield any(int(last) < int(first) for first, last in re.findall(r"(\d+)-(\d+)", layers)), (
+        f"'memory.recompute_layers' is {layers!r}, where a range ends before it begins: turn it"
+    )
     for name in ("recompute_layers", "recompute_operators"):
-        if recompute and getattr(memory, name):
-            mistakes.add(f"'memory.{name}' is set, but model.recompute recomputes all layers: set that to false")
-    if len(set(memory.recompute_operators)) < len(memory.recompute_operators):
-        mistakes.add("'memory.recompute_operators' names an operator twice: name each once")
-    if {ACTIVATION, MLP} <= set(memory.recompute_operators):
-        mistakes.add("'memory.recompute_operators' has activation, which is in mlp: leave it out")
-    mistakes.raise_if_any()
-
-
-def _check_layers(text: str) -> None:
-    if text and not _LAYERS.fullmatch(text):
-        raise UserError(
-            f"'memory.recompute_layers' is {text!r}: write numbers and ranges with commas between, such as 0-7,20"
+        yield recompute and getattr(memory, name), (
+            f"'memory.{name}' is set, but model.recompute recomputes all layers: set that to false"
         )
-    if any(int(last) < int(first) for first, last in re.findall(r"(\d+)-(\d+)", text)):
-        raise UserError(f"'memory.recompute_layers' is {text!r}, where a range ends before it begins: turn it")
+    yield len(operators) < len(memory.recompute_operators), (
+        "'memory.recompute_operators' names an operator twice: name each once"
+    )
+    yield {ACTIVATION, MLP} <= operators, (
+        "'memory.recompute_operators' has activation, which is in mlp: leave it out"
+    )
 
 
 def check_num_layers(memory: MemorySection, num_layers: int, has_dense_mlps: bool = True) -> None:

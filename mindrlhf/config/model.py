@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mindrlhf.config.keys import REQUIRED, key
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Rules
 from mindrlhf.specs.lora import ROLES, LoraOptions
 
 
@@ -55,14 +55,13 @@ class LoraSection:
         return LoraOptions(self.rank, self.alpha, self.targets, self.rank_stabilised)
 
 
-def check_lora(lora: LoraSection, given: frozenset[str]) -> None:
-    """Check the section; ``given`` are the keys the user set."""
+def lora_rules(lora: LoraSection, given: frozenset[str]) -> Rules:
+    """Rules of the section `lora`; ``given`` are the keys that the user changed."""
     if lora.rank is None:
-        for field in dataclasses.fields(lora):
-            name = f"lora.{field.name}"
-            # What a run wrote to its config.yaml holds every key, and must load again.
-            if name in given and getattr(lora, field.name) != field.default:
-                raise UserError(f"'{name}' is set, but lora.rank is not: set it (8 to 64 are usual), or remove the key")
-        return
-    if len(set(lora.targets)) < len(lora.targets):
-        raise UserError(f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once")
+        unread = [f"lora.{field.name}" for field in dataclasses.fields(lora) if f"lora.{field.name}" in given]
+        for name in unread[:1]:
+            yield True, f"'{name}' is set, but lora.rank is not: set it (8 to 64 are usual), or remove the key"
+    else:
+        yield len(set(lora.targets)) < len(lora.targets), (
+            f"'lora.targets' names a role twice: {', '.join(lora.targets)}: name each once"
+        )

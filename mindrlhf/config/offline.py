@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
+from mindrlhf.config.keys import RunConfig, key
+from mindrlhf.config.training import resolve_data_parallel
+from mindrlhf.errors import Rules
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,41 @@ class RewardModelSection:
 
     label_smoothing: float = key(0.0, "share of pairs assumed to be the wrong way round", minimum=0, maximum=0.499)
     centering: float = key(0.01, "weight of the squared sum of a pair's scores, which keeps them near 0", minimum=0)
+
+
+def supervised_rules(given: frozenset[str]) -> Rules:
+    """Rules of `mindrlhf sft`; ``given`` are the keys that the user changed."""
+    for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
+        yield name in given, f"'{name}' is set, but supervised fine-tuning has no {what}: remove it"
+
+
+def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
+    """Rules of a batch of `mindrlhf sft` on ``world_size`` ranks.
+
+    Raises:
+        UserError: the layout does not use exactly these ranks.
+    """
+    supervised = config.supervised
+    unit = supervised.batch_size * resolve_data_parallel(config.parallel_config, world_size)
+    yield supervised.rows_per_step % unit, (
+        f"'supervised.rows_per_step' is {supervised.rows_per_step}, not a multiple of batch_size * ranks = {unit}: set "
+        f"it to {-(-supervised.rows_per_step // unit) * unit}"
+    )
+
+
+def preference_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """Rules of learning from pairs; ``given`` are the keys that the user changed."""
+    yield "observe.samples_per_step" in given, (
+        "'observe.samples_per_step' is set, but preference learning samples nothing: remove it"
+    )
+    yield config.preference.eval_every_steps and not config.data.eval_file, (
+        "'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it"
+    )
+
+
+def dpo_rules(dpo: DpoSection) -> Rules:
+    """Rules of the section `dpo`."""
+    yield dpo.loss != "sigmoid" and dpo.label_smoothing, (
+        f"'dpo.label_smoothing' is {dpo.label_smoothing:g}, which loss={dpo.loss} does not have: set it to 0, or loss "
+        "to sigmoid"
+    )

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
+from mindrlhf.config.keys import RunConfig, given_in, key
+from mindrlhf.errors import Rules
 
 REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
 
@@ -65,3 +66,34 @@ class SandboxSection:
     """Where programs that the model writes are run: the verifier `code_execution` and the tool `python`."""
 
     allow_weak: bool = key(False, "run them even with too few of the sandbox's locks, which `mindrlhf doctor` lists")
+
+
+def reward_rules(reward: RewardSection, given: frozenset[str]) -> Rules:
+    """Rules of the section `reward`; ``given`` are the keys that the user changed."""
+    count, weights = len(reward.verifier_function), len(reward.verifier_weight)
+    yield not count and not reward.model_path, (
+        "'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward, or set "
+        "reward.model_path to a reward model"
+    )
+    yield "reward.model_weight" in given and not reward.model_path, (
+        "'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight"
+    )
+    yield weights and weights != count, (
+        f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
+    )
+
+
+def tool_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """Rules of the section `tools`; ``given`` are the keys that the user changed."""
+    tools, longest = config.tools, config.rollout.max_response_length
+    yield tools.names and tools.environment, (
+        "'tools.environment' and tools.names are both set: leave one of them out"
+    )
+    if not (tools.names or tools.environment):
+        for name in given_in("tools", given)[:1]:
+            yield True, f"'{name}' is set, but tools.names is empty: name the tools, or remove the key"
+        return
+    yield tools.max_response_tokens >= longest, (
+        f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = {longest} "
+        "holds all turns and answers of a response: lower the one or raise the other"
+    )

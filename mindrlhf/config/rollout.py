@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
+from mindrlhf.algorithms import advantages
+from mindrlhf.config.keys import RunConfig, key
+from mindrlhf.errors import Rules
 
 # How weights come to the boards of other nodes: from host to host, or by the devices' own network.
 TCP, COLLECTIVES = "tcp", "collectives"
@@ -89,4 +91,68 @@ class RolloutSection:
     )
     stall_timeout_s: float = key(
         10.0, "a server that uses no processor time for this long while it owes an answer is stuck", minimum=2
+    )
+
+
+def schedule_rules(config: RunConfig) -> Rules:
+    """Rules of when samples are made: `ahead`, `asynchronous`, `span_tokens`."""
+    rollout, num_steps = config.rollout, config.run.max_steps
+    ahead, span = rollout.ahead, rollout.span_tokens
+    if ahead:
+        yield rollout.board_gib, (
+            f"'rollout.board_gib' is {rollout.board_gib:g}, but with rollout.ahead = {ahead} new weights wait until "
+            "the servers are done, so that they need room for all of them: set it to 0"
+        )
+        yield 0 < num_steps <= ahead, (
+            f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "
+            f"samples would be of the starting weights: set it below {num_steps} (1 is usual)"
+        )
+        yield config.reward.model_path, (
+            f"'rollout.ahead' is {ahead}, but the reward model of reward.model_path scores on the training ranks, "
+            "which are busy meanwhile: set it to 0, or score with verifiers"
+        )
+        yield config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in rollout.env, (
+            f"'rollout.ahead' is {ahead}, so that the server generates while the ranks train, and needs devices of its "
+            "own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
+        )
+    yield rollout.replay_order and not rollout.asynchronous, (
+        f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
+        "rollout.asynchronous to true, or remove it"
+    )
+    for name, usual in (("ahead", 2), ("span_tokens", max(1, rollout.max_response_length // 8))):
+        yield rollout.asynchronous and not getattr(rollout, name), (
+            f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"
+        )
+    yield span and span >= rollout.max_response_length, (
+        f"'rollout.span_tokens' is {span}, but no response is longer than rollout.max_response_length = "
+        f"{rollout.max_response_length}: set it lower, or to 0"
+    )
+    others = {
+        "rollout.ahead (without rollout.asynchronous)": ahead and not rollout.asynchronous,
+        "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
+        "tools.names": config.tools.names,
+        "tools.environment": config.tools.environment,
+        "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
+    }
+    for name, is_set in others.items():
+        yield span and is_set, (
+            f"'rollout.span_tokens' is {span}, which does not work with {name}: leave one of them out"
+        )
+
+
+def server_rules(config: RunConfig) -> Rules:
+    """Rules of how servers make samples and come by weights: `draft_tokens`, `weights_carrier`."""
+    rollout, device, count = config.rollout, config.run.device, config.rollout.draft_tokens
+    judged = "vLLM itself would judge the guesses, and its log-probabilities were found wrong then"
+    rounded = "tokens that are checked together would be rounded otherwise than one by one"
+    reasons = {
+        f"run.device={device}": (device != "cpu", judged),
+        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, judged),
+        f"rollout.dtype={rollout.dtype}": (rollout.dtype != "float32", rounded),
+    }
+    for name, (is_set, reason) in reasons.items():
+        yield count and is_set, f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0"
+    yield rollout.weights_carrier != TCP and device == "cpu", (
+        f"'rollout.weights_carrier' is {rollout.weights_carrier}, but on run.device=cpu every node has the whole "
+        "model, and ranks have no network of their own: set tcp"
     )

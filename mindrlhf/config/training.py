@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
-from mindrlhf.errors import UserError
+from mindrlhf.config.keys import RunConfig, key
+from mindrlhf.errors import Rules, UserError
 
 FIRST_FIT, BEST_FIT, SHARED_PROMPTS = PACKINGS = ("first_fit", "best_fit", "shared_prompts")
 
@@ -95,3 +95,66 @@ def is_split(parallel: ParallelSection) -> bool:
     """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on shards."""
     sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
     return max(sizes) > 1 or parallel.enable_parallel_optimizer
+
+
+def parallel_rules(parallel: ParallelSection) -> Rules:
+    """Rules of the section `parallel_config` alone."""
+    yield parallel.use_seq_parallel and parallel.model_parallel == 1, (
+        "'parallel_config.use_seq_parallel' splits over model_parallel ranks, which is 1: set it to false"
+    )
+    stages = parallel.pipeline_stage
+    yield stages > 1 and parallel.micro_batch_num < stages, (
+        f"'parallel_config.micro_batch_num' is {parallel.micro_batch_num}, but a pipeline of {stages} stages needs at "
+        f"least {stages}"
+    )
+
+
+def cpu_rules(config: RunConfig) -> Rules:
+    """What a CPU trains: whole models in float32."""
+    if config.run.device != "cpu":
+        return
+    for name in ("param_dtype", "compute_dtype"):
+        dtype = getattr(config.model, name)
+        yield dtype != "float32", (
+            f"'model.{name}' is {dtype}, but run.device=cpu has float32 kernels only: set float32"
+        )
+    parallel = config.parallel_config
+    names = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel", "micro_batch_interleave_num")
+    for name in names:
+        yield getattr(parallel, name) != 1, (
+            f"'parallel_config.{name}' is {getattr(parallel, name)}, but run.device=cpu trains in data parallel only: "
+            "set it to 1"
+        )
+    yield parallel.enable_parallel_optimizer, (
+        "'parallel_config.enable_parallel_optimizer' needs run.device=ascend: set it to false"
+    )
+
+
+def batch_rules(config: RunConfig) -> Rules:
+    """Rules of the section `training`."""
+    training, longest = config.training, max(config.training.row_lengths, default=0)
+    num_samples = training.chunk_size * training.num_rollouts * config.algorithm.num_generations
+    yield num_samples % training.num_minibatches, (
+        f"'training.num_minibatches' is {training.num_minibatches}, which does not divide the {num_samples} samples of "
+        "a step (chunk_size * num_rollouts * num_generations)"
+    )
+    yield training.packing != FIRST_FIT and not training.pack, (
+        f"'training.packing' is {training.packing}, but training.pack=false puts each sample into its own row: set "
+        "pack to true, or packing to first_fit"
+    )
+    yield 0 < longest <= config.rollout.max_response_length, (
+        f"'training.row_lengths' ends at {longest}, which leaves no room for a prompt beside "
+        f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
+    )
+
+
+def optimizer_rules(optimizer: OptimizerSection) -> Rules:
+    """Rules of the section `optimizer`."""
+    decays, end_lr = optimizer.lr_schedule != "constant", optimizer.end_lr
+    yield decays and end_lr is None, (
+        f"'optimizer.end_lr' is needed with lr_schedule={optimizer.lr_schedule}: set it (0 is usual)"
+    )
+    yield not decays and end_lr not in (None, optimizer.start_lr), (
+        f"'optimizer.end_lr' is {end_lr or 0:g}, but lr_schedule=constant never reaches it: set lr_schedule to linear "
+        "or cosine"
+    )
