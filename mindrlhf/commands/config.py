@@ -49,7 +49,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.load import tasks_of
     from mindrlhf.config.parse import read_yaml
     from mindrlhf.errors import UserError
-    from mindrlhf.training.checking import check_run
+    from mindrlhf.training.preflight.run import check_run
 
     path, num_ranks, num_nodes = arguments.config, arguments.workers, arguments.nodes
     if num_nodes < 1 or num_ranks % num_nodes:

@@ -91,8 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
         from mindrlhf.system.processes import NUM_NODES_VARIABLE
-        from mindrlhf.training.checking import check_run
         from mindrlhf.training.checkpoints.run import newest_checkpoint
+        from mindrlhf.training.preflight.run import check_run
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)

@@ -10,8 +10,8 @@ from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
 from mindrlhf.specs import scorer_config
-from mindrlhf.training.layout_checks import check_layout
 from mindrlhf.training.preflight import check_grpo_inputs, check_sft_inputs
+from mindrlhf.training.preflight.layout import check_layout
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 MODEL = {

@@ -10,7 +10,7 @@ from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.pictures.columns import ImageHeader
 from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import PixelLimits, VisionGeometry
-from mindrlhf.training.vision.checks import check_images, check_vision
+from mindrlhf.training.preflight.features import check_images, check_vision
 
 SHARDED = ["run.device=ascend", "parallel_config.model_parallel=2"]
 PIPELINE = [*SHARDED, "parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]

@@ -145,7 +145,7 @@ def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     from mindrlhf.config.schema import SftConfig
     from mindrlhf.training.offline.supervised import build_learner
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.vision.checks import image_tokens
+    from mindrlhf.training.vision.image_rows import image_tokens
 
     config = SftConfig(
         model=ModelSection(path=str(model_dir)),

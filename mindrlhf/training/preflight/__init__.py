@@ -27,12 +27,18 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.environments import check_environment
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.distillation.checks import check_num_words, check_sources
-from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
-from mindrlhf.training.routing.checks import check_replay
-from mindrlhf.training.vision.checks import check_images, check_offline, check_text_only, check_vision, image_tokens
-from mindrlhf.training.vision.image_rows import ImageTokens
+from mindrlhf.training.preflight.features import (
+    check_images,
+    check_num_words,
+    check_offline,
+    check_replay,
+    check_sources,
+    check_text_only,
+    check_vision,
+)
+from mindrlhf.training.preflight.layout import check_data_parallel, check_layout, check_offline_layout, check_servers
+from mindrlhf.training.vision.image_rows import ImageTokens, image_tokens
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config

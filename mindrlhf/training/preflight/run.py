@@ -10,7 +10,6 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
 from mindrlhf.observe.trackers import check_trackers
-from mindrlhf.rollout.elastic.checks import check_elastic
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
@@ -21,6 +20,7 @@ from mindrlhf.training.preflight import (
     check_sandbox,
     check_sft_inputs,
 )
+from mindrlhf.training.preflight.features import check_elastic
 
 
 @dataclass(frozen=True)
