@@ -13,9 +13,9 @@ from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
 from mindrlhf.config.parse import dotted_keys, write_config
 from mindrlhf.errors import UserError
 from mindrlhf.rollout import vllm_options
-from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inputs, check_sft_inputs
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
 
-RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_sft_inputs, "dpo": check_preference_inputs}
+RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_offline_inputs, "dpo": check_offline_inputs}
 
 
 # Half the time went into building the parser, which is the same for every command line.

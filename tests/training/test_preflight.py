@@ -9,7 +9,7 @@ from mindrlhf.config.model import ModelSection
 from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.errors import UserError
-from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_sft_inputs
+from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_offline_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 
@@ -24,7 +24,7 @@ def sft_config(inputs_dir) -> SftConfig:
 
 
 def assert_refused(config, *words: str) -> None:
-    check = check_grpo_inputs if isinstance(config, GrpoConfig) else check_sft_inputs
+    check = check_grpo_inputs if isinstance(config, GrpoConfig) else check_offline_inputs
     with pytest.raises(UserError) as caught:
         check(config)
     message = str(caught.value)
@@ -257,7 +257,7 @@ def test_a_reference_that_follows_the_policy_has_its_shape(config, inputs_dir):
 
 
 def test_supervised_inputs(sft_config, inputs_dir):
-    inputs = check_sft_inputs(sft_config)
+    inputs = check_offline_inputs(sft_config)
     assert len(inputs.prompts) == 3
     assert inputs.row_lengths == (24,)  # 12 + 9, rounded up
     assert_refused(changed(sft_config, "supervised", row_lengths=(16, 20)), "row_lengths ends at 20", "21 tokens")
@@ -267,7 +267,7 @@ def test_supervised_inputs(sft_config, inputs_dir):
 
 def test_held_out_records_must_fit_too(sft_config, inputs_dir):
     config = changed(sft_config, "data", eval_file=str(inputs_dir / "sft_long.mindrecord"))
-    assert check_sft_inputs(config).row_lengths[-1] >= 62
+    assert check_offline_inputs(config).row_lengths[-1] >= 62
     assert_refused(changed(config, "supervised", row_lengths=(32,)), "62 tokens")
 
 

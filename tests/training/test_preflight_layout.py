@@ -10,7 +10,7 @@ from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
 from mindrlhf.specs import scorer_config
-from mindrlhf.training.preflight import check_grpo_inputs, check_sft_inputs
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
 from mindrlhf.training.preflight.layout import check_layout
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
@@ -184,7 +184,7 @@ def npu_sft_config(sft_config):
 )
 def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_size, parallel):
     config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", batch_size=4)
-    assert check_sft_inputs(config, world_size).row_lengths == (32,)
+    assert check_offline_inputs(config, world_size).row_lengths == (32,)
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_si
 def test_fine_tuning_refuses_layouts_that_do_not_fit_in_one_line(npu_sft_config, parallel, supervised, words):
     config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", **supervised)
     with pytest.raises(UserError, match=words) as caught:
-        check_sft_inputs(config, 4)
+        check_offline_inputs(config, 4)
     assert "\n" not in str(caught.value)
 
 
 def test_fine_tuning_on_the_cpu_is_data_parallel_only(sft_config):
     with pytest.raises(UserError, match="model_parallel' is 2, but run.device=cpu trains in data parallel only"):
-        check_sft_inputs(changed(sft_config, "parallel_config", model_parallel=2), 2)
+        check_offline_inputs(changed(sft_config, "parallel_config", model_parallel=2), 2)

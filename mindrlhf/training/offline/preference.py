@@ -30,7 +30,7 @@ from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.offline.supervised import read_image_files
-from mindrlhf.training.preflight import RunInputs, check_preference_inputs
+from mindrlhf.training.preflight import RunInputs, check_offline_inputs
 from mindrlhf.training.records import Share, TokenArrays, UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
@@ -115,7 +115,7 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_preference_inputs(config, num_ranks_from_environment())
+    inputs = check_offline_inputs(config, num_ranks_from_environment())
     run_rank(
         config,
         lambda rank: _build_worker(config, inputs, rank),

@@ -18,7 +18,7 @@ from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows, images_of_ranks
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
-from mindrlhf.training.preflight import RunInputs, check_sft_inputs
+from mindrlhf.training.preflight import RunInputs, check_offline_inputs
 from mindrlhf.training.records import HeldOutLogProbs, Share, UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
@@ -54,7 +54,7 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_sft_inputs(config, num_ranks_from_environment())
+    inputs = check_offline_inputs(config, num_ranks_from_environment())
     run_rank(
         config,
         lambda rank: _build_worker(config, inputs, rank),

@@ -3,16 +3,15 @@
 import json
 
 from mindrlhf.config.derived import needs_critic, reference_paths
-from mindrlhf.config.model import LoraSection, ModelSection
 from mindrlhf.config.observe import CELL_LEVEL
-from mindrlhf.config.run import RunSection
-from mindrlhf.config.schema import DpoConfig, GrpoConfig, SftConfig
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import SHARED_PROMPTS, is_split
 from mindrlhf.data.mindrecord import PromptFile
-from mindrlhf.errors import UserError
+from mindrlhf.debugging.dump_files import check_dump, dump_dir
+from mindrlhf.errors import Rules, UserError, refuse
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.rollout.vllm_options import sees_images
-from mindrlhf.specs import find_spec
+from mindrlhf.specs import ModelDims, find_spec
 from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.vision.image_rows import image_tokens
 from mindrlhf.weights.hf import read_hf_config
@@ -26,70 +25,70 @@ def check_vision(config: GrpoConfig) -> None:
     Raises:
         UserError: naming the key and its fix.
     """
-    check_device(config.model, config.run, config.lora)
-    if image_tokens(config.model.path) is None:
+    refuse(_tower_rules(config))
+    path, tokens = config.model.path, image_tokens(config.model.path)
+    if tokens is None:
         return
-    stages = config.parallel_config.pipeline_stage
+    if needs_critic(config) and image_tokens(config.critic.path) != tokens:
+        raise UserError(
+            f"'critic.path' is {config.critic.path}, which does not see images as the model in {path} does: start the "
+            "critic from that model"
+        )
+    stages, packing, tools = config.parallel_config.pipeline_stage, config.training.packing, config.tools
+    is_deep = stages > 1 and bool(_dims(path).vision.deepstack_blocks)
     refused = {
-        f"parallel_config.pipeline_stage={stages}": (
-            stages > 1 and _is_deep(config.model.path),
-            "its images go to several layers: set it to 1",
-        ),
-        "reward.model_path": (bool(config.reward.model_path), "a reward model reads text only: use verifiers"),
+        f"parallel_config.pipeline_stage={stages}": (is_deep, "its images go to several layers: set it to 1"),
+        "reward.model_path": (config.reward.model_path, "a reward model reads text only: use verifiers"),
         f"training.packing={SHARED_PROMPTS}": (
-            config.training.packing == SHARED_PROMPTS,
+            packing == SHARED_PROMPTS,
             "positions of images are of whole sequences: use best_fit",
         ),
-        "rollout.span_tokens": (config.rollout.span_tokens > 0, "spans carry no images on: set it to 0"),
-        "tools.names": (bool(config.tools.names), "conversations are of text only: leave tools out"),
-        "tools.environment": (bool(config.tools.environment), "episodes are of text only: leave it out"),
+        "rollout.span_tokens": (config.rollout.span_tokens, "spans carry no images on: set it to 0"),
+        "tools.names": (tools.names, "conversations are of text only: leave tools out"),
+        "tools.environment": (tools.environment, "episodes are of text only: leave it out"),
     }
-    if needs_critic(config) and image_tokens(config.critic.path) != image_tokens(config.model.path):
-        raise UserError(
-            f"'critic.path' is {config.critic.path}, which does not see images as the model in {config.model.path} "
-            "does: start the critic from that model"
-        )
-    for what, (is_asked, fix) in refused.items():
-        if is_asked:
-            raise UserError(f"the model in {config.model.path} sees images and is not trained with {what} yet: {fix}")
+    refuse(
+        (is_asked, f"the model in {path} sees images and is not trained with {what} yet: {fix}")
+        for what, (is_asked, fix) in refused.items()
+    )
 
 
-def check_offline(config: SftConfig | DpoConfig, command: str) -> None:
-    """Refuse what `mindrlhf sft` or `dpo` does not do with a model that sees images.
+def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> None:
+    """Refuse what training on fixed data does not do with a model that sees images.
 
     Raises:
-        UserError: naming the key and its fix.
+        UserError: naming the key and its fix, or the command.
     """
-    check_device(config.model, config.run, config.lora)
-    if image_tokens(config.model.path) is not None and is_split(config.parallel_config):
+    model, sees = config.model, image_tokens(config.model.path) is not None
+    if isinstance(config, RewardModelConfig):
+        if model.train_vision != "none" or sees:
+            raise UserError(
+                f"the model in {model.path} sees images, which mindrlhf reward-model does not train yet: use mindrlhf "
+                "train, sft or dpo"
+            )
+        return
+    refuse(_tower_rules(config))
+    if sees and is_split(config.parallel_config):
+        command = "sft" if isinstance(config, SftConfig) else "dpo"
         raise UserError(
-            f"the model in {config.model.path} sees images, and mindrlhf {command} does not train such a model sharded "
-            "yet: use data parallelism alone"
+            f"the model in {model.path} sees images, and mindrlhf {command} does not train such a model sharded yet: "
+            "use data parallelism alone"
         )
 
 
-def check_device(model: ModelSection, run: RunSection, lora: LoraSection) -> None:
-    """Refuse adapters for a model that sees images, a tower trained where it has no such cells, or that is not there.
-
-    Raises:
-        UserError: naming the key and its fix.
-    """
-    if model.train_vision != "none" and image_tokens(model.path) is None:
-        raise UserError(
-            f"'model.train_vision' is {model.train_vision}, but the model in {model.path} reads text only: leave it out"
-        )
-    if lora.rank is not None and image_tokens(model.path) is not None:
-        raise UserError(f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank")
-    if run.device != "cpu" and model.train_vision != "none":
-        raise UserError(
-            f"'model.train_vision' is {model.train_vision}, but with run.device={run.device} the vision tower "
-            "is frozen so far: set it to none, or run.device to cpu"
-        )
-
-
-def _is_deep(path: str) -> bool:
-    hf_config = read_hf_config(path)
-    return bool(find_spec(hf_config).dims(hf_config).vision.deepstack_blocks)
+def _tower_rules(config: GrpoConfig | SftConfig | DpoConfig) -> Rules:
+    """No adapters for a model that sees images, no tower trained where it has no such cells, or that is not there."""
+    model, device, sees = config.model, config.run.device, image_tokens(config.model.path) is not None
+    is_trained = f"'model.train_vision' is {model.train_vision}, but"
+    yield model.train_vision != "none" and not sees, (
+        f"{is_trained} the model in {model.path} reads text only: leave it out"
+    )
+    yield config.lora.rank is not None and sees, (
+        f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank"
+    )
+    yield model.train_vision != "none" and device != "cpu", (
+        f"{is_trained} with run.device={device} the vision tower is frozen so far: set it to none, or run.device to cpu"
+    )
 
 
 def check_images(path: str, file: PromptFile) -> None:
@@ -98,10 +97,9 @@ def check_images(path: str, file: PromptFile) -> None:
     Raises:
         UserError: it sees none, or cuts them otherwise.
     """
-    header = file.header.images
+    header, expected = file.header.images, image_tokens(path)
     if header is None:
         return
-    expected = image_tokens(path)
     if expected is None:
         raise UserError(f"{file.path} has images, but the model in {path} reads text only: use a model with vision")
     if (header.image_token, header.geometry) != (expected.image_token, expected.geometry):
@@ -109,19 +107,6 @@ def check_images(path: str, file: PromptFile) -> None:
             f"{file.path} has images for another model than that in {path} (image token {header.image_token}, "
             f"{header.geometry}; not {expected.image_token}, {expected.geometry}): build it again with this model's "
             "tokenizer and processor"
-        )
-
-
-def check_text_only(model: ModelSection) -> None:
-    """Refuse a model that sees images as a reward model.
-
-    Raises:
-        UserError: naming the command.
-    """
-    if model.train_vision != "none" or image_tokens(model.path) is not None:
-        raise UserError(
-            f"the model in {model.path} sees images, which mindrlhf reward-model does not train yet: "
-            "use mindrlhf train, sft or dpo"
         )
 
 
@@ -133,26 +118,22 @@ def check_replay(config: GrpoConfig) -> None:
     """
     if not config.training.replay_routing:
         return
+    run, rollout, msprobe = config.run, config.rollout, config.msprobe
+    dumps_cells = msprobe.enabled and msprobe.level == CELL_LEVEL
+    one_process = "experts are recorded in a server of one process"
+    guessed = "experts of tokens that are only guessed would be recorded"
     refused = {
-        f"run.device={config.run.device}": (config.run.device != "cpu", "MindFormers' routers for Ascend take none"),
-        f"rollout.tensor_parallel={config.rollout.tensor_parallel}": (
-            config.rollout.tensor_parallel > 1,
-            "experts are recorded in a server of one process",
-        ),
-        f"rollout.draft_tokens={config.rollout.draft_tokens}": (
-            config.rollout.draft_tokens > 0,
-            "experts of tokens that are only guessed would be recorded",
-        ),
-        "rollout.span_tokens": (config.rollout.span_tokens > 0, "a response of several spans has several routings"),
-        "tools.names": (bool(config.tools.names), "conversations carry no routing on"),
-        f"msprobe.level={CELL_LEVEL}": (
-            config.msprobe.enabled and config.msprobe.level == CELL_LEVEL,
-            "single cells are run without it",
-        ),
+        f"run.device={run.device}": (run.device != "cpu", "MindFormers' routers for Ascend take none"),
+        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, one_process),
+        f"rollout.draft_tokens={rollout.draft_tokens}": (rollout.draft_tokens, guessed),
+        "rollout.span_tokens": (rollout.span_tokens, "a response of several spans has several routings"),
+        "tools.names": (config.tools.names, "conversations carry no routing on"),
+        f"msprobe.level={CELL_LEVEL}": (dumps_cells, "single cells are run without it"),
     }
-    for what, (is_asked, why) in refused.items():
-        if is_asked:
-            raise UserError(f"'training.replay_routing' is true, but not with {what}: {why}; set it to false")
+    refuse(
+        (is_asked, f"'training.replay_routing' is true, but not with {what}: {why}; set it to false")
+        for what, (is_asked, why) in refused.items()
+    )
     if replayed_experts(config) is None:
         raise UserError(
             f"'training.replay_routing' is true, but the model in {config.model.path} has no experts: set it to false"
@@ -169,10 +150,10 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
     if not teachers:
         return
     sources = file.sources()
-    has = f"{file.path} has {_listed(sources)}"
     if unused := sorted(teachers.keys() - sources):
         raise UserError(
-            f"'distillation.teachers' names the source {unused[0]!r}, but {has}: write it as it is there, or remove it"
+            f"'distillation.teachers' names the source {unused[0]!r}, but {file.path} has {_listed(sources)}: write it "
+            "as it is there, or remove it"
         )
     alone = [source for source in sources if source not in teachers]
     if alone and not config.model.reference_path:
@@ -183,15 +164,14 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
 
 
 def check_num_words(config: GrpoConfig) -> None:
-    """Check that student and teachers have words beyond those of `algorithm.distill_top_k`.
+    """Check that student and teachers have tokens beyond those of `algorithm.distill_top_k`.
 
     Raises:
         UserError: one has not.
     """
     k = config.algorithm.distill_top_k
     for path in (config.model.path, *reference_paths(config)) if k else ():
-        hf_config = read_hf_config(path)
-        vocab_size = find_spec(hf_config).dims(hf_config).vocab_size
+        vocab_size = _dims(path).vocab_size
         if k >= vocab_size:
             raise UserError(
                 f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least "
@@ -199,10 +179,37 @@ def check_num_words(config: GrpoConfig) -> None:
             )
 
 
-def _listed(sources: list[str]) -> str:
-    shown = ", ".join(repr(source) for source in sources[:_MOST_LISTED])
-    rest = len(sources) - _MOST_LISTED
-    return f"the sources {shown}" + (f" and {rest} more" if rest > 0 else "")
+def check_msprobe(config: GrpoConfig) -> None:
+    """Check that cells of the run can be dumped one by one where that is asked, and that a dump can be written.
+
+    Raises:
+        UserError: naming the key and its fix, or what is missing.
+    """
+    section = config.msprobe
+    if not section.enabled:
+        return
+    refused = (
+        (
+            is_split(config.parallel_config),
+            "cells of a model that 'parallel_config' shards cannot be run one by one: set it to debug, or debug a "
+            "smaller model in data parallel",
+        ),
+        (
+            len(reference_paths(config)) > 1,
+            "the cells of one reference model are dumped, and 'distillation.teachers' are several: set it to debug, or "
+            "debug with one teacher",
+        ),
+        (
+            config.lora.rank is not None,
+            "a reference model that is the policy without its adapters has no cells of its own: set it to debug, or "
+            "train without lora.rank",
+        ),
+    )
+    refuse(
+        (section.level == CELL_LEVEL and is_asked, f"'msprobe.level' is {CELL_LEVEL}, but {why}")
+        for is_asked, why in refused
+    )
+    check_dump(dump_dir(section, config.run))
 
 
 def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
@@ -215,30 +222,43 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
     Raises:
         UserError: naming the key.
     """
-    rollout = config.rollout
-    unsupported = {
-        "rollout.ahead": (rollout.ahead, 0),
-        "rollout.asynchronous": (rollout.asynchronous, False),
-        "rollout.board_gib": (rollout.board_gib, 0.0),
-        "rollout.span_tokens": (rollout.span_tokens, 0),
-        "tools.names": (list(config.tools.names), []),
-        "tools.environment": (config.tools.environment, ""),
-        "training.replay_routing": (config.training.replay_routing, False),
-        "lora.rank": (config.lora.rank, None),
+    rollout, node_size = config.rollout, num_ranks // num_nodes
+    needed = {
+        "rollout.ahead": 0,
+        "rollout.asynchronous": False,
+        "rollout.board_gib": 0.0,
+        "rollout.span_tokens": 0,
+        "tools.names": (),
+        "tools.environment": "",
+        "training.replay_routing": False,
+        "lora.rank": None,
     }
-    for key, (value, needed) in unsupported.items():
-        if value != needed:
+    for key, value in needed.items():
+        section, _, name = key.partition(".")
+        given = getattr(getattr(config, section), name)
+        if given != value:
+            shown = list(given) if isinstance(given, tuple) else given
             raise UserError(
-                f"'{key}' is {value}, but with --elastic it has to be {json.dumps(needed)}: set it so, or leave out "
+                f"'{key}' is {shown}, but with --elastic it has to be {json.dumps(value)}: set it so, or leave out "
                 "--elastic"
             )
-    if spans_nodes(rollout, num_nodes, num_ranks // num_nodes):
+    if spans_nodes(rollout, num_nodes, node_size):
         raise UserError(
             f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, so that servers lie over several nodes of "
-            f"{num_ranks // num_nodes} ranks, but with --elastic each lies within one: set it to "
-            f"{num_ranks // num_nodes}, or leave out --elastic"
+            f"{node_size} ranks, but with --elastic each lies within one: set it to {node_size}, or leave out --elastic"
         )
     if is_split(config.parallel_config):
-        raise UserError("the model is cut over ranks, but --elastic is for whole models: leave out --elastic")
+        raise UserError("the model is sharded over ranks, but --elastic is for whole models: leave out --elastic")
     if sees_images(config.model.path):
         raise UserError(f"the model in {config.model.path} sees images, but --elastic is for text: leave it out")
+
+
+def _dims(path: str) -> ModelDims:
+    hf_config = read_hf_config(path)
+    return find_spec(hf_config).dims(hf_config)
+
+
+def _listed(sources: list[str]) -> str:
+    shown = ", ".join(repr(source) for source in sources[:_MOST_LISTED])
+    rest = len(sources) - _MOST_LISTED
+    return f"the sources {shown}" + (f" and {rest} more" if rest > 0 else "")

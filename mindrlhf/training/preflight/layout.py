@@ -7,7 +7,7 @@ from pathlib import Path
 from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.training import ParallelSection, is_split
+from mindrlhf.config.training import is_split
 from mindrlhf.errors import UserError
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
@@ -19,21 +19,6 @@ from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
 from mindrlhf.weights.tensors import align
-
-
-def check_data_parallel(parallel: ParallelSection, command: str) -> None:
-    """Refuse a layout that shards the model where only whole ones are trained; ``command`` says where."""
-    for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
-        if getattr(parallel, name) > 1:
-            raise UserError(
-                f"'parallel_config.{name}' is {getattr(parallel, name)}, but {command} trains in data parallel only: "
-                "set it to 1"
-            )
-    if parallel.enable_parallel_optimizer:
-        raise UserError(
-            f"'parallel_config.enable_parallel_optimizer' is true, but {command} trains in data parallel only: set it "
-            "to false"
-        )
 
 
 def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
@@ -79,7 +64,6 @@ def check_offline_layout(
     row_lengths: tuple[int, ...],
     batch_size: int,
     section: str,
-    *,
     as_scorers: bool = False,
 ) -> None:
     """Check that the models of a run on fixed data can be sharded over the ranks.

@@ -14,12 +14,7 @@ from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
-from mindrlhf.training.preflight import (
-    check_grpo_inputs,
-    check_preference_inputs,
-    check_sandbox,
-    check_sft_inputs,
-)
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
 from mindrlhf.training.preflight.features import check_elastic
 
 
@@ -79,12 +74,10 @@ def check_run(
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
-        if task == "train":
+        if isinstance(config, GrpoConfig):
             check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-        elif task == "sft":
-            check_sft_inputs(config, num_ranks, mistakes)
         else:
-            check_preference_inputs(config, num_ranks, mistakes)
+            check_offline_inputs(config, num_ranks, mistakes)
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
