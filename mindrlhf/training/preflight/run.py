@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.load import read_config
+from mindrlhf.config.renamed import renaming
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
@@ -30,6 +31,7 @@ class CheckedRun:
     mistakes: Mistakes
     obstacles: Mistakes
     remarks: tuple[str, ...]
+    renaming: str = ""  # what the keys that the config gives by an old name are called today; empty when none
 
     def raise_if_any(self) -> None:
         """Raise everything that keeps the run from starting here.
@@ -90,7 +92,8 @@ def check_run(
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
-    return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())
+        remarks = (remark,) if remark else ()
+    return CheckedRun(config, mistakes, obstacles, remarks, renaming(reading.old_names))
 
 
 def _refuse_taken(config: AnyConfig, resume: bool) -> None:
