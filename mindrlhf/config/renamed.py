@@ -6,7 +6,9 @@ from typing import Any
 from mindrlhf.errors import Mistakes
 
 # Old name -> the name of today, which is in the same section.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "rollout.board_gib": "rollout.weight_buffer_gib",
+}
 
 
 def current_names(content: Mapping[str, Any], where: str = "", mistakes: Mistakes | None = None) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class RolloutSection:
         0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
     )
     kv_cache_gib: int = key(1, "key-value cache of a server on CPU at most, in GiB", minimum=1)
-    board_gib: float = key(
+    weight_buffer_gib: float = key(
         0.0,
         "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: room for all",
         minimum=0,
@@ -99,9 +99,9 @@ def schedule_rules(config: RunConfig) -> Rules:
     rollout, num_steps = config.rollout, config.run.max_steps
     ahead, span = rollout.ahead, rollout.span_tokens
     if ahead:
-        yield rollout.board_gib, (
-            f"'rollout.board_gib' is {rollout.board_gib:g}, but with rollout.ahead = {ahead} new weights wait until "
-            "the servers are done, so that they need room for all of them: set it to 0"
+        yield rollout.weight_buffer_gib, (
+            f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.ahead = {ahead} new "
+            "weights wait until the servers are done, so that they need room for all of them: set it to 0"
         )
         yield 0 < num_steps <= ahead, (
             f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "

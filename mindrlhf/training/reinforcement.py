@@ -135,7 +135,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._ranks = ranks = Team(worker, connections)
         self.team = with_replicas(config.parallel_config, ranks)
         stack.callback(self.team.close)
-        form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.board_gib * 2**30)}
+        form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
         board = stack.enter_context(worker.create_board(**form))
         nodes = find_nodes(ranks)
         attach_boards(ranks, nodes, board.path, carrier=config.rollout.weights_carrier, **form)

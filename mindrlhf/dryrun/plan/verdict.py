@@ -113,7 +113,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
         notes.append(
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
-            "the nodes have it, or bound it by rollout.board_gib"
+            "the nodes have it, or bound it by rollout.weight_buffer_gib"
         )
     if config.memory.offload_optimizer:
         state = max(state.moments + state.gradient_sums for state in plan.states)

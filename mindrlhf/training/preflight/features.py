@@ -226,7 +226,7 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
     needed = {
         "rollout.ahead": 0,
         "rollout.asynchronous": False,
-        "rollout.board_gib": 0.0,
+        "rollout.weight_buffer_gib": 0.0,
         "rollout.span_tokens": 0,
         "tools.names": (),
         "tools.environment": "",

@@ -116,10 +116,10 @@ def _check_board(config: GrpoConfig) -> None:
     hf_config = read_hf_config(config.model.path)
     spec = find_spec(hf_config)
     infos = board_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
-    largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.board_gib
+    largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.weight_buffer_gib
     needed = align(largest.size_bytes) / 2**30
     if limit and needed > limit:
         raise UserError(
-            f"'rollout.board_gib' is {limit:g}, but the tensor {largest.name} alone needs {needed:.3g}: set it to "
-            f"{math.ceil(needed * 100) / 100:g} or more, or to 0"
+            f"'rollout.weight_buffer_gib' is {limit:g}, but the tensor {largest.name} alone needs {needed:.3g}: "
+            f"set it to {math.ceil(needed * 100) / 100:g} or more, or to 0"
         )

@@ -78,7 +78,8 @@ def test_no_room_for_one_sequence_is_no_fit():
 
 
 def test_large_boards_are_noted():
-    assert any("1.34 TB" in note for note in give_verdict(plan_of("deepseek_v3_512npu", "rollout.board_gib=0")).notes)
+    notes = give_verdict(plan_of("deepseek_v3_512npu", "rollout.weight_buffer_gib=0")).notes
+    assert any("1.34 TB" in note for note in notes)
     assert not any("board" in note for note in give_verdict(plan_of("deepseek_v3_512npu")).notes)
     assert give_verdict(plan_of("qwen2_5_7b_8npu")).notes == ()
 
