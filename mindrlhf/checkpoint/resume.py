@@ -29,7 +29,7 @@ FREE_KEYS = frozenset(
         "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
-        "rollout.weights_carrier",
+        "rollout.weights_transport",
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.timeout_s",
@@ -68,7 +68,7 @@ YOUNGER_KEYS = {
     "rollout.weight_buffer_gib": 0.0,
     "rollout.draft_tokens": 0,
     "rollout.in_flight": 1.5,
-    "rollout.weights_carrier": "tcp",
+    "rollout.weights_transport": "tcp",
     "rollout.max_spans": 4,
     "rollout.replay_order": "",
     "rollout.span_tokens": 0,

@@ -65,7 +65,7 @@ class RolloutSection:
         minimum=0,
         maximum=32,
     )
-    weights_carrier: str = key(
+    weights_transport: str = key(
         TCP,
         "how weights that a node lacks come from others: tcp between hosts, or collectives between devices (Ascend, "
         "not run on NPUs yet); see docs/cluster.md",
@@ -141,7 +141,7 @@ def schedule_rules(config: RunConfig) -> Rules:
 
 
 def server_rules(config: RunConfig) -> Rules:
-    """Rules of how servers make samples and come by weights: `draft_tokens`, `weights_carrier`."""
+    """Rules of how servers make samples and come by weights: `draft_tokens`, `weights_transport`."""
     rollout, device, count = config.rollout, config.run.device, config.rollout.draft_tokens
     judged = "vLLM itself would judge the guesses, and its log-probabilities were found wrong then"
     rounded = "tokens that are checked together would be rounded otherwise than one by one"
@@ -152,7 +152,7 @@ def server_rules(config: RunConfig) -> Rules:
     }
     for name, (is_set, reason) in reasons.items():
         yield count and is_set, f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0"
-    yield rollout.weights_carrier != TCP and device == "cpu", (
-        f"'rollout.weights_carrier' is {rollout.weights_carrier}, but on run.device=cpu every node has the whole "
+    yield rollout.weights_transport != TCP and device == "cpu", (
+        f"'rollout.weights_transport' is {rollout.weights_transport}, but on run.device=cpu every node has the whole "
         "model, and ranks have no network of their own: set tcp"
     )

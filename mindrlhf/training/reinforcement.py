@@ -138,7 +138,7 @@ class ReinforcementTraining(life_cycle.Training):
         form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
         board = stack.enter_context(worker.create_board(**form))
         nodes = find_nodes(ranks)
-        attach_boards(ranks, nodes, board.path, carrier=config.rollout.weights_carrier, **form)
+        attach_boards(ranks, nodes, board.path, carrier=config.rollout.weights_transport, **form)
         if self._spans_nodes:
             self._generator = start_spanning(ranks, nodes, self._places)
             stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes

@@ -158,9 +158,9 @@ RULES = {
         1,
     ),
     "weights by a network that CPUs do not have": (
-        ["rollout.weights_carrier=collectives"],
-        ["'rollout.weights_carrier' is collectives", "run.device=cpu", "set tcp"],
-        ["rollout.weights_carrier=tcp"],
+        ["rollout.weights_transport=collectives"],
+        ["'rollout.weights_transport' is collectives", "run.device=cpu", "set tcp"],
+        ["rollout.weights_transport=tcp"],
         1,
     ),
     "spans and sampling ahead": (

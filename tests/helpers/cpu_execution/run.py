@@ -60,7 +60,7 @@ class ExecutionJob:
         after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
-        carrier: `rollout.weights_carrier`.
+        carrier: `rollout.weights_transport`.
         gradient_graphs: those of the gradients alone, where updates are made in two parts.
     """
 
