@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
             "observe.tensorboard": "false",
         }
         if ahead and arguments.asynchronous:
-            settings |= {"rollout.asynchronous": "true", "rollout.span_tokens": arguments.asynchronous}
+            settings |= {"rollout.asynchronous": "true", "rollout.segment_tokens": arguments.asynchronous}
         if load_grpo_config(arguments.config, arguments.overrides, world_size=None).data.eval_file:
             settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false"}
             settings["evaluation.max_prompts"] = 1

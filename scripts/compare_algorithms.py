@@ -53,8 +53,8 @@ _SCHEDULES = {
     "in step": (_QUICKSTART, ()),
     "1 ahead": (_QUICKSTART, ("rollout.ahead=1",)),
     "2 ahead": (_QUICKSTART, ("rollout.ahead=2",)),
-    "in spans": (_QUICKSTART, ("rollout.span_tokens=16", "rollout.in_flight=2")),
-    "asynchronous": (_QUICKSTART, ("rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=8")),
+    "in spans": (_QUICKSTART, ("rollout.segment_tokens=16", "rollout.in_flight=2")),
+    "asynchronous": (_QUICKSTART, ("rollout.asynchronous=true", "rollout.ahead=2", "rollout.segment_tokens=8")),
 }
 _ADAPTERS = {
     **_GRPO,

@@ -71,7 +71,7 @@ YOUNGER_KEYS = {
     "rollout.weights_transport": "tcp",
     "rollout.max_spans": 4,
     "rollout.replay_order": "",
-    "rollout.span_tokens": 0,
+    "rollout.segment_tokens": 0,
     "tools.environment": "",
     "training.packing": "first_fit",
     "training.replay_routing": False,

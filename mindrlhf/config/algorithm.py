@@ -335,7 +335,7 @@ def _correction_rules(config: RunConfig) -> Rules:
         "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is nothing "
         "to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
     )
-    older = "ahead" if config.rollout.ahead else "span_tokens"
+    older = "ahead" if config.rollout.ahead else "segment_tokens"
     yield has_older_samples(config) and not (correction.bypass or is_corrected(config)), (
         f"'correction.weight' is none, but with rollout.{older} nothing would then account for the updates since the "
         "samples were generated: set it to auto, or 'correction.bypass' to true"
@@ -369,7 +369,7 @@ def _unread(config: RunConfig) -> dict[str, str]:
             readers = [part for part, read in options.items() if name in read]
             unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
     has_teacher = "teacher" in advantages.find(algorithm.advantage).NEEDS
-    has_spans = config.rollout.span_tokens and not config.rollout.asynchronous
+    has_spans = config.rollout.segment_tokens and not config.rollout.asynchronous
     readers = (
         (has_teacher, f"algorithm.advantage distill, not {algorithm.advantage}", ["algorithm.distill_top_k"]),
         (algorithm.beta, "algorithm.beta above 0, not 0", ["algorithm.kl_in", "algorithm.kl_estimator"]),
@@ -378,7 +378,7 @@ def _unread(config: RunConfig) -> dict[str, str]:
         (algorithm.overlong_buffer, "an algorithm.overlong_buffer above 0, not 0", ["algorithm.overlong_penalty"]),
         (
             has_spans,
-            "rollout.span_tokens above 0 and without rollout.asynchronous",
+            "rollout.segment_tokens above 0 and without rollout.asynchronous",
             ["rollout.max_spans", "rollout.in_flight"],
         ),
         (

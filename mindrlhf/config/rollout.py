@@ -31,7 +31,7 @@ class RolloutSection:
         minimum=0,
         maximum=64,
     )
-    span_tokens: int = key(
+    segment_tokens: int = key(
         0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
         "weights; 0 finishes all in their step; see docs/async.md",
         minimum=0,
@@ -42,7 +42,7 @@ class RolloutSection:
     replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
     max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
     in_flight: float = key(
-        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `span_tokens`",
+        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `segment_tokens`",
         minimum=1,
         exclusive_minimum=True,
     )
@@ -95,9 +95,9 @@ class RolloutSection:
 
 
 def schedule_rules(config: RunConfig) -> Rules:
-    """Rules of when samples are made: `ahead`, `asynchronous`, `span_tokens`."""
+    """Rules of when samples are made: `ahead`, `asynchronous`, `segment_tokens`."""
     rollout, num_steps = config.rollout, config.run.max_steps
-    ahead, span = rollout.ahead, rollout.span_tokens
+    ahead, span = rollout.ahead, rollout.segment_tokens
     if ahead:
         yield rollout.weight_buffer_gib, (
             f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.ahead = {ahead} new "
@@ -119,12 +119,12 @@ def schedule_rules(config: RunConfig) -> Rules:
         f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
         "rollout.asynchronous to true, or remove it"
     )
-    for name, usual in (("ahead", 2), ("span_tokens", max(1, rollout.max_response_length // 8))):
+    for name, usual in (("ahead", 2), ("segment_tokens", max(1, rollout.max_response_length // 8))):
         yield rollout.asynchronous and not getattr(rollout, name), (
             f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"
         )
     yield span and span >= rollout.max_response_length, (
-        f"'rollout.span_tokens' is {span}, but no response is longer than rollout.max_response_length = "
+        f"'rollout.segment_tokens' is {span}, but no response is longer than rollout.max_response_length = "
         f"{rollout.max_response_length}: set it lower, or to 0"
     )
     others = {
@@ -136,7 +136,7 @@ def schedule_rules(config: RunConfig) -> Rules:
     }
     for name, is_set in others.items():
         yield span and is_set, (
-            f"'rollout.span_tokens' is {span}, which does not work with {name}: leave one of them out"
+            f"'rollout.segment_tokens' is {span}, which does not work with {name}: leave one of them out"
         )
 
 

@@ -289,7 +289,7 @@ def start_servers(
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     # How many prompts such a step takes is not known before: the number of steps is what ends the run.
-    is_open = config.algorithm.dynamic_sampling or config.rollout.span_tokens > 0
+    is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
     num_epochs = None if is_open else config.training.epochs
     return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 

@@ -143,8 +143,8 @@ RULES = {
         ["correction.bypass=true"],
     ),
     "old tokens without correction": (
-        ["rollout.span_tokens=64", "correction.weight=none"],
-        ["'correction.weight' is none", "rollout.span_tokens", "set it to auto"],
+        ["rollout.segment_tokens=64", "correction.weight=none"],
+        ["'correction.weight' is none", "rollout.segment_tokens", "set it to auto"],
         ["correction.weight=auto"],
     ),
     "a preset and a loss of other ratios": (

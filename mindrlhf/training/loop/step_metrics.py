@@ -47,7 +47,7 @@ def step_metrics(
         sample_metrics(samples.generated),
         rollout_metrics(rows.chosen(samples.used), train_logprobs, num_stale, has_older=has_older),
         staleness_metrics(samples.used, version) if has_older else {},
-        span_metrics(sampled) if config.rollout.span_tokens else {},
+        span_metrics(sampled) if config.rollout.segment_tokens else {},
         packing_metrics(rows.batches),
         {"packing/computed": float(rows.computed.mean())},
         update_metrics(config, objective, rows.batches, updates, lr) if updates else {},

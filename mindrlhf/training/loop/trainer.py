@@ -185,7 +185,7 @@ class Trainer(Steps):
 
         if self.config.rollout.asynchronous:
             return SamplingAsynchronously(self.config, rollout, self.progress, self.num_steps, wait_stage=wait_stage)
-        if self.config.rollout.span_tokens:
+        if self.config.rollout.segment_tokens:
             return SamplingInSpans(self.config, rollout, self.progress, self.num_steps)
         if not ahead:
             return SamplingInStep(rollout, self.progress, needs_greedy=needs_greedy)

@@ -43,7 +43,7 @@ def check_vision(config: GrpoConfig) -> None:
             packing == SHARED_PROMPTS,
             "positions of images are of whole sequences: use best_fit",
         ),
-        "rollout.span_tokens": (config.rollout.span_tokens, "spans carry no images on: set it to 0"),
+        "rollout.segment_tokens": (config.rollout.segment_tokens, "segments carry no images on: set it to 0"),
         "tools.names": (tools.names, "conversations are of text only: leave tools out"),
         "tools.environment": (tools.environment, "episodes are of text only: leave it out"),
     }
@@ -126,7 +126,7 @@ def check_replay(config: GrpoConfig) -> None:
         f"run.device={run.device}": (run.device != "cpu", "MindFormers' routers for Ascend take none"),
         f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, one_process),
         f"rollout.draft_tokens={rollout.draft_tokens}": (rollout.draft_tokens, guessed),
-        "rollout.span_tokens": (rollout.span_tokens, "a response of several spans has several routings"),
+        "rollout.segment_tokens": (rollout.segment_tokens, "a response of several segments has several routings"),
         "tools.names": (config.tools.names, "conversations carry no routing on"),
         f"msprobe.level={CELL_LEVEL}": (dumps_cells, "single cells are run without it"),
     }
@@ -227,7 +227,7 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
         "rollout.ahead": 0,
         "rollout.asynchronous": False,
         "rollout.weight_buffer_gib": 0.0,
-        "rollout.span_tokens": 0,
+        "rollout.segment_tokens": 0,
         "tools.names": (),
         "tools.environment": "",
         "training.replay_routing": False,

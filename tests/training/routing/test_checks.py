@@ -63,7 +63,7 @@ def config_of(directory, model: str, *changes):
         ("dense", [], "has no experts"),
         ("experts", ["run.device=ascend"], "take none"),
         ("experts", ["rollout.tensor_parallel=2"], "one process"),
-        ("experts", ["rollout.span_tokens=4"], "several routings"),
+        ("experts", ["rollout.segment_tokens=4"], "several routings"),
         ("experts", ["tools.names=calculator"], "conversations"),
         ("experts", ["msprobe.enabled=true", "msprobe.level=L0"], "single cells"),
     ],

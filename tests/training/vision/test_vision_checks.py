@@ -44,7 +44,7 @@ def overrides(directory, *changes) -> list[str]:
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["tools.names=calculator"], "conversations are of text only"),
         (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
-        (["rollout.span_tokens=4"], "spans carry no images on"),
+        (["rollout.segment_tokens=4"], "segments carry no images on"),
         (["lora.rank=4"], "takes no adapters"),
     ],
 )

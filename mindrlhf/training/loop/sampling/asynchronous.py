@@ -1,7 +1,7 @@
 """Fully asynchronous training: a thread of rank 0 has groups generated without end, and a step takes those that are
 complete.
 
-Responses are given ``rollout.span_tokens`` tokens at a time. New weights reach the servers at the end of such a round,
+Responses get ``rollout.segment_tokens`` tokens at a time. New weights reach the servers at the end of such a round,
 as soon as they are on the board: what is being generated goes on with them from the tokens it has, its prefix computed
 again (interruptible generation as in AReaL, arXiv:2505.24298, section 4.1; without keeping keys and values of older
 weights, so that the log-probabilities are those of one version each).

@@ -118,7 +118,7 @@ class SpanRounds:
             (*prompt_ids.tolist(), *response.token_ids.tolist()),
             num_samples=1,
             seed=int(seed) >> 1,
-            max_tokens=remaining if is_last else min(self._section.span_tokens, remaining),
+            max_tokens=remaining if is_last else min(self._section.segment_tokens, remaining),
         )
 
     def score(self, groups: Sequence[Group], records: Mapping[int, PromptRecord]) -> list[Sample]:
