@@ -69,7 +69,7 @@ YOUNGER_KEYS = {
     "rollout.draft_tokens": 0,
     "rollout.in_flight": 1.5,
     "rollout.weights_transport": "tcp",
-    "rollout.max_spans": 4,
+    "rollout.max_segments": 4,
     "rollout.replay_order": "",
     "rollout.segment_tokens": 0,
     "tools.environment": "",

@@ -379,7 +379,7 @@ def _unread(config: RunConfig) -> dict[str, str]:
         (
             has_spans,
             "rollout.segment_tokens above 0 and without rollout.asynchronous",
-            ["rollout.max_spans", "rollout.in_flight"],
+            ["rollout.max_segments", "rollout.in_flight"],
         ),
         (
             correction_weight(config) != "none",

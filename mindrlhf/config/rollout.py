@@ -40,7 +40,7 @@ class RolloutSection:
         False, "sample without end and train on what is complete, weights at most `ahead` steps old; see docs/async.md"
     )
     replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
-    max_spans: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
+    max_segments: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
     in_flight: float = key(
         1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `segment_tokens`",
         minimum=1,

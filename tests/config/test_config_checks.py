@@ -200,8 +200,8 @@ RULES = {
         1,
     ),
     "bounds of no spans": (
-        ["rollout.max_spans=3"],
-        ["'rollout.max_spans' is set", "rollout.segment_tokens above 0"],
+        ["rollout.max_segments=3"],
+        ["'rollout.max_segments' is set", "rollout.segment_tokens above 0"],
         ["rollout.segment_tokens=128"],
         1,
     ),

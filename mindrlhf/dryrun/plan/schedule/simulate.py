@@ -57,7 +57,7 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
     for num_in_flight in _IN_FLIGHT:
         span = segment_tokens(lengths)
         seconds = _in_spans(rates, lengths, num_servers, num_in_flight, span) + shared_s
-        keys = {"rollout.segment_tokens": span, "rollout.in_flight": num_in_flight, "rollout.max_spans": MAX_SPANS}
+        keys = {"rollout.segment_tokens": span, "rollout.in_flight": num_in_flight, "rollout.max_segments": MAX_SPANS}
         found.append(outcome(f"in spans, {num_in_flight:g} in flight", keys, 0, seconds))
     splits = [
         (keys, num_devices, [_drain(rates, batch) for batch in _batches(rates, lengths, servers)], train_s)

@@ -55,7 +55,7 @@ class SamplingAsynchronously:
         self._rollout = rollout
         self._progress = progress
         self._prompts = rollout.prompts.beside_the_loop()
-        self._rounds = SpanRounds(config, rollout, self._prompts, max_spans=None)
+        self._rounds = SpanRounds(config, rollout, self._prompts, max_segments=None)
         self._num_responses = config.algorithm.num_generations
         self._num_groups = config.training.chunk_size * config.training.num_rollouts
         self._num_steps = num_steps

@@ -61,16 +61,16 @@ class SpanRounds:
     Args:
         rollout: its generator generates, its sampler scores.
         prompts: the prompts in the order of the stream.
-        max_spans: most versions of the weights that a response is made with, the last of which ends it; None: any.
+        max_segments: most versions of the weights that a response is made with, the last of which ends it; None: any.
     """
 
-    def __init__(self, config: GrpoConfig, rollout: Rollout, prompts: PromptSampling, max_spans: int | None):
+    def __init__(self, config: GrpoConfig, rollout: Rollout, prompts: PromptSampling, max_segments: int | None):
         self._section = config.rollout
         self._seed = config.run.seed
         self._num_responses = config.algorithm.num_generations
         self._rollout = rollout
         self._prompts = prompts
-        self._max_spans = max_spans
+        self._max_spans = max_segments
 
     def begin(self, count: int) -> list[Group]:
         """Return the next so many groups of the stream, whose responses have no tokens yet."""
