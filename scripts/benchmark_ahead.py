@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
         settings = {
             "run.output_dir": directory,
             "run.max_steps": arguments.warmup + arguments.steps,
-            "rollout.ahead": ahead,
+            "rollout.off_policy_steps": ahead,
             "checkpoint.every_steps": 0,
             "observe.tensorboard": "false",
         }

@@ -63,7 +63,7 @@ YOUNGER_KEYS = {
     "observe.project": "mindrlhf",
     "observe.run_name": "",
     "observe.sinks": ["tensorboard"],
-    "rollout.ahead": 0,
+    "rollout.off_policy_steps": 0,
     "rollout.asynchronous": False,
     "rollout.weight_buffer_gib": 0.0,
     "rollout.draft_tokens": 0,

@@ -159,7 +159,7 @@ class DistillationSection:
 
 @dataclass(frozen=True)
 class CorrectionSection:
-    """Off-policy correction: the generator's kernels, types and with `rollout.ahead` weights are not the trainer's."""
+    """Off-policy correction: the generator's kernels, types and, with `rollout.off_policy_steps`, weights differ."""
 
     preset: str = key(
         "default",
@@ -168,8 +168,8 @@ class CorrectionSection:
     )
     weight: str = key(
         "auto",
-        "truncated importance weights; auto is none where both compute alike (CPU, and no `rollout.ahead`), else "
-        "sequence for a loss with a ratio of whole responses and token for others",
+        "truncated importance weights; auto is none where both compute alike (CPU, and no `rollout.off_policy_steps`), "
+        "else sequence for a loss with a ratio of whole responses and token for others",
         choices=("auto", "none", "token", "sequence"),
     )
     max_weight: float = key(2.0, "where the weights are truncated", minimum=0, exclusive_minimum=True)
@@ -335,7 +335,7 @@ def _correction_rules(config: RunConfig) -> Rules:
         "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is nothing "
         "to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
     )
-    older = "ahead" if config.rollout.ahead else "segment_tokens"
+    older = "off_policy_steps" if config.rollout.off_policy_steps else "segment_tokens"
     yield has_older_samples(config) and not (correction.bypass or is_corrected(config)), (
         f"'correction.weight' is none, but with rollout.{older} nothing would then account for the updates since the "
         "samples were generated: set it to auto, or 'correction.bypass' to true"

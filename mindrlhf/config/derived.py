@@ -30,7 +30,7 @@ def correction_weight(config: RunConfig) -> str:
 
 def has_older_samples(config: RunConfig) -> bool:
     """Return whether steps train on tokens of weights before those they begin with, by plan."""
-    return config.rollout.ahead > 0 or config.rollout.segment_tokens > 0
+    return config.rollout.off_policy_steps > 0 or config.rollout.segment_tokens > 0
 
 
 def is_on_policy(config: RunConfig) -> bool:

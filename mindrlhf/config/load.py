@@ -93,7 +93,7 @@ def check_config(config: Any, given: frozenset[str], world_size: int | None) -> 
 
 
 def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> Rules:
-    model, run, ahead = config.model, config.run, config.rollout.ahead
+    model, run, ahead = config.model, config.run, config.rollout.off_policy_steps
     yield from parallel_rules(config.parallel_config)
     yield from cpu_rules(config)
     yield from lora_rules(config.lora, given)
@@ -113,7 +113,7 @@ def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: 
     yield from tracker_rules(config.observe, given)
     yield from tool_rules(config, given)
     yield from msprobe_rules(config.msprobe, given)
-    waits = "with rollout.ahead servers work on several steps at once" if ahead else ""
+    waits = "with rollout.off_policy_steps servers work on several steps at once" if ahead else ""
     yield from profiler_rules(config.profiler, given, run.max_steps, world_size, waits)
 
 

@@ -7,6 +7,7 @@ from mindrlhf.errors import Mistakes
 
 # Old name -> the name of today, which is in the same section.
 RENAMED: dict[str, str] = {
+    "rollout.ahead": "rollout.off_policy_steps",
     "rollout.max_spans": "rollout.max_segments",
     "rollout.span_tokens": "rollout.segment_tokens",
     "rollout.weights_carrier": "rollout.weights_transport",

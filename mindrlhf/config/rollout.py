@@ -25,7 +25,7 @@ class RolloutSection:
         minimum=1,
         maximum=64,
     )
-    ahead: int = key(
+    off_policy_steps: int = key(
         0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
         "0 samples within the step; see docs/async.md",
         minimum=0,
@@ -37,7 +37,9 @@ class RolloutSection:
         minimum=0,
     )
     asynchronous: bool = key(
-        False, "sample without end and train on what is complete, weights at most `ahead` steps old; see docs/async.md"
+        False,
+        "sample without end and train on what is complete, weights at most `off_policy_steps` steps old; see "
+        "docs/async.md",
     )
     replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
     max_segments: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
@@ -95,31 +97,31 @@ class RolloutSection:
 
 
 def schedule_rules(config: RunConfig) -> Rules:
-    """Rules of when samples are made: `ahead`, `asynchronous`, `segment_tokens`."""
+    """Rules of when samples are made: `off_policy_steps`, `asynchronous`, `segment_tokens`."""
     rollout, num_steps = config.rollout, config.run.max_steps
-    ahead, span = rollout.ahead, rollout.segment_tokens
+    ahead, span = rollout.off_policy_steps, rollout.segment_tokens
     if ahead:
         yield rollout.weight_buffer_gib, (
-            f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.ahead = {ahead} new "
-            "weights wait until the servers are done, so that they need room for all of them: set it to 0"
+            f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.off_policy_steps = "
+            f"{ahead} new weights wait until the servers are done, so that they need room for all of them: set it to 0"
         )
         yield 0 < num_steps <= ahead, (
-            f"'rollout.ahead' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that all "
-            f"samples would be of the starting weights: set it below {num_steps} (1 is usual)"
+            f"'rollout.off_policy_steps' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that "
+            f"all samples would be of the starting weights: set it below {num_steps} (1 is usual)"
         )
         yield config.reward.model_path, (
-            f"'rollout.ahead' is {ahead}, but the reward model of reward.model_path scores on the training ranks, "
-            "which are busy meanwhile: set it to 0, or score with verifiers"
+            f"'rollout.off_policy_steps' is {ahead}, but the reward model of reward.model_path scores on the training "
+            "ranks, which are busy meanwhile: set it to 0, or score with verifiers"
         )
         yield config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in rollout.env, (
-            f"'rollout.ahead' is {ahead}, so that the server generates while the ranks train, and needs devices of its "
-            "own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
+            f"'rollout.off_policy_steps' is {ahead}, so that the server generates while the ranks train, and needs "
+            "devices of its own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
         )
     yield rollout.replay_order and not rollout.asynchronous, (
         f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
         "rollout.asynchronous to true, or remove it"
     )
-    for name, usual in (("ahead", 2), ("segment_tokens", max(1, rollout.max_response_length // 8))):
+    for name, usual in (("off_policy_steps", 2), ("segment_tokens", max(1, rollout.max_response_length // 8))):
         yield rollout.asynchronous and not getattr(rollout, name), (
             f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"
         )
@@ -128,7 +130,7 @@ def schedule_rules(config: RunConfig) -> Rules:
         f"{rollout.max_response_length}: set it lower, or to 0"
     )
     others = {
-        "rollout.ahead (without rollout.asynchronous)": ahead and not rollout.asynchronous,
+        "rollout.off_policy_steps (without rollout.asynchronous)": ahead and not rollout.asynchronous,
         "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
         "tools.names": config.tools.names,
         "tools.environment": config.tools.environment,

@@ -53,7 +53,7 @@ def test_a_reward_model_has_no_logits(load):
 
 def test_offloading_needs_a_generator_on_the_same_devices(load):
     assert load("train", ASCEND, "memory.offload_optimizer=true").memory.offload_optimizer
-    ahead = ["rollout.ahead=1", "rollout.env={ASCEND_RT_VISIBLE_DEVICES: '8'}"]
+    ahead = ["rollout.off_policy_steps=1", "rollout.env={ASCEND_RT_VISIBLE_DEVICES: '8'}"]
     for kind, more in (("train", ahead), ("sft", []), ("dpo", []), ("rm", [])):
         with pytest.raises(UserError, match="no generator takes turns"):
             load(kind, ASCEND, "memory.offload_optimizer=true", *more)

@@ -150,7 +150,7 @@ def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ra
 @pytest.mark.parametrize(
     ("key", "value", "needed"),
     [
-        ("rollout.ahead", 1, "0"),
+        ("rollout.off_policy_steps", 1, "0"),
         ("rollout.segment_tokens", 8, "0"),
         ("tools.names", ["calculator"], r"[]"),
         ("lora.rank", 4, "null"),

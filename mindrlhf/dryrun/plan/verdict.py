@@ -153,7 +153,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if not parallel.enable_parallel_optimizer and layout.data_parallel > 1:
         yield {"parallel_config.enable_parallel_optimizer": True}
     on_ascend = config.run.device == "ascend"
-    if on_ascend and is_split(parallel) and not rollout.ahead and not config.memory.offload_optimizer:
+    if on_ascend and is_split(parallel) and not rollout.off_policy_steps and not config.memory.offload_optimizer:
         yield {"memory.offload_optimizer": True}
     yield from _rollout_candidates(plan)
     if on_ascend and not config.memory.head_tile:

@@ -178,7 +178,8 @@ class Trainer(Steps):
         self.sampling.close()
 
     def _build_sampling(self) -> SamplingInStep | SamplingAhead | SamplingAsynchronously:
-        rollout, ahead, needs_greedy = self.parts.rollout, self.config.rollout.ahead, self.objective.needs_greedy
+        rollout, ahead = self.parts.rollout, self.config.rollout.off_policy_steps
+        needs_greedy = self.objective.needs_greedy
 
         def wait_stage() -> contextlib.AbstractContextManager[None]:
             return self.timer.stage("rollout_wait")

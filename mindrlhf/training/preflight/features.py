@@ -224,7 +224,7 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
     """
     rollout, node_size = config.rollout, num_ranks // num_nodes
     needed = {
-        "rollout.ahead": 0,
+        "rollout.off_policy_steps": 0,
         "rollout.asynchronous": False,
         "rollout.weight_buffer_gib": 0.0,
         "rollout.segment_tokens": 0,

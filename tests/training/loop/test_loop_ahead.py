@@ -56,7 +56,7 @@ def server(monkeypatch):
 def start(ahead, steps=NUM_STEPS, **options):
     """Return a run of ``steps`` steps of two prompts."""
     options = {"num_prompts": 4, "training": {"chunk_size": 2, "batch_size": 4, "epochs": 50}, **options}
-    return Run(steps=steps, rollout={"ahead": ahead}, **options)
+    return Run(steps=steps, rollout={"off_policy_steps": ahead}, **options)
 
 
 def finish(run):

@@ -53,7 +53,7 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
         return Outcome(name, keys, num_devices, seconds, 1 - ideal_s / seconds)
 
     drawn_s = [_drain(rates, batch) for batch in _batches(rates, lengths, num_servers)]
-    found = [outcome("in step", {"rollout.ahead": 0}, 0, float(np.mean(drawn_s)) + shared_s)]
+    found = [outcome("in step", {"rollout.off_policy_steps": 0}, 0, float(np.mean(drawn_s)) + shared_s)]
     for num_in_flight in _IN_FLIGHT:
         span = segment_tokens(lengths)
         seconds = _in_spans(rates, lengths, num_servers, num_in_flight, span) + shared_s
@@ -65,7 +65,12 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
     ]
     for ahead in _AHEAD:
         options = [
-            outcome(f"{ahead} ahead", keys | {"rollout.ahead": ahead}, devices, _ahead(drawn, train_s, switch_s, ahead))
+            outcome(
+                f"{ahead} ahead",
+                keys | {"rollout.off_policy_steps": ahead},
+                devices,
+                _ahead(drawn, train_s, switch_s, ahead),
+            )
             for keys, devices, drawn, train_s in splits
         ]
         if options:

@@ -7,9 +7,10 @@ again (interruptible generation as in AReaL, arXiv:2505.24298, section 4.1; with
 weights, so that the log-probabilities are those of one version each).
 
 The bound is in versions. With v(i) for the weights that step i begins with, batch for the groups of a step and k for
-`rollout.ahead`, the thread begins groups while begun <= (i + 1 + k) * batch, i being that of the weights it has loaded.
-Group n, from 0, is of block n // batch. A step takes the groups that were complete first, but every one of an earlier
-block than its own number: each is overtaken by one step at most, and no group is more than k + 1 versions old.
+`rollout.off_policy_steps`, the thread begins groups while begun <= (i + 1 + k) * batch, i being that of the weights it
+has loaded. Group n, from 0, is of block n // batch. A step takes the groups that were complete first, but every one of
+an earlier block than its own number: each is overtaken by one step at most, and no group is more than k + 1 versions
+old.
 
 One thing alone is up to the clock: before which round the weights were loaded. It is written to
 ``rollout_order.jsonl``, and all else follows from it, so that ``rollout.replay_order`` repeats a run bit for bit.
@@ -59,7 +60,7 @@ class SamplingAsynchronously:
         self._num_responses = config.algorithm.num_generations
         self._num_groups = config.training.chunk_size * config.training.num_rollouts
         self._num_steps = num_steps
-        self._staleness = config.rollout.ahead
+        self._staleness = config.rollout.off_policy_steps
         self._wait_stage = wait_stage
         self._busy = BusyTime()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="scores")
