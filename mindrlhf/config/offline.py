@@ -13,7 +13,7 @@ class SupervisedSection:
 
     rows_per_step: int = key(64, "rows per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training records", minimum=1)
-    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
         (), "allowed row lengths, in tokens; empty means one that fits the longest record", minimum=8
     )
@@ -26,7 +26,7 @@ class PreferenceSection:
 
     pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training pairs", minimum=1)
-    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
         (), "allowed row lengths, in tokens; empty means one that fits the longest response with its prompt", minimum=8
     )
@@ -74,10 +74,10 @@ def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
         UserError: the layout does not use exactly these ranks.
     """
     supervised = config.supervised
-    unit = supervised.batch_size * resolve_data_parallel(config.parallel_config, world_size)
+    unit = supervised.micro_batch_size * resolve_data_parallel(config.parallel_config, world_size)
     yield supervised.rows_per_step % unit, (
-        f"'supervised.rows_per_step' is {supervised.rows_per_step}, not a multiple of batch_size * ranks = {unit}: set "
-        f"it to {-(-supervised.rows_per_step // unit) * unit}"
+        f"'supervised.rows_per_step' is {supervised.rows_per_step}, not a multiple of micro_batch_size * ranks = "
+        f"{unit}: set it to {-(-supervised.rows_per_step // unit) * unit}"
     )
 
 

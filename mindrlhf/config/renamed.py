@@ -7,6 +7,9 @@ from mindrlhf.errors import Mistakes
 
 # Old name -> the name of today, which is in the same section.
 RENAMED: dict[str, str] = {
+    "training.batch_size": "training.micro_batch_size",
+    "supervised.batch_size": "supervised.micro_batch_size",
+    "preference.batch_size": "preference.micro_batch_size",
     "rollout.ahead": "rollout.off_policy_steps",
     "rollout.max_spans": "rollout.max_segments",
     "rollout.span_tokens": "rollout.segment_tokens",

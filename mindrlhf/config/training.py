@@ -15,7 +15,7 @@ class TrainingSection:
     chunk_size: int = key(8, "prompts sent to the generator at a time", minimum=1)
     num_rollouts: int = key(1, "chunks per step; a step uses chunk_size * num_rollouts prompts", minimum=1)
     epochs: int = key(1, "passes over the training prompts", minimum=1)
-    batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
         (),
         "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "

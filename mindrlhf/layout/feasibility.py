@@ -56,7 +56,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
         raise UserError(
             f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch "
             f"has {batch.rows_per_pipeline_micro_batch} "
-            f"rows (training.batch_size / micro_batch_num): set training.batch_size to a multiple of "
+            f"rows (training.micro_batch_size / micro_batch_num): set training.micro_batch_size to a multiple of "
             f"{interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
@@ -77,23 +77,23 @@ def check_model(dims: ModelDims, layout: Layout) -> None:
 
 
 def check_rows(
-    parallel: ParallelSection, layout: Layout, row_lengths: tuple[int, ...], batch_size: int, section: str
+    parallel: ParallelSection, layout: Layout, row_lengths: tuple[int, ...], micro_batch_size: int, section: str
 ) -> None:
     """Check that the rows of training on fixed data divide over what shares them.
 
     Args:
-        batch_size: rows per micro-batch and replica.
-        section: of the config, that has `batch_size` and `row_lengths`.
+        micro_batch_size: rows per micro-batch and replica.
+        section: of the config, that has `micro_batch_size` and `row_lengths`.
 
     Raises:
         UserError: they do not.
     """
     num_parts = parallel.micro_batch_num * parallel.micro_batch_interleave_num
-    if batch_size % num_parts:
+    if micro_batch_size % num_parts:
         raise UserError(
-            f"'{section}.batch_size' is {batch_size}, which does not divide into {num_parts} parts "
+            f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into {num_parts} parts "
             "(micro_batch_num * micro_batch_interleave_num of parallel_config): set it to "
-            f"{-(-batch_size // num_parts) * num_parts}"
+            f"{-(-micro_batch_size // num_parts) * num_parts}"
         )
     num_ranks = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
     for length in row_lengths:

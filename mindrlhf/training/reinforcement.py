@@ -152,7 +152,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        plain = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
+        plain = RowOptions(inputs.row_lengths, training.micro_batch_size, self.team.world_size, training.pack)
         hf_config = read_hf_config(config.model.path)
         self._rows = dataclasses.replace(
             plain,
@@ -316,7 +316,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    options: dict = {"memory": config.memory, "num_image_rows": config.training.batch_size * length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.training.micro_batch_size * length}
     tile = config.memory.head_tile
     network = load_model(model, model.path, config.run, length, config.lora, **options)
     loss = build_policy_loss(config, build_policy_logprobs(config, network))

@@ -85,7 +85,7 @@ def test_each_key_is_free_or_refused_with_both_values(key):
     "key",
     [
         "model.path", "data.train_file", "data.tokenizer_dir", "run.seed", "algorithm.num_generations",
-        "algorithm.beta", "training.chunk_size", "training.num_rollouts", "training.batch_size",
+        "algorithm.beta", "training.chunk_size", "training.num_rollouts", "training.micro_batch_size",
         "training.num_minibatches", "rollout.temperature", "reward.verifier_function", "optimizer.start_lr",
     ],
 )  # fmt: skip

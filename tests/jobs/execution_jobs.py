@@ -139,7 +139,7 @@ def _request(model: dict, name: str, parallel: dict, rank: int, cell: str, root:
         parallel,
         rank=rank,
         seq_length=ROW_LENGTH,
-        batch_size=NUM_ROWS // num_cuts,
+        micro_batch_size=NUM_ROWS // num_cuts,
         compute_dtype="float32",
         epsilon=EPSILON,
         cell=cell,

@@ -140,7 +140,7 @@ def test_an_npu_that_is_not_there_is_an_obstacle_and_no_mistake(contents, run, m
 @pytest.mark.parametrize(("num_ranks", "num_errors"), [(1, 0), (4, 0), (5, 1), (600, 1)])
 def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ranks, num_errors):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    contents["sft"]["supervised"] = {"rows_per_step": num_ranks, "batch_size": 1}
+    contents["sft"]["supervised"] = {"rows_per_step": num_ranks, "micro_batch_size": 1}
     options = ("--workers", str(num_ranks))
     code, found = run(["sft"], contents["sft"], *options)
     assert (code, len(found)) == (2 * num_errors, num_errors)

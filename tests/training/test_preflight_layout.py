@@ -93,7 +93,7 @@ def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_si
         (
             2,
             {"model_parallel": 2, "micro_batch_num": 3},
-            ["'training.batch_size' is 4", "3 equal pipeline micro-batches", "set it to 6"],
+            ["'training.micro_batch_size' is 4", "3 equal pipeline micro-batches", "set it to 6"],
         ),
         (2, {"expert_parallel": 2}, ["expert_parallel is 2", "no experts"]),
     ],
@@ -183,7 +183,7 @@ def npu_sft_config(sft_config):
     ],
 )
 def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_size, parallel):
-    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", batch_size=4)
+    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", micro_batch_size=4)
     assert check_offline_inputs(config, world_size).row_lengths == (32,)
 
 
@@ -193,8 +193,8 @@ def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_si
         ({"model_parallel": 4}, {}, "the model has 2 key/value heads: set it to one of"),
         (
             {"pipeline_stage": 2, "micro_batch_num": 2},
-            {"batch_size": 3},
-            "'supervised.batch_size' is 3, which does not divide into 2 parts .* set it to 4",
+            {"micro_batch_size": 3},
+            "'supervised.micro_batch_size' is 3, which does not divide into 2 parts .* set it to 4",
         ),
         (
             {"context_parallel": 4},

@@ -254,7 +254,7 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
 def _num_rows(request: CompileRequest, parallel: ParallelSection) -> int:
     """Rows of a call, of all ranks."""
     num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
-    return request.batch_size * parallel.data_parallel * num_micro_batches
+    return request.micro_batch_size * parallel.data_parallel * num_micro_batches
 
 
 def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:

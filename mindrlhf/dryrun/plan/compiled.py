@@ -90,7 +90,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
         parallel=parallel,
         rank=rank,
         seq_length=plan.batch.row_length,
-        batch_size=plan.batch.rows_per_pipeline_micro_batch,
+        micro_batch_size=plan.batch.rows_per_pipeline_micro_batch,
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,
         recompute=config.model.recompute,

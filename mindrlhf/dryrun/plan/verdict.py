@@ -164,8 +164,8 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if recompute and not config.model.recompute:
         yield recompute
     for factor in (2, 4, 8):
-        if training.batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:
-            yield {"training.batch_size": training.batch_size // factor}
+        if training.micro_batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:
+            yield {"training.micro_batch_size": training.micro_batch_size // factor}
     for factor in (2, 4, 8):
         if layout.data_parallel % factor == 0 and layout.model_parallel * factor <= plan.machine.node_size:
             keys = {
@@ -183,7 +183,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
                 "parallel_config.pipeline_stage": stages,
                 "parallel_config.data_parallel": layout.data_parallel // factor,
                 "parallel_config.micro_batch_num": micro,
-                "training.batch_size": micro * plan.batch.rows_per_pipeline_micro_batch,
+                "training.micro_batch_size": micro * plan.batch.rows_per_pipeline_micro_batch,
             }
     if rollout.tensor_parallel < plan.machine.node_size and rollout.num_replicas % 2 == 0:
         yield {

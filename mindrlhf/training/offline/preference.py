@@ -137,7 +137,7 @@ def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner
     if isinstance(config, RewardModelConfig):
         network = load_scorer(model, model.path, run, length, config.lora, memory=config.memory)
         return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
-    options: dict = {"memory": config.memory, "num_image_rows": config.preference.batch_size * length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.preference.micro_batch_size * length}
     tile = config.memory.head_tile
     network = load_model(model, model.path, run, length, config.lora, **options)
     loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device, tile))
@@ -164,7 +164,7 @@ class PreferenceTrainer:
         preference = config.preference
         self._rows = RowOptions(
             inputs.row_lengths,
-            preference.batch_size,
+            preference.micro_batch_size,
             team.world_size,
             preference.pack,
             in_step=is_split(config.parallel_config),

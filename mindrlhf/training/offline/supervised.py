@@ -73,7 +73,7 @@ def _build_worker(config: SftConfig, inputs: RunInputs, rank: Rank) -> OfflineWo
 
 def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
     """Build the learner of a rank; ``length`` is that of the longest row."""
-    options: dict = {"memory": config.memory, "num_image_rows": config.supervised.batch_size * length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.supervised.micro_batch_size * length}
     network = load_model(config.model, config.model.path, config.run, length, config.lora, **options)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device, config.memory.head_tile))
     return SupervisedLearner(network, loss, config, rank)
@@ -91,7 +91,7 @@ class SupervisedTrainer:
         self._team = team
         self._options = RowOptions(
             inputs.row_lengths,
-            section.batch_size,
+            section.micro_batch_size,
             team.world_size,
             section.pack,
             in_step=is_split(config.parallel_config),

@@ -150,7 +150,7 @@ def check_offline_inputs(
     batches = getattr(config, name)
     lengths = check(_record_row_lengths, batches.row_lengths, files.present, what, config.run)
     if lengths:
-        shape = (config, tuple(keys.values()), world_size, lengths, batches.batch_size, name, is_scorer)
+        shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, name, is_scorer)
         check(check_offline_layout, *shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()
     seen = image_tokens(model.path)

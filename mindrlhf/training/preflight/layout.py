@@ -62,7 +62,7 @@ def check_offline_layout(
     paths: tuple[str, ...],
     world_size: int,
     row_lengths: tuple[int, ...],
-    batch_size: int,
+    micro_batch_size: int,
     section: str,
     as_scorers: bool = False,
 ) -> None:
@@ -70,8 +70,8 @@ def check_offline_layout(
 
     Args:
         paths: of the models.
-        batch_size: rows per micro-batch.
-        section: that has ``batch_size`` and `row_lengths`.
+        micro_batch_size: rows per micro-batch.
+        section: that has ``micro_batch_size`` and `row_lengths`.
         as_scorers: it is their scoring form that is trained.
     """
     parallel = config.parallel_config
@@ -79,7 +79,7 @@ def check_offline_layout(
         check_state_stays(config.memory)
         return
     layout = Layout.from_config(parallel, world_size)
-    check_rows(parallel, layout, row_lengths, batch_size, section)
+    check_rows(parallel, layout, row_lengths, micro_batch_size, section)
     for path in dict.fromkeys(paths):
         hf_config = read_hf_config(path)
         dims = find_spec(hf_config).dims(hf_config)

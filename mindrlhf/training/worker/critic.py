@@ -204,7 +204,7 @@ def build_critic(config: GrpoConfig, row_length: int, rank: Rank) -> Critic:
         UserError: the model in ``critic.path`` does not fit.
     """
     lora = replace(config.lora, path="")  # that adapter is the actor's
-    options: dict = {"memory": config.memory, "num_image_rows": config.training.batch_size * row_length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.training.micro_batch_size * row_length}
     network = load_scorer(config.model, config.critic.path, config.run, row_length, lora, **options)
     loss = ValueLoss(TokenScores(network, after_token=False), config.critic.clip_range)
     return Critic(network, loss, critic_optimizer(config), rank, config.run.device)

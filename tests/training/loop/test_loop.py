@@ -280,7 +280,7 @@ class Run:
         parts = Parts(
             team=team,
             policy=Policy(team, Board(self.journal)),
-            rows=RowOptions((8, 16), training.batch_size, world_size, training.pack, training.packing),
+            rows=RowOptions((8, 16), training.micro_batch_size, world_size, training.pack, training.packing),
             rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
             timer=timer,
@@ -300,7 +300,7 @@ def make_config(**options):
     chosen = {
         "algorithm": {"num_generations": NUM_GENERATIONS},
         # Whatever a sample earns, a rank gets it; test_step_rows.py has what is left out by default.
-        "training": {"chunk_size": 2, "batch_size": 4, "skip_zero_advantages": False},
+        "training": {"chunk_size": 2, "micro_batch_size": 4, "skip_zero_advantages": False},
         "optimizer": {"start_lr": 1.0},
         "evaluation": {"every_steps": 0},
         "checkpoint": {"every_steps": 0},

@@ -85,7 +85,7 @@ def brute_force(rewards, values):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_gets_advantages_and_returns_of_its_own_rows(make_run, world_size):
-    run = make_run(num_prompts=2, world_size=world_size, algorithm=KL_IN_REWARD, training={"batch_size": 1})
+    run = make_run(num_prompts=2, world_size=world_size, algorithm=KL_IN_REWARD, training={"micro_batch_size": 1})
     run()
     seen = 0
     for rank in run.ranks:

@@ -78,7 +78,7 @@ class LocalTeam:
 
 
 def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed=0, optimizer=None, **supervised):
-    options = {"rows_per_step": 2 * world_size, "batch_size": 1, "epochs": 1, "pack": False, **supervised}
+    options = {"rows_per_step": 2 * world_size, "micro_batch_size": 1, "epochs": 1, "pack": False, **supervised}
     config = SftConfig(
         model=ModelSection(path="model"),
         data=DataSection(train_file="train", tokenizer_dir="tokenizer", shuffle=shuffle),
@@ -200,7 +200,7 @@ def test_ranks_are_sent_the_images_of_each_step():
     config = SftConfig(
         model=ModelSection(path="model"),
         data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        supervised=SupervisedSection(rows_per_step=2, batch_size=1, epochs=2, pack=False),
+        supervised=SupervisedSection(rows_per_step=2, micro_batch_size=1, epochs=2, pack=False),
     )
     team = LocalTeam(2)
     team.ranks = [SeeingRank(), SeeingRank()]
