@@ -1,10 +1,11 @@
 """The two kinds of failure a command can end with, and their exit codes."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+Rules = Iterable[tuple[Any, str]]  # each: whether it is broken, and what is said then
 
 
 class UserError(ValueError):
@@ -68,6 +69,12 @@ class Mistakes:
             self._blamed.update([key[1]] if key else [])
         self._unreadable.update(unreadable)
 
+    def judge(self, rules: Rules) -> None:
+        """Note every rule that is broken."""
+        for is_broken, message in rules:
+            if is_broken:
+                self.add(message)
+
     def raise_if_any(self) -> None:
         """Raise what was noted.
 
@@ -76,6 +83,17 @@ class Mistakes:
         """
         if self.messages:
             raise UserErrors(self.messages) if len(self.messages) > 1 else UserError(self.messages[0])
+
+
+def refuse(rules: Rules) -> None:
+    """Raise the message of the first rule that is broken.
+
+    Raises:
+        UserError: there is one.
+    """
+    for is_broken, message in rules:
+        if is_broken:
+            raise UserError(message)
 
 
 def messages_of(failure: UserError | RunFailure) -> tuple[str, ...]:

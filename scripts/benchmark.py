@@ -120,7 +120,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
         "model.path": directory / "model",
         "data.train_file": directory / "prompts.mindrecord",
         "data.tokenizer_dir": directory / "model",
-        "training.batch_size": case.micro_batch,
+        "training.micro_batch_size": case.micro_batch,
         "training.skip_zero_advantages": str(case.skips).lower(),
         "rollout.num_threads": 1,
         "observe.tensorboard": "false",

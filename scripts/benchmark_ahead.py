@@ -79,12 +79,12 @@ def measure(arguments: argparse.Namespace, ahead: int) -> Turn:
         settings = {
             "run.output_dir": directory,
             "run.max_steps": arguments.warmup + arguments.steps,
-            "rollout.ahead": ahead,
+            "rollout.off_policy_steps": ahead,
             "checkpoint.every_steps": 0,
             "observe.tensorboard": "false",
         }
         if ahead and arguments.asynchronous:
-            settings |= {"rollout.asynchronous": "true", "rollout.span_tokens": arguments.asynchronous}
+            settings |= {"rollout.asynchronous": "true", "rollout.segment_tokens": arguments.asynchronous}
         if load_grpo_config(arguments.config, arguments.overrides, world_size=None).data.eval_file:
             settings |= {"evaluation.every_steps": 0, "evaluation.before_training": "false"}
             settings["evaluation.max_prompts"] = 1

@@ -26,7 +26,10 @@ import numpy as np
 from benchmark_weight_transfer import model_config
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CheckpointSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.data.stream import PromptStream
@@ -45,11 +48,11 @@ RESPONSE_LENGTH = 64
 
 def make_config(directory: Path, *, asynchronous: bool) -> GrpoConfig:
     return GrpoConfig(
-        run=sections.RunSection(output_dir=str(directory / "run")),
-        model=sections.ModelSection(path=str(directory / "model"), random_init=True),
-        data=sections.DataSection(train_file="none", tokenizer_dir="none"),
-        reward=sections.RewardSection(verifier_function=("none",)),
-        checkpoint=sections.CheckpointSection(keep_last=1, asynchronous=asynchronous),
+        run=RunSection(output_dir=str(directory / "run")),
+        model=ModelSection(path=str(directory / "model"), random_init=True),
+        data=DataSection(train_file="none", tokenizer_dir="none"),
+        reward=RewardSection(verifier_function=("none",)),
+        checkpoint=CheckpointSection(keep_last=1, asynchronous=asynchronous),
     )
 
 

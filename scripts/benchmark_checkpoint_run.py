@@ -36,7 +36,7 @@ def train(directory: Path, num_steps: int) -> list[dict]:
         "model.path": directory / "model",
         "data.train_file": directory / "prompts.mindrecord",
         "data.tokenizer_dir": directory / "model",
-        "training.batch_size": 8,
+        "training.micro_batch_size": 8,
         "optimizer.start_lr": 1e-5,
         "checkpoint.every_steps": 2,
         "checkpoint.keep_last": 1,

@@ -2,7 +2,7 @@
 
     bash examples/long_tail/make_model.sh
     .venv/bin/python scripts/benchmark_spans.py examples/long_tail/config.yaml [section.key=value ...]
-        [--span-tokens 64] [--in-flight 3] [--max-spans 13] [--seeds 0 1 2] [--warmup 5] [--out figures.json]
+        [--segment-tokens 64] [--in-flight 3] [--max-segments 13] [--seeds 0 1 2] [--warmup 5] [--out figures.json]
 
 Steps of partial rollout differ from each other, quick prompts come early and long ones late, so whole runs are
 compared: both train on the same prompts, and the seconds of all steps after warm-up count, evaluations not. The sides
@@ -64,14 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--span-tokens", type=int, default=64)
+    parser.add_argument("--segment-tokens", type=int, default=64)
     parser.add_argument("--in-flight", type=float, default=3.0)
-    parser.add_argument("--max-spans", type=int, default=13)
+    parser.add_argument("--max-segments", type=int, default=13)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a pair of runs each (default 0 1 2)")
     parser.add_argument("--warmup", type=int, default=5, help="first steps that are not counted (default 5)")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     arguments = parser.parse_intermixed_args()
-    spans = [f"rollout.{name}={getattr(arguments, name)}" for name in ("span_tokens", "in_flight", "max_spans")]
+    spans = [f"rollout.{name}={getattr(arguments, name)}" for name in ("segment_tokens", "in_flight", "max_segments")]
     print("  seed      in step  generation   in spans  generation   ratio  held-out accuracy in step, in spans")
     pairs = []
     for turn, seed in enumerate(arguments.seeds):

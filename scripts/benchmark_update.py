@@ -96,7 +96,9 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
     import numpy as np
 
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
-    from mindrlhf.config import sections
+    from mindrlhf.config.model import ModelSection
+    from mindrlhf.config.reward import RewardSection
+    from mindrlhf.config.run import DataSection, RunSection
     from mindrlhf.config.schema import GrpoConfig
     from mindrlhf.data.packing import TokenSequence, choose_row_length
     from mindrlhf.models.load import load_model
@@ -108,10 +110,10 @@ def run_rank(directory: Path, case: Case, row: tuple[int, int, int], updates: in
 
     num_ranks, samples, response_length = row[0], NUM_SAMPLES * row[1], RESPONSE_LENGTH * row[2]
     config = GrpoConfig(
-        run=sections.RunSection(output_dir=str(directory)),
-        model=sections.ModelSection(path=str(directory / "model"), random_init=True),
-        data=sections.DataSection(train_file="none", tokenizer_dir="none"),
-        reward=sections.RewardSection(verifier_function=("none",)),
+        run=RunSection(output_dir=str(directory)),
+        model=ModelSection(path=str(directory / "model"), random_init=True),
+        data=DataSection(train_file="none", tokenizer_dir="none"),
+        reward=RewardSection(verifier_function=("none",)),
     )
     rank = start_runtime(config.run, directory / "logs")
     if not any_core:

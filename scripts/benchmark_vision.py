@@ -89,7 +89,7 @@ def measure_mindrlhf(case: Case, directory: Path, turn: int) -> Turn:
         "rollout.max_response_length": RESPONSE_LENGTH,
         "rollout.num_threads": 1,
         "training.chunk_size": NUM_PROMPTS,
-        "training.batch_size": NUM_SAMPLES,
+        "training.micro_batch_size": NUM_SAMPLES,
     }
     return train(settings, case.num_warmup_steps, RESPONSE_LENGTH)
 

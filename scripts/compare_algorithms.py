@@ -51,10 +51,13 @@ _ALGORITHMS = {
 # When samples are drawn is compared by the quickstart itself, to where its curve is flat.
 _SCHEDULES = {
     "in step": (_QUICKSTART, ()),
-    "1 ahead": (_QUICKSTART, ("rollout.ahead=1",)),
-    "2 ahead": (_QUICKSTART, ("rollout.ahead=2",)),
-    "in spans": (_QUICKSTART, ("rollout.span_tokens=16", "rollout.in_flight=2")),
-    "asynchronous": (_QUICKSTART, ("rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=8")),
+    "1 ahead": (_QUICKSTART, ("rollout.off_policy_steps=1",)),
+    "2 ahead": (_QUICKSTART, ("rollout.off_policy_steps=2",)),
+    "in spans": (_QUICKSTART, ("rollout.segment_tokens=16", "rollout.in_flight=2")),
+    "asynchronous": (
+        _QUICKSTART,
+        ("rollout.asynchronous=true", "rollout.off_policy_steps=2", "rollout.segment_tokens=8"),
+    ),
 }
 _ADAPTERS = {
     **_GRPO,

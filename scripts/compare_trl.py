@@ -211,7 +211,7 @@ def trl_pairs_side(arrays: dict[str, np.ndarray], losses: dict[str, float]) -> t
 
 def our_pairs_side(arrays: dict[str, np.ndarray], options: dict) -> tuple[float, np.ndarray]:
     """Return our loss of the pairs and the derivatives by the log-probs that the graph carries back."""
-    from mindrlhf.config.offline_sections import DpoSection
+    from mindrlhf.config.offline import DpoSection
     from mindrlhf.training.offline.pair_objectives import DpoObjective
 
     objective = DpoObjective(DpoSection(beta=PAIR_BETA, **options))

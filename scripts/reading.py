@@ -6,7 +6,7 @@
 Nothing is run. The sources are parsed and interpreted abstractly: the value of an expression is the set of what it may
 be (objects of a class, functions, containers, constants), and sets flow through assignments, attributes, arguments and
 results until none grows. Branches are followed as the default config decides them (conditional constant propagation,
-Wegman and Zadeck, TOPLAS 13(2), 1991): of `if config.rollout.ahead:` only what is done at 0.
+Wegman and Zadeck, TOPLAS 13(2), 1991): of `if config.rollout.off_policy_steps:` only what is done at 0.
 
 First the whole run is followed, from ``RUN``, to know what every attribute holds. Then the step is, from ``STEP``, call
 after call in the order of the source. A file counts, with all its lines, when a function of it is called or a record of
@@ -52,7 +52,7 @@ STEP = (
 READ_FIRST = ("mindrlhf.training.life_cycle", "mindrlhf.training.reinforcement")
 
 # Keys that a run must set.
-SETTINGS = {("mindrlhf.config.sections:RewardSection", "verifier_function"): ("accuracy",)}
+SETTINGS = {("mindrlhf.config.reward:RewardSection", "verifier_function"): ("accuracy",)}
 # Results that neither the sources nor the config decide: function -> value, and why.
 ASSUMED: dict[str, tuple[Any, str]] = {
     "mindrlhf.training.runtime:num_nodes_from_environment": (1, "one machine"),

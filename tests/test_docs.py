@@ -149,12 +149,12 @@ def test_every_metric_is_documented_and_no_other():
 
 
 def test_the_worked_example_of_the_batch_arithmetic():
-    chunk_size, num_rollouts, num_generations, num_minibatches, batch_size, num_ranks = 8, 2, 8, 2, 4, 2
+    chunk_size, num_rollouts, num_generations, num_minibatches, micro_batch_size, num_ranks = 8, 2, 8, 2, 4, 2
     num_samples = chunk_size * num_rollouts * num_generations
     per_update = num_samples // num_minibatches
     token_ids = np.zeros(128, np.int32)
     sequences = [TokenSequence(token_ids, token_ids, {}) for _ in range(per_update)]
-    batch = make_batch(sequences, RowOptions((1024,), batch_size, num_ranks, pack=True))
+    batch = make_batch(sequences, RowOptions((1024,), micro_batch_size, num_ranks, pack=True))
     num_rows = sum(rows.num_rows for rows in batch.micro_batches)
     assert all((rows.segment_ids > 0).all() for rows in batch.micro_batches), "no row is padding"
     assert (num_samples, per_update, num_rows, len(batch.micro_batches)) == (128, 64, 16, 4)
@@ -164,7 +164,8 @@ def test_the_worked_example_of_the_batch_arithmetic():
     assert f"16 * 8 = {num_samples} samples in a step" in page
     assert f"{num_minibatches} updates of {per_update} samples" in page
     assert f"4 samples fit a row, so an update has {num_rows} rows" in page
-    assert f"{num_rows} / {batch_size} = {len(batch.micro_batches)} micro-batches, {per_rank} for each rank" in page
+    division = f"{num_rows} / {micro_batch_size} = {len(batch.micro_batches)} micro-batches"
+    assert f"{division}, {per_rank} for each rank" in page
     assert f"1,000 / 16, rounded up: {num_steps} steps" in page
 
 

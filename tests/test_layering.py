@@ -32,7 +32,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # The same within training, by folder or module: the loop drives ranks, whose models know nothing of it.
 TRAINING_FLOORS = (
-    ("messages", "runtime", "schedule", "vision", "routing", "distillation", "layout_checks"),
+    ("messages", "runtime", "schedule", "vision", "routing", "distillation"),
     ("records",),
     ("team", "batch"),
     ("replica_team", "nodes", "profiling"),
@@ -40,7 +40,7 @@ TRAINING_FLOORS = (
     ("checkpoints",),
     ("worker",),
     ("sharded",),
-    ("facts", "life_cycle", "checking"),
+    ("facts", "life_cycle"),
     ("loop",),
     ("offline", "reinforcement"),
     ("main",),
@@ -49,9 +49,7 @@ TRAINING_FLOOR_OF = {part: number for number, parts in enumerate(TRAINING_FLOORS
 # What still goes up there: no arrow may be added.
 UPWARD_IN_TRAINING = {
     "mindrlhf.training.preflight -> mindrlhf.training.loop.sampling.order",
-    "mindrlhf.training.sharded.build -> mindrlhf.training.loop.value_function",
     "mindrlhf.training.team -> mindrlhf.training.sharded.broadcast",
-    "mindrlhf.training.worker.critic -> mindrlhf.training.loop.value_function",
     "mindrlhf.training.worker.node_board -> mindrlhf.training.sharded.broadcast",
 }
 # What one reads in one go. How much must be read for a step is measured in test_reading.py.
@@ -66,8 +64,6 @@ SMALL_HOPS = {
     "mindrlhf.models.recompute",
     "mindrlhf.models.trainable",
     "mindrlhf.rollout.processes.liveness",
-    "mindrlhf.training.loop.guards.rollout_drift",
-    "mindrlhf.training.worker.received_batches",
 }
 
 TRAINING_LIBRARIES = {"mindspore", "mindformers"}

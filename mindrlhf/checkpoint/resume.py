@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from mindrlhf.config.renamed import current_names
 from mindrlhf.errors import UserError
 
 # Sections and keys that say where, how long, on how much and with what reports a run works, not what it computes.
@@ -24,11 +25,11 @@ FREE_KEYS = frozenset(
         "rollout.num_threads",
         "rollout.gpu_memory_utilization",
         "rollout.kv_cache_gib",
-        "rollout.board_gib",
+        "rollout.weight_buffer_gib",
         "rollout.start_timeout_s",
         "rollout.restarts",
         "rollout.stall_timeout_s",
-        "rollout.weights_carrier",
+        "rollout.weights_transport",
         "correction.preset",  # the keys that it sets are compared
         "reward.num_workers",
         "reward.timeout_s",
@@ -62,15 +63,15 @@ YOUNGER_KEYS = {
     "observe.project": "mindrlhf",
     "observe.run_name": "",
     "observe.sinks": ["tensorboard"],
-    "rollout.ahead": 0,
+    "rollout.off_policy_steps": 0,
     "rollout.asynchronous": False,
-    "rollout.board_gib": 0.0,
+    "rollout.weight_buffer_gib": 0.0,
     "rollout.draft_tokens": 0,
     "rollout.in_flight": 1.5,
-    "rollout.weights_carrier": "tcp",
-    "rollout.max_spans": 4,
+    "rollout.weights_transport": "tcp",
+    "rollout.max_segments": 4,
     "rollout.replay_order": "",
-    "rollout.span_tokens": 0,
+    "rollout.segment_tokens": 0,
     "tools.environment": "",
     "training.packing": "first_fit",
     "training.replay_routing": False,
@@ -81,7 +82,7 @@ DECAY_KEYS = frozenset({"run.max_steps", "training.epochs", "supervised.epochs",
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ or that only one config has, sorted; lists equal tuples."""
-    return _differences(dict(_leaves(old)), dict(_leaves(new)))
+    return _differences(dict(_leaves(current_names(old))), dict(_leaves(current_names(new))))
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -101,7 +102,7 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], compared: Co
         UserError: they differ in a key that changes what is computed; the message names each such key and both
             values.
     """
-    before, now = dict(_leaves(old)), dict(_leaves(new))
+    before, now = dict(_leaves(current_names(old))), dict(_leaves(current_names(new)))
     before = {key: value for key, value in YOUNGER_KEYS.items() if key in now} | before
     decays = "constant" not in (before.get("optimizer.lr_schedule"), now.get("optimizer.lr_schedule"))
     free = (FREE_KEYS - DECAY_KEYS if decays else FREE_KEYS).union(compared)

@@ -49,7 +49,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from mindrlhf.config.load import tasks_of
     from mindrlhf.config.parse import read_yaml
     from mindrlhf.errors import UserError
-    from mindrlhf.training.checking import check_run
+    from mindrlhf.training.preflight.run import check_run
 
     path, num_ranks, num_nodes = arguments.config, arguments.workers, arguments.nodes
     if num_nodes < 1 or num_ranks % num_nodes:
@@ -57,6 +57,8 @@ def _check(arguments: argparse.Namespace) -> int:
     task = arguments.kind or next(iter(tasks_of(read_yaml(path))), "train")
     sizes = {"num_ranks": num_ranks, "num_nodes": num_nodes}
     checked = check_run(task, path, arguments.overrides, **sizes, is_elastic=arguments.elastic)
+    if checked.renaming:
+        print(f"mindrlhf config: {checked.renaming}", file=sys.stderr)
     mistakes, obstacles = checked.mistakes.messages, checked.obstacles.messages
     if arguments.json:
         found = {"command": task, "workers": num_ranks, "mistakes": mistakes, "obstacles": obstacles}

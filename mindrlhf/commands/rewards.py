@@ -163,7 +163,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     import os
     from pathlib import Path
 
-    from mindrlhf.config.sections import RolloutSection
+    from mindrlhf.config.rollout import RolloutSection
     from mindrlhf.data.tokenizers import load_tokenizer
     from mindrlhf.rollout.chat_server import ChatServer
     from mindrlhf.rollout.replicas import start_replicas

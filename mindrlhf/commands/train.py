@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindrlhf.launch.nodes.place import Place
+    from mindrlhf.training.preflight.run import CheckedRun
 
 from mindrlhf.commands.vocabulary import add_overrides, add_workers
 
@@ -91,8 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from mindrlhf.launch.launch import launch
         from mindrlhf.launch.nodes.over_ssh import hold_on_to_lifeline
         from mindrlhf.system.processes import NUM_NODES_VARIABLE
-        from mindrlhf.training.checking import check_run
         from mindrlhf.training.checkpoints.run import newest_checkpoint
+        from mindrlhf.training.preflight.run import check_run
 
     command = arguments.command
     overrides, is_resumed = _resumption(arguments)
@@ -136,11 +137,20 @@ def _run(arguments: argparse.Namespace) -> int:
     if place and place.node:
         return run.on_other_node(place, checked.raise_if_any, _facts_of(arguments, config, place))
     checked.raise_if_any()
-    for remark in checked.remarks:
-        print(f"mindrlhf: {remark}", flush=True)
+    _tell(checked)
     if place is None:
         return run.on_one_machine()
     return run.on_first_node(place, _facts_of(arguments, config, place))
+
+
+def _tell(checked: "CheckedRun") -> None:
+    """Say what the user may want to know of a config that is right."""
+    import sys
+
+    if checked.renaming:
+        print(f"mindrlhf: {checked.renaming}", file=sys.stderr, flush=True)
+    for remark in checked.remarks:
+        print(f"mindrlhf: {remark}", flush=True)
 
 
 def _place_of(arguments: argparse.Namespace) -> "Place | None":

@@ -1,22 +1,22 @@
 """What follows from the keys of several sections together."""
 
+from dataclasses import replace
+
 from mindrlhf.algorithms import advantages, policy_losses
-from mindrlhf.config.schema import DpoConfig, GrpoConfig
-from mindrlhf.config.sections import ParallelSection
-from mindrlhf.errors import UserError
+from mindrlhf.config.keys import RunConfig
 
 
-def needs_critic(config: GrpoConfig) -> bool:
+def needs_critic(config: RunConfig) -> bool:
     """Return whether the advantages are computed with the values of a critic."""
     return "values" in advantages.find(config.algorithm.advantage).NEEDS
 
 
-def reference_is_base(config: GrpoConfig | DpoConfig) -> bool:
+def reference_is_base(config: RunConfig) -> bool:
     """Return whether the reference model is the trained one without its adapters, so that it takes no memory."""
     return config.lora.rank is not None and config.model.reference_path in ("", config.model.path)
 
 
-def correction_weight(config: GrpoConfig) -> str:
+def correction_weight(config: RunConfig) -> str:
     """Return `correction.weight` with `auto` worked out.
 
     On a CPU both the generator and the training cells compute in float32 and agree to rounding: nothing is corrected,
@@ -30,12 +30,12 @@ def correction_weight(config: GrpoConfig) -> str:
     return "sequence" if policy_losses.traits(config.algorithm.loss).ratio == "sequence" else "token"
 
 
-def has_older_samples(config: GrpoConfig) -> bool:
+def has_older_samples(config: RunConfig) -> bool:
     """Return whether steps train on tokens of weights before those they begin with, by plan."""
-    return config.rollout.ahead > 0 or config.rollout.span_tokens > 0
+    return config.rollout.off_policy_steps > 0 or config.rollout.segment_tokens > 0
 
 
-def is_on_policy(config: GrpoConfig) -> bool:
+def is_on_policy(config: RunConfig) -> bool:
     """Return whether the old log-probabilities of all samples are those that a step's only update computes itself.
 
     Where samples are older by plan they are: the correction accounts for the generator's weights.
@@ -44,7 +44,7 @@ def is_on_policy(config: GrpoConfig) -> bool:
     return is_single_update and (has_older_samples(config) or not config.algorithm.dynamic_sampling)
 
 
-def skips_zero_advantages(config: GrpoConfig) -> bool:
+def skips_zero_advantages(config: RunConfig) -> bool:
     """Return whether updates leave out samples whose advantages are all 0: these have no gradient then.
 
     A term of the loss without advantages has one, a critic learns from all, and whoever dumps a step wants it whole.
@@ -60,29 +60,40 @@ def skips_zero_advantages(config: GrpoConfig) -> bool:
     )
 
 
-def is_corrected(config: GrpoConfig) -> bool:
+def is_corrected(config: RunConfig) -> bool:
     """Return whether the loss weighs or masks tokens for the mismatch between generator and trainer."""
     correction = config.correction
     return correction_weight(config) != "none" or correction.mask != "none" or correction.veto > 0
 
 
-def resolve_data_parallel(parallel: ParallelSection, world_size: int) -> int:
-    """Return data_parallel, filled from the world size when it is 0.
+def reference_paths(config: RunConfig) -> tuple[str, ...]:
+    """Return the directories of the reference model or of all teachers, each once; () when the run has neither.
 
-    Raises:
-        UserError: the layout does not use exactly ``world_size`` ranks.
+    The teacher of sources without one of their own, ``model.reference_path``, comes first.
     """
-    fixed = parallel.model_parallel * parallel.pipeline_stage * parallel.context_parallel
-    parts = "model_parallel * pipeline_stage * context_parallel"
-    if world_size % fixed:
-        raise UserError(
-            f"{world_size} ranks do not divide by {parts} = {fixed}: start {-(-world_size // fixed) * fixed} workers "
-            "or change 'parallel_config'"
-        )
-    if parallel.data_parallel and parallel.data_parallel * fixed != world_size:
-        raise UserError(
-            f"'parallel_config.data_parallel' is {parallel.data_parallel}, which with {parts} = {fixed} makes "
-            f"{parallel.data_parallel * fixed} ranks, but {world_size} were started: set data_parallel to "
-            f"{world_size // fixed}, or start {parallel.data_parallel * fixed} workers"
-        )
-    return world_size // fixed
+    if config.algorithm.beta == 0:
+        return ()
+    model, teachers = config.model, config.distillation.teachers
+    if not teachers:
+        return (model.reference_path or model.path,)
+    return tuple(dict.fromkeys(filter(None, (model.reference_path, *teachers.values()))))
+
+
+def is_base(config: RunConfig, path: str) -> bool:
+    """Return whether the model in ``path`` is the trained one without its adapters, so that it takes no memory."""
+    return config.lora.rank is not None and path == config.model.path
+
+
+def path_keys(config: RunConfig) -> dict[str, str]:
+    """Return the key that names each directory of ``reference_paths`` that the user has named."""
+    keys = {path: f"distillation.teachers.{source}" for source, path in config.distillation.teachers.items()}
+    if config.model.reference_path:
+        keys[config.model.reference_path] = "model.reference_path"
+    return {path: keys[path] for path in reference_paths(config) if path in keys}
+
+
+def critic_optimizer(config: GrpoConfig) -> OptimizerSection:
+    """Return the critic's optimiser options: those of the actor but for the learning rate."""
+    critic = config.critic
+    end_lr = critic.start_lr if critic.end_lr is None else critic.end_lr
+    return replace(config.optimizer, start_lr=critic.start_lr, end_lr=end_lr)

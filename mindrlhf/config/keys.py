@@ -2,9 +2,23 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 REQUIRED = dataclasses.MISSING
+
+
+class RunConfig(Protocol):
+    """A whole config, as the rules beside a section read the others: ``config.rollout.dtype``.
+
+    Its classes are in :mod:`mindrlhf.config.schema`, which is made of the sections, so that these cannot name them.
+    """
+
+    def __getattr__(self, section: str) -> Any: ...
+
+
+def given_in(section: str, given: frozenset[str]) -> list[str]:
+    """Return those of the dotted names ``given`` that are keys of a section, sorted."""
+    return sorted(name for name in given if name.startswith(f"{section}."))
 
 
 def key(

@@ -6,20 +6,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindrlhf.config import checks
+from mindrlhf.config.algorithm import (
+    CORRECTIONS,
+    PRESETS,
+    adapters_reference_rules,
+    algorithm_rules,
+    critic_rules,
+    reference_rules,
+)
+from mindrlhf.config.evaluation import evaluation_rules
+from mindrlhf.config.memory import memory_rules
+from mindrlhf.config.model import lora_rules
+from mindrlhf.config.observe import checkpoint_rules, guard_rules, msprobe_rules, profiler_rules, tracker_rules
+from mindrlhf.config.offline import dpo_rules, preference_rules, supervised_batch_rules, supervised_rules
 from mindrlhf.config.parse import Reading, read, read_yaml
-from mindrlhf.config.presets import CORRECTIONS, PRESETS
+from mindrlhf.config.reward import reward_rules, tool_rules
+from mindrlhf.config.rollout import schedule_rules, server_rules
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.errors import UserError
+from mindrlhf.config.training import batch_rules, cpu_rules, optimizer_rules, parallel_rules, resolve_data_parallel
+from mindrlhf.errors import Mistakes, Rules, UserError, refuse
 
 # By the command that runs them.
 CONFIGS = {"train": GrpoConfig, "sft": SftConfig, "dpo": DpoConfig, "reward-model": RewardModelConfig}
-_CHECKS = {
-    "train": checks.check_grpo,
-    "sft": checks.check_sft,
-    "dpo": checks.check_dpo,
-    "reward-model": checks.check_reward_model,
-}
+_SHARDING = tuple(f"parallel_config.{name}" for name in ("model_parallel", "pipeline_stage", "context_parallel"))
 
 
 def read_config(task: str, path: str | Path, overrides: Iterable[str] = (), *, world_size: int | None = 1) -> Reading:
@@ -44,7 +53,7 @@ def read_content(
     reading = read(CONFIGS[task], content, overrides)
     if task == "train":
         reading = dataclasses.replace(reading, config=_apply_preset(reading.config, reading.given))
-    reading.mistakes.check(_CHECKS[task], reading.config, reading.changed, world_size)
+    reading.mistakes.check(check_config, reading.config, reading.changed, world_size)
     return reading
 
 
@@ -62,6 +71,82 @@ def load_config(task: str, path: str | Path, overrides: Iterable[str] = (), *, w
 CONFIG_LOADERS = {task: partial(load_config, task) for task in CONFIGS}
 load_grpo_config, load_sft_config = CONFIG_LOADERS["train"], CONFIG_LOADERS["sft"]
 load_dpo_config, load_reward_model_config = CONFIG_LOADERS["dpo"], CONFIG_LOADERS["reward-model"]
+
+
+def check_config(config: Any, given: frozenset[str], world_size: int | None) -> None:
+    """Check what the keys of a config alone tell; ``given`` are those the user changed.
+
+    Args:
+        world_size: number of ranks; None leaves out what depends on it (`train` only).
+
+    Raises:
+        UserError: all broken rules.
+    """
+    mistakes = Mistakes()
+    if isinstance(config, GrpoConfig):
+        mistakes.judge(_reinforcement_rules(config, given, world_size))
+    else:
+        mistakes.judge(_offline_rules(config, given, world_size))
+    if world_size is not None:
+        mistakes.check(_check_ranks, config, world_size, needs=_SHARDING)
+    mistakes.raise_if_any()
+
+
+def _reinforcement_rules(config: GrpoConfig, given: frozenset[str], world_size: int | None) -> Rules:
+    model, run, ahead = config.model, config.run, config.rollout.off_policy_steps
+    yield from parallel_rules(config.parallel_config)
+    yield from cpu_rules(config)
+    yield from lora_rules(config.lora, given)
+    yield from adapters_reference_rules(config)
+    yield from memory_rules(config.memory, model.recompute, run.device, has_head=True, shares_devices=not ahead)
+    yield from algorithm_rules(config, given)
+    yield from critic_rules(config, given)
+    yield from batch_rules(config)
+    yield from schedule_rules(config)
+    yield from reference_rules(config)
+    yield from optimizer_rules(config.optimizer)
+    yield from reward_rules(config.reward, given)
+    yield from evaluation_rules(config, given)
+    yield from server_rules(config)
+    yield from guard_rules(config.guard)
+    yield from checkpoint_rules(config.checkpoint, knows_best=True)
+    yield from tracker_rules(config.observe, given)
+    yield from tool_rules(config, given)
+    yield from msprobe_rules(config.msprobe, given)
+    waits = "with rollout.off_policy_steps servers work on several steps at once" if ahead else ""
+    yield from profiler_rules(config.profiler, given, run.max_steps, world_size, waits)
+
+
+def _offline_rules(
+    config: SftConfig | DpoConfig | RewardModelConfig, given: frozenset[str], world_size: int | None
+) -> Rules:
+    model, run, has_head = config.model, config.run, not isinstance(config, RewardModelConfig)
+    yield from parallel_rules(config.parallel_config)
+    yield from cpu_rules(config)
+    yield from lora_rules(config.lora, given)
+    yield from memory_rules(config.memory, model.recompute, run.device, has_head=has_head, shares_devices=False)
+    yield from optimizer_rules(config.optimizer)
+    yield from checkpoint_rules(config.checkpoint, knows_best=False)
+    no_servers = "this run samples nothing, so it has no rollout server"
+    yield from profiler_rules(config.profiler, given, run.max_steps, world_size, no_servers)
+    yield from tracker_rules(config.observe, given)
+    if isinstance(config, SftConfig):
+        yield from supervised_rules(given)
+    else:
+        yield from preference_rules(config, given)
+    if isinstance(config, DpoConfig):
+        yield from dpo_rules(config.dpo)
+    if isinstance(config, RewardModelConfig):
+        yield "model.reference_path" in given, (
+            "'model.reference_path' is set, but a reward model is trained without reference: remove it"
+        )
+
+
+def _check_ranks(config: Any, world_size: int) -> None:
+    if isinstance(config, SftConfig):
+        refuse(supervised_batch_rules(config, world_size))
+    else:
+        resolve_data_parallel(config.parallel_config, world_size)
 
 
 def tasks_of(content: Mapping[str, Any]) -> tuple[str, ...]:

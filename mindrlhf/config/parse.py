@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from mindrlhf.config.renamed import RENAMED, both_given, current_names, old_names
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.hub.cache import local_directory
 from mindrlhf.system.files import write_file
@@ -66,6 +67,7 @@ class Reading:
     config: Any
     given: frozenset[str]  # dotted names of the keys that were given
     mistakes: Mistakes
+    old_names: tuple[str, ...] = ()  # of the keys that were given by their old name
 
     @property
     def changed(self) -> frozenset[str]:
@@ -90,9 +92,13 @@ def read(cls: type, content: dict, overrides: Iterable[str] = ()) -> Reading:
         Every mistake of a single key is noted; such a key has its default, or "" when it is required.
     """
     mistakes, given = Mistakes(), set()
+    found = old_names(content)
+    content = current_names(content, mistakes=mistakes)
+    overridden: set[str] = set()
     for override in overrides:
-        mistakes.check(_apply_override, content, override)
-    return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes)
+        mistakes.check(_apply_override, content, override, overridden)
+    found += sorted(overridden & RENAMED.keys())
+    return Reading(_build(cls, content, "", given, mistakes), frozenset(given), mistakes, tuple(found))
 
 
 def load(cls: type[Config], path: str | Path, overrides: Iterable[str] = ()) -> tuple[Config, frozenset[str]]:
@@ -115,7 +121,8 @@ def write_config(config: Any, output_dir: Path) -> None:
     write_file(output_dir / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
 
-def _apply_override(content: dict, override: str) -> None:
+def _apply_override(content: dict, override: str, overridden: set[str]) -> None:
+    """Set one key in ``content``; ``overridden`` are the names of those before it, as they were written."""
     dotted, separator, text = override.partition("=")
     if not separator or not dotted.strip():
         near = nearest_key(dotted.strip().rpartition(".")[2])
@@ -127,7 +134,12 @@ def _apply_override(content: dict, override: str) -> None:
         raise UserError(f"override {_shown(override)}: {error}") from None
     except _YAML_ERRORS:
         raise UserError(f"override '{override}': the value is not valid YAML; quote it") from None
-    *parents, last = dotted.strip().split(".")
+    overridden.add(dotted.strip())
+    current = RENAMED.get(dotted.strip(), dotted.strip())
+    for old, new in RENAMED.items():
+        if new == current and {old, new} <= overridden:
+            raise UserError(both_given(old))
+    *parents, last = current.split(".")
     target = content
     for parent in parents:
         target = target.setdefault(parent, {})
@@ -143,7 +155,7 @@ def build(cls: type[Config], content: Mapping[str, Any], where: str = "") -> Con
         UserError: as ``load``.
     """
     mistakes = Mistakes()
-    config = _build(cls, content, where, set(), mistakes)
+    config = _build(cls, current_names(content, where, mistakes), where, set(), mistakes)
     mistakes.raise_if_any()
     return config
 

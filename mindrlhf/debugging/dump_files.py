@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.sections import RunSection
-from mindrlhf.config.watching_sections import CELL_LEVEL, MsprobeSection
+from mindrlhf.config.observe import CELL_LEVEL, MsprobeSection
+from mindrlhf.config.run import RunSection
 from mindrlhf.debugging import dump_paths as layout
 from mindrlhf.debugging.statistics import describe
 from mindrlhf.errors import RunFailure, UserError

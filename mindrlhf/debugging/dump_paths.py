@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mindrlhf.config.watching_sections import STAGES
+from mindrlhf.config.observe import STAGES
 
 DEFAULT_NAME = "dump"  # in the run's output directory
 # File names as msprobe has them.

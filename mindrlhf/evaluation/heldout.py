@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mindrlhf.config.evaluation.section import PASS_AT_K
+from mindrlhf.config.evaluation import PASS_AT_K
+from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.evaluation.statistics import bootstrap_interval, pass_at_k
 from mindrlhf.observe.fingerprint import digest_json

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindrlhf.config.reward import REWARD_MODEL_NAME
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import REWARD_MODEL_NAME
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
 from mindrlhf.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindrlhf.config.parse import build, read_yaml
-from mindrlhf.config.sections import RewardSection, SandboxSection
+from mindrlhf.config.reward import RewardSection, SandboxSection
 from mindrlhf.errors import UserError
 from mindrlhf.evaluation.heldout import accuracy_of
 from mindrlhf.observe.records import read_jsonl

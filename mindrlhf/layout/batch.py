@@ -58,17 +58,17 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
             f"it, for example training.row_lengths=[{2 * config.rollout.max_response_length}]"
         )
     micro_batch_num = parallel.micro_batch_num
-    if training.batch_size % micro_batch_num:
+    if training.micro_batch_size % micro_batch_num:
         raise UserError(
-            f"'training.batch_size' is {training.batch_size}, which does not divide into "
+            f"'training.micro_batch_size' is {training.micro_batch_size}, which does not divide into "
             f"parallel_config.micro_batch_num = {micro_batch_num} equal pipeline micro-batches: set it to "
-            f"{-(-training.batch_size // micro_batch_num) * micro_batch_num}"
+            f"{-(-training.micro_batch_size // micro_batch_num) * micro_batch_num}"
         )
     row_length = max(training.row_lengths)
     num_prompts = training.chunk_size * training.num_rollouts
     num_samples = num_prompts * config.algorithm.num_generations
     per_update = -(-num_samples // training.num_minibatches)
-    num_micro_batches = -(-per_update // (training.batch_size * data_parallel))
+    num_micro_batches = -(-per_update // (training.micro_batch_size * data_parallel))
     return BatchPlan(
         num_prompts=num_prompts,
         num_samples=num_samples,
@@ -77,12 +77,12 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
         max_prompt_length=row_length - config.rollout.max_response_length,
         num_samples_per_update=per_update,
         num_rows_per_update=per_update,
-        rows_per_micro_batch=training.batch_size,
+        rows_per_micro_batch=training.micro_batch_size,
         num_micro_batches_per_rank=num_micro_batches,
         num_pipeline_micro_batches=micro_batch_num,
-        rows_per_pipeline_micro_batch=training.batch_size // micro_batch_num,
+        rows_per_pipeline_micro_batch=training.micro_batch_size // micro_batch_num,
         num_updates=training.num_minibatches * training.num_iterations,
-        num_tokens_per_update=num_micro_batches * data_parallel * training.batch_size * row_length,
+        num_tokens_per_update=num_micro_batches * data_parallel * training.micro_batch_size * row_length,
         max_response_tokens=num_samples * config.rollout.max_response_length,
     )
 
@@ -97,7 +97,7 @@ def check_micro_batches(layout: Layout, batch: BatchPlan) -> None:
         raise UserError(
             f"'parallel_config.micro_batch_num' is {batch.num_pipeline_micro_batches}, but a pipeline of "
             f"{layout.pipeline_stage} stages needs at least {layout.pipeline_stage}: set it to that, and "
-            "training.batch_size to a multiple"
+            "training.micro_batch_size to a multiple"
         )
     parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
     if batch.row_length % parts:
@@ -126,17 +126,18 @@ def batch_lines(config: GrpoConfig, batch: BatchPlan, data_parallel: int) -> lis
          f"{training.num_minibatches}"),
         ("rows per update, at most", f"{batch.num_rows_per_update:,}", _row_words(config, batch)),
         ("micro-batches per rank and update", f"{batch.num_micro_batches_per_rank:,}",
-         f"{batch.num_rows_per_update:,} rows / (batch_size {training.batch_size} x data_parallel {data_parallel}), "
+         f"{batch.num_rows_per_update:,} rows / (micro_batch_size {training.micro_batch_size} x data_parallel "
+         f"{data_parallel}), "
          "rounded up"),
     ]  # fmt: skip
     if batch.num_pipeline_micro_batches > 1:
         lines.append(
             ("rows per pipeline micro-batch", f"{batch.rows_per_pipeline_micro_batch:,}",
-             f"batch_size {training.batch_size} / micro_batch_num {batch.num_pipeline_micro_batches}")
+             f"micro_batch_size {training.micro_batch_size} / micro_batch_num {batch.num_pipeline_micro_batches}")
         )  # fmt: skip
     lines += [
         ("positions per update, at most", f"{batch.num_tokens_per_update:,}",
-         f"{batch.num_micro_batches_per_rank:,} x {data_parallel} ranks x {training.batch_size} rows x "
+         f"{batch.num_micro_batches_per_rank:,} x {data_parallel} ranks x {training.micro_batch_size} rows x "
          f"{batch.row_length:,} tokens"),
         ("updates per step", f"{batch.num_updates:,}", f"num_minibatches {training.num_minibatches} x num_iterations "
          f"{training.num_iterations}"),

@@ -2,18 +2,13 @@
 
 from mindrlhf.algorithms import policy_losses
 from mindrlhf.config.derived import correction_weight
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ParallelSection, RolloutSection
+from mindrlhf.config.training import ParallelSection, is_split
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
-
-
-def is_split(parallel: ParallelSection) -> bool:
-    """Whether a run with this `parallel_config` trains in semi-auto-parallel graphs, each rank on shards."""
-    sizes = (parallel.model_parallel, parallel.pipeline_stage, parallel.context_parallel, parallel.expert_parallel)
-    return max(sizes) > 1 or parallel.enable_parallel_optimizer
 
 
 def check_tokens_only(config: GrpoConfig, context_parallel: int) -> None:
@@ -61,7 +56,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
         raise UserError(
             f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch "
             f"has {batch.rows_per_pipeline_micro_batch} "
-            f"rows (training.batch_size / micro_batch_num): set training.batch_size to a multiple of "
+            f"rows (training.micro_batch_size / micro_batch_num): set training.micro_batch_size to a multiple of "
             f"{interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
@@ -82,23 +77,23 @@ def check_model(dims: ModelDims, layout: Layout) -> None:
 
 
 def check_rows(
-    parallel: ParallelSection, layout: Layout, row_lengths: tuple[int, ...], batch_size: int, section: str
+    parallel: ParallelSection, layout: Layout, row_lengths: tuple[int, ...], micro_batch_size: int, section: str
 ) -> None:
     """Check that the rows of training on fixed data divide over what shares them.
 
     Args:
-        batch_size: rows per micro-batch and replica.
-        section: of the config, that has `batch_size` and `row_lengths`.
+        micro_batch_size: rows per micro-batch and replica.
+        section: of the config, that has `micro_batch_size` and `row_lengths`.
 
     Raises:
         UserError: they do not.
     """
     num_parts = parallel.micro_batch_num * parallel.micro_batch_interleave_num
-    if batch_size % num_parts:
+    if micro_batch_size % num_parts:
         raise UserError(
-            f"'{section}.batch_size' is {batch_size}, which does not divide into {num_parts} parts "
+            f"'{section}.micro_batch_size' is {micro_batch_size}, which does not divide into {num_parts} parts "
             "(micro_batch_num * micro_batch_interleave_num of parallel_config): set it to "
-            f"{-(-batch_size // num_parts) * num_parts}"
+            f"{-(-micro_batch_size // num_parts) * num_parts}"
         )
     num_ranks = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
     for length in row_lengths:

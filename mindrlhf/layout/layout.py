@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
-from mindrlhf.config.derived import resolve_data_parallel
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection, resolve_data_parallel
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout, mixed_radix
 from mindrlhf.specs.rules import VISION_PREFIX

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.layout.layout import Layout
 
 # Tokens of each rank that shares a row: MindFormers' attention kernels work on blocks of so many.

@@ -1,6 +1,6 @@
 """Which nodes each rollout server lies on: within one, or over several whole ones."""
 
-from mindrlhf.config.sections import RolloutSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
 
 Places = list[tuple[int, ...]]  # the nodes of each server, in order; the first owns it

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindrlhf.config.memory.section import WHOLE, MemorySection
+from mindrlhf.config.memory import WHOLE, MemorySection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout
 from mindrlhf.models.recompute import set_recompute

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mindrlhf.config.lora_section import LoraSection
-from mindrlhf.config.memory.section import WHOLE, MemorySection
-from mindrlhf.config.sections import ModelSection, RunSection
+from mindrlhf.config.memory import WHOLE, MemorySection
+from mindrlhf.config.model import LoraSection, ModelSection
+from mindrlhf.config.run import RunSection
 from mindrlhf.models.causal_lm import CausalLM, build_model
 from mindrlhf.models.lora.model import attach_lora
 from mindrlhf.specs import find_spec, scorer_config

@@ -2,7 +2,7 @@
 
 from mindspore import nn
 
-from mindrlhf.config.memory.section import ACTIVATION, ATTENTION, MLP, NORMS, MemorySection
+from mindrlhf.config.memory import ACTIVATION, ATTENTION, MLP, NORMS, MemorySection
 
 # Cells and operators of a layer, by role.
 _PATHS = {

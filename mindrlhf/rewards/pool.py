@@ -15,7 +15,7 @@ from mindrlhf.rewards.types import RewardInput, RewardResult
 from mindrlhf.rewards.worker_process import Task
 
 if TYPE_CHECKING:
-    from mindrlhf.config.sections import RewardSection
+    from mindrlhf.config.reward import RewardSection
 
 DEFAULT_MEMORY_LIMIT_MIB = 4096
 

@@ -8,7 +8,7 @@ from mindrlhf.errors import UserError
 from mindrlhf.rewards import registry
 
 if TYPE_CHECKING:
-    from mindrlhf.config.sections import RewardSection
+    from mindrlhf.config.reward import RewardSection
     from mindrlhf.data.mindrecord import PromptFile
 
 # Rewards and weights beyond it would overflow the float32 of training when they are multiplied.

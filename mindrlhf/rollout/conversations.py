@@ -37,7 +37,7 @@ from mindrlhf.tools.episodes import EpisodePool, read_step
 from mindrlhf.tools.pool import ToolPool
 
 if TYPE_CHECKING:
-    from mindrlhf.config.sections import ToolSection
+    from mindrlhf.config.reward import ToolSection
     from mindrlhf.rollout.samples import Sample
 
 CUT_MARK = " [cut]"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mindrlhf
-from mindrlhf.config.sections import RolloutSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.rollout.pool import GeneratorPool, Unfinished
 from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams

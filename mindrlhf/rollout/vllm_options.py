@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindrlhf.config.sections import RolloutSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.hf import read_hf_config

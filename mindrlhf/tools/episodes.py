@@ -11,7 +11,7 @@ from mindrlhf.tools.environments import PREFIX
 from mindrlhf.tools.pool import ToolPool
 
 if TYPE_CHECKING:
-    from mindrlhf.config.sections import ToolSection
+    from mindrlhf.config.reward import ToolSection
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mindrlhf.tools.calls import ToolAnswer, ToolCall
 from mindrlhf.tools.registry import check
 
 if TYPE_CHECKING:
-    from mindrlhf.config.sections import ToolSection
+    from mindrlhf.config.reward import ToolSection
 
 START_TIMEOUT_S = 120.0
 CHECK_INTERVAL_S = 0.25

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, Row, TokenSequence, fill_rows, first_positions, padding_rows, plan_rows
 from mindrlhf.layout.packing import Piece, RowCost, cut, deal_rows, micro_batch_sizes, plan_best_fit
 from mindrlhf.training.distillation.rows import asked_together, plan_by_teacher, with_teachers

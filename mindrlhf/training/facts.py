@@ -12,7 +12,7 @@ from typing import Any
 
 import mindrlhf
 from mindrlhf.algorithms import advantages
-from mindrlhf.config.distillation.references import path_keys
+from mindrlhf.config.derived import path_keys
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.launch.nodes.facts import MISSING, Fact

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindrlhf.config.parse import write_config
+from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.fingerprint import data_fingerprint
 from mindrlhf.data.stream import PromptStream
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.observe.records import JsonlWriter
 from mindrlhf.observe.report import REPORT_NAME
 from mindrlhf.observe.run_data import STARTS_NAME

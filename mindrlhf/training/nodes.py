@@ -4,7 +4,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from mindrlhf.config.sections import COLLECTIVES, TCP
+from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.errors import RunFailure
 from mindrlhf.layout.servers import Places
 from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_nodes, remotes
@@ -34,7 +34,7 @@ def attach_boards(
     Args:
         path: of the board that rank 0 has made; the first ranks of other nodes make theirs now.
         dtype, bucket_bytes: that rank 0 has made it with.
-        carrier: `rollout.weights_carrier`.
+        carrier: `rollout.weights_transport`.
     """
     firsts = {ranks[0] for ranks in nodes[1:]}
     wanted = [

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.state import CRITIC_NAME
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.distillation.references import is_base, reference_paths
+from mindrlhf.config.derived import is_base, needs_critic, reference_paths
+from mindrlhf.config.observe import CELL_LEVEL
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.watching_sections import CELL_LEVEL
+from mindrlhf.config.training import is_split
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.debugging.dump_files import dump_dir
 from mindrlhf.evaluation.comparison import summary_text, write_summary
 from mindrlhf.evaluation.heldout import HeldOut, accuracy_verifier
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.packing import row_cost
 from mindrlhf.layout.servers import Places, place_servers
 from mindrlhf.observe.fingerprint import FINGERPRINT_NAME, FingerprintWriter
@@ -54,7 +53,7 @@ from mindrlhf.training.nodes import attach_boards, connect_generators, find_need
 from mindrlhf.training.preflight import FINAL_NAME, RunInputs, check_grpo_inputs, check_sandbox
 from mindrlhf.training.profiling.ranks import profile_dir
 from mindrlhf.training.replica_team import with_replicas
-from mindrlhf.training.routing.checks import replayed_experts
+from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.runtime import Rank, num_nodes_from_environment, num_ranks_from_environment
 from mindrlhf.training.team import Team
 from mindrlhf.weights.hf import read_hf_config
@@ -135,10 +134,10 @@ class ReinforcementTraining(life_cycle.Training):
         self._ranks = ranks = Team(worker, connections)
         self.team = with_replicas(config.parallel_config, ranks)
         stack.callback(self.team.close)
-        form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.board_gib * 2**30)}
+        form = {"dtype": config.rollout.dtype, "bucket_bytes": int(config.rollout.weight_buffer_gib * 2**30)}
         board = stack.enter_context(worker.create_board(**form))
         nodes = find_nodes(ranks)
-        attach_boards(ranks, nodes, board.path, carrier=config.rollout.weights_carrier, **form)
+        attach_boards(ranks, nodes, board.path, carrier=config.rollout.weights_transport, **form)
         if self._spans_nodes:
             self._generator = start_spanning(ranks, nodes, self._places)
             stack.callback(self._share.close)  # before the team, whose ranks end the parts on their nodes
@@ -152,7 +151,7 @@ class ReinforcementTraining(life_cycle.Training):
         self._policy = Policy(self.team, board)
         self.order = _prompt_order(config, inputs)
         training = config.training
-        plain = RowOptions(inputs.row_lengths, training.batch_size, self.team.world_size, training.pack)
+        plain = RowOptions(inputs.row_lengths, training.micro_batch_size, self.team.world_size, training.pack)
         hf_config = read_hf_config(config.model.path)
         self._rows = dataclasses.replace(
             plain,
@@ -290,7 +289,7 @@ def start_servers(
 
 def _prompt_order(config: GrpoConfig, inputs: RunInputs) -> PromptStream:
     # How many prompts such a step takes is not known before: the number of steps is what ends the run.
-    is_open = config.algorithm.dynamic_sampling or config.rollout.span_tokens > 0
+    is_open = config.algorithm.dynamic_sampling or config.rollout.segment_tokens > 0
     num_epochs = None if is_open else config.training.epochs
     return PromptStream(len(inputs.prompts), config.run.seed, config.data.shuffle, num_epochs)
 
@@ -317,7 +316,7 @@ def _build_whole_actor(config: GrpoConfig, inputs: RunInputs, rank: Rank):
 
     model, algorithm, device = config.model, config.algorithm, config.run.device
     length, temperature = inputs.row_lengths[-1], config.rollout.temperature
-    options: dict = {"memory": config.memory, "num_image_rows": config.training.batch_size * length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.training.micro_batch_size * length}
     tile = config.memory.head_tile
     network = load_model(model, model.path, config.run, length, config.lora, **options)
     loss = build_policy_loss(config, build_policy_logprobs(config, network))

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindrlhf.config.sections import ParallelSection
-from mindrlhf.layout.feasibility import is_split
+from mindrlhf.config.training import ParallelSection, is_split
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.records import merge
 from mindrlhf.training.team import Results, Team

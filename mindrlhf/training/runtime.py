@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindrlhf.config.sections import ParallelSection, RunSection
+from mindrlhf.config.run import RunSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.processor import OPENBLAS_CORE_VARIABLE
 

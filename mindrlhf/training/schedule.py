@@ -2,7 +2,7 @@
 
 import math
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 
 
 def learning_rate(options: OptimizerSection, update: int, num_updates: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 from mindspore import nn
 
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.models.context import prepare_mindformers
 from mindrlhf.training.worker.cells import OptimizerStep, make_accumulators, make_optimizer

@@ -7,18 +7,21 @@ import json
 import pytest
 
 from mindrlhf.checkpoint.resume import DECAY_KEYS, FREE_KEYS, YOUNGER_KEYS, check_resumable, config_differences
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 
 
 def make_config(kind=GrpoConfig, **optimizer):
-    reward = {"reward": sections.RewardSection(verifier_function=("accuracy_reward",))} if kind is GrpoConfig else {}
+    reward = {"reward": RewardSection(verifier_function=("accuracy_reward",))} if kind is GrpoConfig else {}
     return dataclasses.asdict(
         kind(
-            model=sections.ModelSection(path="models/small"),
-            data=sections.DataSection(train_file="train.mindrecord", tokenizer_dir="models/small"),
-            optimizer=sections.OptimizerSection(**optimizer),
+            model=ModelSection(path="models/small"),
+            data=DataSection(train_file="train.mindrecord", tokenizer_dir="models/small"),
+            optimizer=OptimizerSection(**optimizer),
             **reward,
         )
     )
@@ -82,7 +85,7 @@ def test_each_key_is_free_or_refused_with_both_values(key):
     "key",
     [
         "model.path", "data.train_file", "data.tokenizer_dir", "run.seed", "algorithm.num_generations",
-        "algorithm.beta", "training.chunk_size", "training.num_rollouts", "training.batch_size",
+        "algorithm.beta", "training.chunk_size", "training.num_rollouts", "training.micro_batch_size",
         "training.num_minibatches", "rollout.temperature", "reward.verifier_function", "optimizer.start_lr",
     ],
 )  # fmt: skip

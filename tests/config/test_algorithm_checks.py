@@ -6,11 +6,10 @@ import pytest
 import yaml
 
 from mindrlhf.algorithms import advantages, policy_losses
-from mindrlhf.config import sections
+from mindrlhf.config.algorithm import CORRECTIONS, PRESETS, AlgorithmSection, CorrectionSection
 from mindrlhf.config.derived import correction_weight, is_corrected, is_on_policy
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.config.parse import write_config
-from mindrlhf.config.presets import CORRECTIONS, PRESETS
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t", "reward.verifier_function=accuracy_reward"]
@@ -139,13 +138,13 @@ RULES = {
         ["correction.bypass=false"],
     ),
     "old samples without correction": (
-        ["rollout.ahead=1", "correction.weight=none"],
-        ["'correction.weight' is none", "rollout.ahead", "set it to auto, or 'correction.bypass' to true"],
+        ["rollout.off_policy_steps=1", "correction.weight=none"],
+        ["'correction.weight' is none", "rollout.off_policy_steps", "set it to auto, or 'correction.bypass' to true"],
         ["correction.bypass=true"],
     ),
     "old tokens without correction": (
-        ["rollout.span_tokens=64", "correction.weight=none"],
-        ["'correction.weight' is none", "rollout.span_tokens", "set it to auto"],
+        ["rollout.segment_tokens=64", "correction.weight=none"],
+        ["'correction.weight' is none", "rollout.segment_tokens", "set it to auto"],
         ["correction.weight=auto"],
     ),
     "a preset and a loss of other ratios": (
@@ -231,12 +230,12 @@ def test_a_mistyped_part_is_met_with_the_choices(load, name):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fills_in_what_is_not_given(load, preset):
-    plain = sections.AlgorithmSection()
+    plain = AlgorithmSection()
     algorithm = load(f"algorithm.name={preset}", *model_of(preset)).algorithm
     for name, value in PRESETS[preset].items():
         assert getattr(algorithm, name) == value
         assert value is not None and name != "num_generations"
-    untouched = sections.AlgorithmSection.__dataclass_fields__.keys() - PRESETS[preset].keys() - {"name"}
+    untouched = AlgorithmSection.__dataclass_fields__.keys() - PRESETS[preset].keys() - {"name"}
     assert {name: getattr(algorithm, name) for name in untouched} == {name: getattr(plain, name) for name in untouched}
     assert algorithm.advantage in advantages.names() and algorithm.loss in policy_losses.names()
 
@@ -261,24 +260,26 @@ def test_what_a_run_wrote_loads_again(load, preset, tmp_path):
 
 @pytest.mark.parametrize("preset", CORRECTIONS)
 def test_a_preset_of_the_correction_fills_in_what_is_not_given_and_loads_again(load, preset, tmp_path):
-    plain = sections.CorrectionSection()
-    config = load(f"correction.preset={preset}", "rollout.ahead=1")
-    for name in sections.CorrectionSection.__dataclass_fields__.keys() - {"preset"}:
+    plain = CorrectionSection()
+    config = load(f"correction.preset={preset}", "rollout.off_policy_steps=1")
+    for name in CorrectionSection.__dataclass_fields__.keys() - {"preset"}:
         assert getattr(config.correction, name) == CORRECTIONS[preset].get(name, getattr(plain, name))
     write_config(config, tmp_path)
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())["correction"]
-    again = load("rollout.ahead=1", *[f"correction.{name}={json.dumps(value)}" for name, value in values.items()])
+    written = [f"correction.{name}={json.dumps(value)}" for name, value in values.items()]
+    again = load("rollout.off_policy_steps=1", *written)
     assert again.correction == config.correction
     assert load("correction.preset=icepop", "correction.mask_high=3").correction.mask_high == 3
 
 
 def test_old_samples_are_corrected_and_old_logprobs_are_the_updates_own(load):
-    assert correction_weight(load("rollout.ahead=1")) == "token" and is_corrected(load("rollout.ahead=1"))
-    assert correction_weight(load("rollout.ahead=1", "algorithm.name=gspo")) == "sequence"
-    assert not is_corrected(load("rollout.ahead=1", "correction.bypass=true"))
-    assert is_on_policy(load("rollout.ahead=1")) and is_on_policy(load("rollout.ahead=1", "algorithm.name=dapo"))
+    older = load("rollout.off_policy_steps=1")
+    assert correction_weight(older) == "token" and is_corrected(older)
+    assert correction_weight(load("rollout.off_policy_steps=1", "algorithm.name=gspo")) == "sequence"
+    assert not is_corrected(load("rollout.off_policy_steps=1", "correction.bypass=true"))
+    assert is_on_policy(older) and is_on_policy(load("rollout.off_policy_steps=1", "algorithm.name=dapo"))
     assert not is_on_policy(load("algorithm.name=dapo"))
-    assert not is_on_policy(load("rollout.ahead=1", "training.num_iterations=2"))
+    assert not is_on_policy(load("rollout.off_policy_steps=1", "training.num_iterations=2"))
 
 
 def test_correction_is_on_where_the_numerics_differ(load):

@@ -139,16 +139,21 @@ RULES = {
         1,
     ),
     "samples of the starting weights only": (
-        ["rollout.ahead=2", "run.max_steps=2"],
-        ["'rollout.ahead' is 2", "run.max_steps = 2", "set it below 2"],
+        ["rollout.off_policy_steps=2", "run.max_steps=2"],
+        ["'rollout.off_policy_steps' is 2", "run.max_steps = 2", "set it below 2"],
         ["run.max_steps=3"],
         1,
     ),
-    "steps ahead below 0": (["rollout.ahead=-1"], ["'rollout.ahead' is -1", "at least 0"], ["rollout.ahead=0"], 1),
+    "steps ahead below 0": (
+        ["rollout.off_policy_steps=-1"],
+        ["'rollout.off_policy_steps' is -1", "at least 0"],
+        ["rollout.off_policy_steps=0"],
+        1,
+    ),
     "spans longer than responses": (
-        ["rollout.span_tokens=512"],
-        ["'rollout.span_tokens' is 512", "rollout.max_response_length = 512", "set it lower"],
-        ["rollout.span_tokens=128"],
+        ["rollout.segment_tokens=512"],
+        ["'rollout.segment_tokens' is 512", "rollout.max_response_length = 512", "set it lower"],
+        ["rollout.segment_tokens=128"],
         1,
     ),
     "guesses that vLLM would judge": (
@@ -158,25 +163,25 @@ RULES = {
         1,
     ),
     "weights by a network that CPUs do not have": (
-        ["rollout.weights_carrier=collectives"],
-        ["'rollout.weights_carrier' is collectives", "run.device=cpu", "set tcp"],
-        ["rollout.weights_carrier=tcp"],
+        ["rollout.weights_transport=collectives"],
+        ["'rollout.weights_transport' is collectives", "run.device=cpu", "set tcp"],
+        ["rollout.weights_transport=tcp"],
         1,
     ),
     "spans and sampling ahead": (
-        ["rollout.span_tokens=128", "rollout.ahead=1"],
-        ["'rollout.span_tokens' is 128", "rollout.ahead", "leave one of them out"],
-        ["rollout.ahead=0"],
+        ["rollout.segment_tokens=128", "rollout.off_policy_steps=1"],
+        ["'rollout.segment_tokens' is 128", "rollout.off_policy_steps", "leave one of them out"],
+        ["rollout.off_policy_steps=0"],
         1,
     ),
     "spans and dynamic sampling": (
-        ["rollout.span_tokens=128", "algorithm.name=dapo"],
+        ["rollout.segment_tokens=128", "algorithm.name=dapo"],
         ["does not work with algorithm.dynamic_sampling"],
         ["algorithm.dynamic_sampling=false"],
         1,
     ),
     "spans and an environment": (
-        ["rollout.span_tokens=128", "tools.environment=gymnasium"],
+        ["rollout.segment_tokens=128", "tools.environment=gymnasium"],
         ["does not work with tools.environment"],
         ["tools.environment=''"],
         1,
@@ -188,37 +193,37 @@ RULES = {
         1,
     ),
     "spans and tools": (
-        ["rollout.span_tokens=128", "tools.names=calculator"],
+        ["rollout.segment_tokens=128", "tools.names=calculator"],
         ["does not work with tools.names"],
         ["tools.names=[]"],
         1,
     ),
     "spans and greedy baselines": (
-        ["rollout.span_tokens=128", "algorithm.advantage=remax"],
+        ["rollout.segment_tokens=128", "algorithm.advantage=remax"],
         ["does not work with algorithm.advantage: remax"],
         ["algorithm.advantage=grpo"],
         1,
     ),
     "bounds of no spans": (
-        ["rollout.max_spans=3"],
-        ["'rollout.max_spans' is set", "rollout.span_tokens above 0"],
-        ["rollout.span_tokens=128"],
+        ["rollout.max_segments=3"],
+        ["'rollout.max_segments' is set", "rollout.segment_tokens above 0"],
+        ["rollout.segment_tokens=128"],
         1,
     ),
     "asynchronous sampling in step": (
-        ["rollout.asynchronous=true", "rollout.span_tokens=64"],
-        ["'rollout.asynchronous' is true, which needs rollout.ahead", "2 is usual"],
-        ["rollout.ahead=2"],
+        ["rollout.asynchronous=true", "rollout.segment_tokens=64"],
+        ["'rollout.asynchronous' is true, which needs rollout.off_policy_steps", "2 is usual"],
+        ["rollout.off_policy_steps=2"],
         1,
     ),
     "asynchronous sampling of whole responses": (
-        ["rollout.asynchronous=true", "rollout.ahead=2"],
-        ["needs rollout.span_tokens, and that is 0", "64 is usual"],
-        ["rollout.span_tokens=64"],
+        ["rollout.asynchronous=true", "rollout.off_policy_steps=2"],
+        ["needs rollout.segment_tokens, and that is 0", "64 is usual"],
+        ["rollout.segment_tokens=64"],
         1,
     ),
     "in flight by the bound": (
-        ["rollout.asynchronous=true", "rollout.ahead=2", "rollout.span_tokens=64", "rollout.in_flight=2"],
+        ["rollout.asynchronous=true", "rollout.off_policy_steps=2", "rollout.segment_tokens=64", "rollout.in_flight=2"],
         ["'rollout.in_flight' is set", "without rollout.asynchronous"],
         ["rollout.in_flight=1.5"],
         1,
@@ -230,14 +235,14 @@ RULES = {
         1,
     ),
     "a reward model that is busy": (
-        ["rollout.ahead=1", "reward.model_path=r"],
-        ["'rollout.ahead' is 1", "reward.model_path", "set it to 0"],
-        ["rollout.ahead=0"],
+        ["rollout.off_policy_steps=1", "reward.model_path=r"],
+        ["'rollout.off_policy_steps' is 1", "reward.model_path", "set it to 0"],
+        ["rollout.off_policy_steps=0"],
         1,
     ),
     "devices that are busy": (
-        ["rollout.ahead=1", "run.device=ascend"],
-        ["'rollout.ahead' is 1", "devices of its own", "ASCEND_RT_VISIBLE_DEVICES"],
+        ["rollout.off_policy_steps=1", "run.device=ascend"],
+        ["'rollout.off_policy_steps' is 1", "devices of its own", "ASCEND_RT_VISIBLE_DEVICES"],
         ["rollout.env={ASCEND_RT_VISIBLE_DEVICES: 8}"],
         1,
     ),
@@ -338,9 +343,9 @@ def test_data_parallel_is_what_the_world_size_leaves(empty):
 
 def test_supervised_rows_divide_among_ranks_and_micro_batches(empty):
     base = BASE[:3]
-    load_sft_config(empty, [*base, "supervised.rows_per_step=32", "supervised.batch_size=8"], world_size=4)
+    load_sft_config(empty, [*base, "supervised.rows_per_step=32", "supervised.micro_batch_size=8"], world_size=4)
     with pytest.raises(UserError, match=r"'supervised.rows_per_step' is 36, .* = 32: set it to 64"):
-        load_sft_config(empty, [*base, "supervised.rows_per_step=36", "supervised.batch_size=8"], world_size=4)
+        load_sft_config(empty, [*base, "supervised.rows_per_step=36", "supervised.micro_batch_size=8"], world_size=4)
 
 
 def test_supervised_training_has_no_reference(empty):

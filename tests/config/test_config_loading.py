@@ -110,9 +110,9 @@ def test_a_value_out_of_range_names_the_bound(write, override, expected):
 
 
 def test_overrides_win_over_the_file_and_over_earlier_ones(write):
-    path = write("training: {chunk_size: 2, batch_size: 3}")
+    path = write("training: {chunk_size: 2, micro_batch_size: 3}")
     config = load_grpo_config(path, [*ALL_REQUIRED, "training.chunk_size=5", "training.chunk_size=7"])
-    assert (config.training.chunk_size, config.training.batch_size) == (7, 3)
+    assert (config.training.chunk_size, config.training.micro_batch_size) == (7, 3)
 
 
 def test_values_as_people_write_them(write):
@@ -170,7 +170,7 @@ def test_given_keys_are_those_of_file_and_overrides(write):
 def test_a_supervised_config_has_its_own_keys(write):
     overrides = [override for override in ALL_REQUIRED if not override.startswith("reward.")]
     config = load_sft_config(write("supervised: {rows_per_step: 32}"), overrides)
-    assert (config.supervised.rows_per_step, config.supervised.batch_size) == (32, 8)
+    assert (config.supervised.rows_per_step, config.supervised.micro_batch_size) == (32, 8)
     with pytest.raises(UserError, match="^unknown key 'rollout'"):
         load_sft_config(write("rollout: {temperature: 1}"), overrides)
 

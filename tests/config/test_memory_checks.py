@@ -3,8 +3,7 @@
 import pytest
 
 from mindrlhf.config.load import load_dpo_config, load_grpo_config, load_reward_model_config, load_sft_config
-from mindrlhf.config.memory.checks import check_num_layers
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection, check_num_layers
 from mindrlhf.errors import UserError
 
 BASE = ["model.path=m", "data.train_file=p", "data.tokenizer_dir=t"]
@@ -54,7 +53,7 @@ def test_a_reward_model_has_no_logits(load):
 
 def test_offloading_needs_a_generator_on_the_same_devices(load):
     assert load("train", ASCEND, "memory.offload_optimizer=true").memory.offload_optimizer
-    ahead = ["rollout.ahead=1", "rollout.env={ASCEND_RT_VISIBLE_DEVICES: '8'}"]
+    ahead = ["rollout.off_policy_steps=1", "rollout.env={ASCEND_RT_VISIBLE_DEVICES: '8'}"]
     for kind, more in (("train", ahead), ("sft", []), ("dpo", []), ("rm", [])):
         with pytest.raises(UserError, match="no generator takes turns"):
             load(kind, ASCEND, "memory.offload_optimizer=true", *more)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rewound import set_arrays
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 
 # The first is larger than a block of the host step, the last ones are not decayed.
 SHAPES = {"matrix": (300, 250), "square": (3, 3), "norm": (250,), "bias": (1,)}

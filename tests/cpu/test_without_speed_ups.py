@@ -71,7 +71,7 @@ def learn(is_tied: bool, log_dir: Path):
     """Return the learner, log-probabilities before two updates, the norms of these, and the weights after them."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import SupervisedLoss
-    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.batch import RowOptions, make_batch

@@ -6,10 +6,10 @@ import importlib.util
 import numpy as np
 import pytest
 
+from mindrlhf.config.observe import MsprobeSection
 from mindrlhf.config.parse import build
+from mindrlhf.config.run import RunSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import RunSection
-from mindrlhf.config.watching_sections import MsprobeSection
 from mindrlhf.debugging import dump_files
 from mindrlhf.errors import RunFailure, UserError
 
@@ -81,18 +81,18 @@ VALUES = {
     ],
 )
 def test_mistakes_in_the_section(section, message):
-    from mindrlhf.config.checks import check_grpo
+    from mindrlhf.config.load import check_config
 
     with pytest.raises(UserError, match=message):
         config = build(GrpoConfig, {**VALUES, "msprobe": {"enabled": True, **section}})
-        check_grpo(config, frozenset({"msprobe.enabled"}), 1)
+        check_config(config, frozenset({"msprobe.enabled"}), 1)
 
 
 def test_keys_without_the_switch_are_pointed_out():
-    from mindrlhf.config.checks import check_grpo
+    from mindrlhf.config.load import check_config
 
     config = build(GrpoConfig, {**VALUES, "msprobe": {"last_step": 3}})
     with pytest.raises(UserError, match="'msprobe.last_step' is set, but msprobe.enabled is not"):
-        check_grpo(config, frozenset({"msprobe.last_step"}), 1)
+        check_config(config, frozenset({"msprobe.last_step"}), 1)
     disabled = dataclasses.replace(config, msprobe=MsprobeSection(enabled=False, last_step=3))
-    check_grpo(disabled, frozenset({"msprobe.last_step", "msprobe.enabled"}), 1)
+    check_config(disabled, frozenset({"msprobe.last_step", "msprobe.enabled"}), 1)

@@ -41,7 +41,7 @@ def actor_maker(model: Path, directory: Path, *changes: str) -> Callable[[], obj
         "data.train_file=prompts.mindrecord",
         "reward.verifier_function=accuracy_reward",
         "rollout.max_response_length=8",
-        f"training.batch_size={ROWS}",
+        f"training.micro_batch_size={ROWS}",
     )
     config = load_grpo_config(path, [*common, *changes])
     return lambda: _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))

@@ -46,7 +46,7 @@ def exchange(work: dict, directory: Path, rank: int) -> None:
     import mindspore as ms
     from mindspore.communication import init
 
-    from mindrlhf.config.sections import ParallelSection
+    from mindrlhf.config.training import ParallelSection
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank, start_parallel
     from mindrlhf.weights.board import WeightBoard

@@ -207,7 +207,7 @@ def plain_learner(network):
     from mindrlhf.algorithms import policy_losses
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import PolicyLoss
-    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner
 

@@ -12,7 +12,7 @@ import sanity_inputs
 from execution_cases import EPSILON, IS_LAST, KL_COEFFICIENT, LEARNING_RATE, NUM_ROWS, ROW_LENGTH, hf_weights
 from machines import Machines
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import GRADIENTS, CompileRequest, compile_ranks
 from mindrlhf.dryrun.execute.run import ENDED_PREFIX, ExecutionJob, ExecutionResult, execute
 
@@ -139,7 +139,7 @@ def _request(model: dict, name: str, parallel: dict, rank: int, cell: str, root:
         parallel,
         rank=rank,
         seq_length=ROW_LENGTH,
-        batch_size=NUM_ROWS // num_cuts,
+        micro_batch_size=NUM_ROWS // num_cuts,
         compute_dtype="float32",
         epsilon=EPSILON,
         cell=cell,

@@ -5,7 +5,7 @@ import dataclasses
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import TinyVl, config_of
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import UPDATE, VALUE_UPDATE, CompileRequest
 from mindrlhf.specs import scorer_config
 

@@ -106,7 +106,7 @@ def overrides(directory: Path, output_dir: Path, **more: object) -> list[str]:
         "data.tokenizer_dir": directory / "model",
         "algorithm.num_generations": 4,
         "rollout.max_response_length": 16,
-        "training.batch_size": 2,
+        "training.micro_batch_size": 2,
         **{name.replace("__", "."): value for name, value in more.items()},
     }
     return [f"{name}={value}" for name, value in values.items()]

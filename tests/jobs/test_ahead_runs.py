@@ -39,7 +39,7 @@ def kill_while_samples_are_awaited(job: FaultJob, step: int) -> None:
 
 @pytest.mark.parametrize("ahead", [1, pytest.param(2, marks=SLOW)])
 def test_delays_and_kills_while_samples_are_generated_change_nothing(start_job, tmp_path, ahead):
-    recipe = {"rollout__ahead": ahead, "checkpoint__every_steps": 3}
+    recipe = {"rollout__off_policy_steps": ahead, "checkpoint__every_steps": 3}
     undisturbed = start_job(tmp_path / "undisturbed", **recipe)
     assert undisturbed.wait(TIMEOUT_S) == 0, undisturbed.text()
     job = start_job(tmp_path / "run", "--max-restarts", 1, **recipe)
@@ -88,7 +88,7 @@ def load(num_processes: int, longest_rest_s: float):
 def test_runs_under_different_loads_are_the_same_at_every_step(start_job, tmp_path):
     for name, num_processes, longest_rest_s in (("steady", 6, 0.1), ("changing", 3, 3.0)):
         with load(num_processes, longest_rest_s):
-            job = start_job(tmp_path / name, rollout__ahead=1)
+            job = start_job(tmp_path / name, rollout__off_policy_steps=1)
             assert job.wait(TIMEOUT_S) == 0, job.text()
     lines = [sanity_inputs.read_lines(tmp_path / name / "trajectory.jsonl") for name in ("steady", "changing")]
     assert lines[0] == lines[1] and len({line["hash"] for line in lines[0]}) == NUM_STEPS + 1
@@ -96,7 +96,7 @@ def test_runs_under_different_loads_are_the_same_at_every_step(start_job, tmp_pa
 
 @SLOW
 def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job, tmp_path):
-    recipe = {"rollout__span_tokens": 4, "rollout__in_flight": 2, "checkpoint__every_steps": 3}
+    recipe = {"rollout__segment_tokens": 4, "rollout__in_flight": 2, "checkpoint__every_steps": 3}
     undisturbed = start_job(tmp_path / "undisturbed", **recipe)
     assert undisturbed.wait(TIMEOUT_S) == 0, undisturbed.text()
     job = start_job(tmp_path / "run", "--max-restarts", 1, **recipe)
@@ -116,7 +116,7 @@ def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job
 
 @SLOW
 def test_an_asynchronous_run_that_was_killed_is_repeated_from_its_order(start_job, tmp_path):
-    recipe = {"rollout__asynchronous": "true", "rollout__ahead": 2, "rollout__span_tokens": 4}
+    recipe = {"rollout__asynchronous": "true", "rollout__off_policy_steps": 2, "rollout__segment_tokens": 4}
     job = start_job(tmp_path / "run", "--max-restarts", 1, checkpoint__every_steps=3, **recipe)
     job.wait_until(lambda: job.is_in("update", 5))
     killed = job.beat().pid

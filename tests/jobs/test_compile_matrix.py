@@ -9,7 +9,7 @@ import platform
 import pytest
 from layout_matrix import ADAPTERS, HIDDEN, LAYOUTS, SEQ_LENGTH, VOCABULARY, request
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import Collective, compile_ranks
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout

@@ -7,7 +7,7 @@ import pytest
 from layout_matrix import QWEN2, hf_config
 from slow_tests import SLOW
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
 from mindrlhf.dryrun.plan.activations import checkpoint_bytes, layer_bytes, logit_bytes, model_widths
 from mindrlhf.layout.layout import Layout

@@ -78,7 +78,7 @@ def train_plainly(kind: str, model: dict, given: list, lora: dict | None, log_di
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import CoefficientLoss, SupervisedLoss
     from mindrlhf.algorithms.scores import TokenScores
-    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.data.packing import PackedRows
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers

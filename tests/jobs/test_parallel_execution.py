@@ -29,7 +29,7 @@ from execution_cases import (
 from execution_jobs import compile_and_execute, execute_over_machines
 from slow_tests import SLOW
 
-from mindrlhf.config.sections import COLLECTIVES, TCP
+from mindrlhf.config.rollout import COLLECTIVES, TCP
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
 

@@ -104,7 +104,7 @@ def rehearsal(request, tmp_path_factory):
         "data": {"train_file": "none", "tokenizer_dir": "none"},
         "algorithm": {"beta": 0.04 if other == "reference" else 0.0, **ppo},
         "critic": {"path": str(root / "critic") if ppo else ""},
-        "training": {"batch_size": 2},
+        "training": {"micro_batch_size": 2},
         "parallel_config": parallel,
     }
     boards = [make_board(MODEL) for _ in range(2)]

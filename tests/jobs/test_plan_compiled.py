@@ -9,7 +9,7 @@ import pytest
 from layout_matrix import QWEN2, QWEN3, SEQ_LENGTH, hf_config
 from slow_tests import RUNS_SLOW_TESTS
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import CompileRequest, compile_ranks
 from mindrlhf.dryrun.plan.parameters import stage_states, untrained_names
 from mindrlhf.dryrun.plan.plan import accumulates

@@ -11,7 +11,7 @@ from slow_tests import RUNS_SLOW_TESTS, SLOW
 
 pytestmark = pytest.mark.timeout(1800)
 
-IN_BUCKETS = {"rollout__board_gib": 2 * 512 * 64 * 4 / 2**30}  # twice the sanity model's largest tensor
+IN_BUCKETS = {"rollout__weight_buffer_gib": 2 * 512 * 64 * 4 / 2**30}  # twice the sanity model's largest tensor
 TIMEOUT_S = 400  # generous: other work may load the machine
 
 

@@ -116,7 +116,7 @@ def started(network, directory, **rollout):
 
     Other weights come first, by a board that holds all; those of the model come by one that takes them in buckets.
     """
-    from mindrlhf.config.sections import RolloutSection
+    from mindrlhf.config.rollout import RolloutSection
     from mindrlhf.rollout.replicas import start_replicas
 
     (directory / "config.json").write_text(json.dumps(network.hf_config))

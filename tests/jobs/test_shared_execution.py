@@ -20,7 +20,7 @@ from execution_jobs import compile_and_execute
 from slow_tests import SLOW
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS
-from mindrlhf.config.sections import SHARED_PROMPTS
+from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(900), SLOW]
 OPTIONS = {
     "algorithm__name": "distill",
     "run__max_steps": 2,
-    "training__batch_size": 4,
+    "training__micro_batch_size": 4,
     "training__chunk_size": 8,
     "observe__samples_per_step": 32,
     "observe__sample_tokens": "true",

@@ -15,7 +15,7 @@ OPTIONS = {
     "algorithm__name": "distill",
     "algorithm__distill_top_k": K,
     "run__max_steps": NUM_STEPS,
-    "training__batch_size": 4,
+    "training__micro_batch_size": 4,
     "training__chunk_size": 8,
     "optimizer__start_lr": 3e-3,
 }

@@ -64,7 +64,7 @@ def plain(tmp_path_factory):
 
     from mindrlhf.algorithms.scores import TokenScores
     from mindrlhf.algorithms.value_loss import ValueLoss
-    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank

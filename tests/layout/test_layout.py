@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Coordinates, Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout

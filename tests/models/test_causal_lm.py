@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
 
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.errors import UserError
 
 # One layer, where two prove no more and MindSpore would compile three times as long.

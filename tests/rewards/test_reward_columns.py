@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from mindrlhf.config.sections import RewardSection
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.data.handlers import SAMPLE_NAMES
 from mindrlhf.errors import UserError
 from mindrlhf.rewards import registry

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindrlhf.config.sections import RewardSection
+from mindrlhf.config.reward import RewardSection
 from mindrlhf.errors import UserError
 from mindrlhf.rewards.selection import Selection
 

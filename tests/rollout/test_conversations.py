@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from mindrlhf.config.sections import ToolSection
+from mindrlhf.config.reward import ToolSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.conversations import ConversationLimits, Conversations, tool_metrics, with_tools

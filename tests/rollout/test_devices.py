@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindrlhf.config.sections import RolloutSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import UserError
 from mindrlhf.rollout.vllm_options import devices_of
 

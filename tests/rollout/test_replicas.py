@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mindrlhf.config.sections import RolloutSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.rollout import replicas as replicas_module
 from mindrlhf.rollout.replicas import Replicas, find_rollout_python, start_replicas

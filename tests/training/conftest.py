@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 from preflight_cases import NUM_PROMPTS
 
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import TrainingSection
 from mindrlhf.data.mindrecord import Prompt, PromptFileHeader, write_prompt_file
 from mindrlhf.data.tokenizers import load_tokenizer
 from mindrlhf.weights.convert import export_hf, random_hf_weights
@@ -87,13 +91,13 @@ def write_prompts(
 @pytest.fixture
 def config(inputs_dir) -> GrpoConfig:
     return GrpoConfig(
-        model=sections.ModelSection(path=str(inputs_dir / "model")),
-        data=sections.DataSection(
+        model=ModelSection(path=str(inputs_dir / "model")),
+        data=DataSection(
             train_file=str(inputs_dir / "train.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
         ),
-        reward=sections.RewardSection(verifier_function=("accuracy_reward",)),
-        rollout=sections.RolloutSection(max_response_length=20),
-        training=sections.TrainingSection(chunk_size=2, epochs=3),
+        reward=RewardSection(verifier_function=("accuracy_reward",)),
+        rollout=RolloutSection(max_response_length=20),
+        training=TrainingSection(chunk_size=2, epochs=3),
     )
 
 

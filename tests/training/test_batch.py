@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.config.sections import BEST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import BEST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import PackedRows, TokenSequence, plan_rows
 from mindrlhf.layout.packing import RowCost
 from mindrlhf.training.batch import RowOptions, batch_of_rows, make_batch
@@ -217,7 +217,7 @@ def test_the_rows_of_the_quickstart_are_full():
         groups = [(int(prompt), np.clip(random.normal(15, 2.5, 8), 9, 24).astype(int)) for prompt in prompts]
         sequences = make_groups(groups)
         batch = make_batch(
-            sequences, RowOptions(tuple(training["row_lengths"]), training["batch_size"], 2, True, SHARED_PROMPTS)
+            sequences, RowOptions(tuple(training["row_lengths"]), training["micro_batch_size"], 2, True, SHARED_PROMPTS)
         )
         metrics = packing_metrics([batch])
         efficiencies.append(metrics["packing/efficiency"])

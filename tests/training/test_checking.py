@@ -13,9 +13,9 @@ from mindrlhf.config.load import CONFIG_LOADERS, CONFIGS
 from mindrlhf.config.parse import dotted_keys, write_config
 from mindrlhf.errors import UserError
 from mindrlhf.rollout import vllm_options
-from mindrlhf.training.preflight import check_grpo_inputs, check_preference_inputs, check_sft_inputs
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
 
-RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_sft_inputs, "dpo": check_preference_inputs}
+RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_offline_inputs, "dpo": check_offline_inputs}
 
 
 # Half the time went into building the parser, which is the same for every command line.
@@ -140,7 +140,7 @@ def test_an_npu_that_is_not_there_is_an_obstacle_and_no_mistake(contents, run, m
 @pytest.mark.parametrize(("num_ranks", "num_errors"), [(1, 0), (4, 0), (5, 1), (600, 1)])
 def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ranks, num_errors):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    contents["sft"]["supervised"] = {"rows_per_step": num_ranks, "batch_size": 1}
+    contents["sft"]["supervised"] = {"rows_per_step": num_ranks, "micro_batch_size": 1}
     options = ("--workers", str(num_ranks))
     code, found = run(["sft"], contents["sft"], *options)
     assert (code, len(found)) == (2 * num_errors, num_errors)
@@ -150,8 +150,8 @@ def test_more_ranks_than_cores_are_questioned(contents, run, monkeypatch, num_ra
 @pytest.mark.parametrize(
     ("key", "value", "needed"),
     [
-        ("rollout.ahead", 1, "0"),
-        ("rollout.span_tokens", 8, "0"),
+        ("rollout.off_policy_steps", 1, "0"),
+        ("rollout.segment_tokens", 8, "0"),
         ("tools.names", ["calculator"], r"[]"),
         ("lora.rank", 4, "null"),
     ],

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CheckpointSection, ObserveSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure
@@ -100,12 +103,12 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(life_cycle, "data_fingerprint", lambda data: {"train_file": {"checksum": data["train_file"]}})
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     config = GrpoConfig(
-        run=sections.RunSection(output_dir=str(tmp_path / "run")),
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length",)),
-        checkpoint=watching_sections.CheckpointSection(every_steps=2, asynchronous=False),
-        observe=watching_sections.ObserveSection(tensorboard=False),
+        run=RunSection(output_dir=str(tmp_path / "run")),
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length",)),
+        checkpoint=CheckpointSection(every_steps=2, asynchronous=False),
+        observe=ObserveSection(tensorboard=False),
     )
 
     def run_one(resume=False, observe=config.observe, **options):
@@ -171,7 +174,7 @@ def test_a_tracker_hears_of_the_run_from_its_config_to_its_report(run, monkeypat
             return lambda *arguments, **options: heard.append((method, *arguments, *options.values()))
 
     monkeypatch.setattr(background, "load_tracker", lambda name: Tracker)
-    observe = watching_sections.ObserveSection(sinks=("wandb",), project="numbers", run_name="one")
+    observe = ObserveSection(sinks=("wandb",), project="numbers", run_name="one")
     training, _ = run(observe=observe, ends_at=1)
     directory = training.output_dir
     assert heard == [

@@ -50,7 +50,7 @@ CONFIG_MISTAKES = [
     ("training.beta=0.1", "unknown key 'training.beta'", "did you mean 'algorithm.beta'"),
     ("training.num_minibatches=5", "does not divide the 16 samples", "num_minibatches"),
     ("training.row_lengths=[16]", "'training.row_lengths' ends at 16", "raise the one or lower the other"),
-    ("training.batchsize=4", "unknown key 'training.batchsize'", "did you mean 'training.batch_size'"),
+    ("training.batchsize=4", "unknown key 'training.batchsize'", "did you mean 'training.micro_batch_size'"),
     ("optimizer.start_lr=fast", "'optimizer.start_lr' must be a number", "'fast'"),
     ("optimizer.lr_schedule=cosine", "'optimizer.end_lr' is needed", "set it"),
     ("optimizer.lr=1e-6", "unknown key 'optimizer.lr'", "keys of section 'optimizer'"),
@@ -63,7 +63,11 @@ CONFIG_MISTAKES = [
     ("profiler.steps=0", "'profiler.steps[0]' is 0", "at least 1"),
     ("profiler.steps=9 run.max_steps=3", "'profiler.steps' has 9, but the run ends after run.max_steps = 3", "earlier"),
     ("profiler.steps=1 profiler.ranks=2", "'profiler.ranks' has 2, but the last of 1 ranks is 0", "name others"),
-    ("profiler.steps=1 profiler.vllm=true rollout.ahead=1", "'profiler.vllm' is true, but with rollout.ahead", "false"),
+    (
+        "profiler.steps=1 profiler.vllm=true rollout.off_policy_steps=1",
+        "'profiler.vllm' is true, but with rollout.off_policy_steps",
+        "false",
+    ),
     ("observe.samples_per_step=many", "'observe.samples_per_step' must be an integer", "'many'"),
 ]
 # The words after `mindrlhf`, and words of the line.

@@ -5,25 +5,26 @@ import json
 import pytest
 from preflight_cases import NUM_PROMPTS, changed
 
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig, SftConfig
 from mindrlhf.errors import UserError
-from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_sft_inputs
+from mindrlhf.training.preflight import check_free, check_grpo_inputs, check_offline_inputs
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 
 @pytest.fixture
 def sft_config(inputs_dir) -> SftConfig:
     return SftConfig(
-        model=sections.ModelSection(path=str(inputs_dir / "model")),
-        data=sections.DataSection(
+        model=ModelSection(path=str(inputs_dir / "model")),
+        data=DataSection(
             train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
         ),
     )
 
 
 def assert_refused(config, *words: str) -> None:
-    check = check_grpo_inputs if isinstance(config, GrpoConfig) else check_sft_inputs
+    check = check_grpo_inputs if isinstance(config, GrpoConfig) else check_offline_inputs
     with pytest.raises(UserError) as caught:
         check(config)
     message = str(caught.value)
@@ -256,7 +257,7 @@ def test_a_reference_that_follows_the_policy_has_its_shape(config, inputs_dir):
 
 
 def test_supervised_inputs(sft_config, inputs_dir):
-    inputs = check_sft_inputs(sft_config)
+    inputs = check_offline_inputs(sft_config)
     assert len(inputs.prompts) == 3
     assert inputs.row_lengths == (24,)  # 12 + 9, rounded up
     assert_refused(changed(sft_config, "supervised", row_lengths=(16, 20)), "row_lengths ends at 20", "21 tokens")
@@ -266,7 +267,7 @@ def test_supervised_inputs(sft_config, inputs_dir):
 
 def test_held_out_records_must_fit_too(sft_config, inputs_dir):
     config = changed(sft_config, "data", eval_file=str(inputs_dir / "sft_long.mindrecord"))
-    assert check_sft_inputs(config).row_lengths[-1] >= 62
+    assert check_offline_inputs(config).row_lengths[-1] >= 62
     assert_refused(changed(config, "supervised", row_lengths=(32,)), "62 tokens")
 
 

@@ -4,13 +4,14 @@ import pytest
 from preflight_cases import changed
 from tiny_vl import TinyVl, write_tiny_vl
 
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import SftConfig
 from mindrlhf.errors import UserError
 from mindrlhf.shards.shard import shard_directory
 from mindrlhf.specs import scorer_config
-from mindrlhf.training.layout_checks import check_layout
-from mindrlhf.training.preflight import check_grpo_inputs, check_sft_inputs
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
+from mindrlhf.training.preflight.layout import check_layout
 from mindrlhf.weights.convert import export_hf, random_hf_weights
 
 MODEL = {
@@ -92,7 +93,7 @@ def test_layouts_that_fit_are_taken_whatever_the_row_length(npu_config, world_si
         (
             2,
             {"model_parallel": 2, "micro_batch_num": 3},
-            ["'training.batch_size' is 4", "3 equal pipeline micro-batches", "set it to 6"],
+            ["'training.micro_batch_size' is 4", "3 equal pipeline micro-batches", "set it to 6"],
         ),
         (2, {"expert_parallel": 2}, ["expert_parallel is 2", "no experts"]),
     ],
@@ -161,10 +162,10 @@ def test_the_cpu_trains_in_data_parallel_only(npu_config):
 
 @pytest.fixture
 def sft_config(inputs_dir, model_dir):
-    data = sections.DataSection(
+    data = DataSection(
         train_file=str(inputs_dir / "sft.mindrecord"), tokenizer_dir=str(inputs_dir / "tokenizer")
     )
-    return SftConfig(model=sections.ModelSection(path=str(model_dir)), data=data)
+    return SftConfig(model=ModelSection(path=str(model_dir)), data=data)
 
 
 @pytest.fixture
@@ -182,8 +183,8 @@ def npu_sft_config(sft_config):
     ],
 )
 def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_size, parallel):
-    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", batch_size=4)
-    assert check_sft_inputs(config, world_size).row_lengths == (32,)
+    config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", micro_batch_size=4)
+    assert check_offline_inputs(config, world_size).row_lengths == (32,)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +193,8 @@ def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_si
         ({"model_parallel": 4}, {}, "the model has 2 key/value heads: set it to one of"),
         (
             {"pipeline_stage": 2, "micro_batch_num": 2},
-            {"batch_size": 3},
-            "'supervised.batch_size' is 3, which does not divide into 2 parts .* set it to 4",
+            {"micro_batch_size": 3},
+            "'supervised.micro_batch_size' is 3, which does not divide into 2 parts .* set it to 4",
         ),
         (
             {"context_parallel": 4},
@@ -206,10 +207,10 @@ def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_si
 def test_fine_tuning_refuses_layouts_that_do_not_fit_in_one_line(npu_sft_config, parallel, supervised, words):
     config = changed(changed(npu_sft_config, "parallel_config", **parallel), "supervised", **supervised)
     with pytest.raises(UserError, match=words) as caught:
-        check_sft_inputs(config, 4)
+        check_offline_inputs(config, 4)
     assert "\n" not in str(caught.value)
 
 
 def test_fine_tuning_on_the_cpu_is_data_parallel_only(sft_config):
     with pytest.raises(UserError, match="model_parallel' is 2, but run.device=cpu trains in data parallel only"):
-        check_sft_inputs(changed(sft_config, "parallel_config", model_parallel=2), 2)
+        check_offline_inputs(changed(sft_config, "parallel_config", model_parallel=2), 2)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.training.schedule import learning_rate
 
 

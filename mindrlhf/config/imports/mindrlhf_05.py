@@ -81,7 +81,7 @@ RULES: dict[str, Rule] = {
     "rl_config.model_name": without(MODEL_SAYS),
     "rl_config.align_type": without("the command says it: mindrlhf train"),
     "rl_config.epochs": to("training.epochs"),
-    "rl_config.batch_size": to("training.batch_size"),
+    "rl_config.batch_size": to("training.micro_batch_size"),
     "rl_config.seq_length": to("training.row_lengths", lambda value: [int(value)]),
     "rl_config.packing": into(_packing),
     "rl_config.pack_num": without("rows are filled by length"),
@@ -149,7 +149,7 @@ RULES: dict[str, Rule] = {
     "actor_config.lr_schedule.lr_decay_style": to("optimizer.lr_schedule", schedule),
     "ref_config.load": by_hand("set model.reference_path where it is not the starting model"),
     "ref_config.model_config": without(MODEL_SAYS),
-    "ref_config.ref_model_batch_size": without("`training.batch_size` is for all passes"),
+    "ref_config.ref_model_batch_size": without("`training.micro_batch_size` is for all passes"),
     "ref_config.sync_ref_model": into(_sync),
     "ref_config.ref_model_sync_steps": without("goes with sync_ref_model"),
     **each(

@@ -72,7 +72,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     tokens = source.get("rl_config.max_packing_token_size")
     if tokens is None:
         raise NoCounterpartError("max_packing_token_size is missing: set training.row_lengths")
-    return {"training.row_lengths": [int(tokens)], "training.batch_size": 1}
+    return {"training.row_lengths": [int(tokens)], "training.micro_batch_size": 1}
 
 
 def _end_rate(value: Any, source: Source) -> Values:
@@ -119,7 +119,7 @@ _VLLM = "vLLM's own default, or what the servers need, is used"
 
 # Of `megatron_training`, and of the configs of single models, which override it.
 _MODEL = {
-    "micro_batch_size": to("training.batch_size"),
+    "micro_batch_size": to("training.micro_batch_size"),
     "tensor_model_parallel_size": to("parallel_config.model_parallel"),
     "pipeline_model_parallel_size": into(pipeline),
     "context_parallel_size": to("parallel_config.context_parallel"),
@@ -259,9 +259,9 @@ RULES: dict[str, Rule] = {
     "rl_config.verifier_parallel": to("reward.num_workers"),
     "rl_config.use_dynamic_bsz": into(_dynamic_rows),
     "rl_config.max_packing_token_size": without("goes with use_dynamic_bsz"),
-    "rl_config.ref_*": without("`training.batch_size` is for all passes"),
-    "rl_config.*_forward_micro_batch_size": without("`training.batch_size` is for all passes"),
-    "rl_config.update_micro_batch_size": to("training.batch_size"),
+    "rl_config.ref_*": without("`training.micro_batch_size` is for all passes"),
+    "rl_config.*_forward_micro_batch_size": without("`training.micro_batch_size` is for all passes"),
+    "rl_config.update_micro_batch_size": to("training.micro_batch_size"),
     "rl_config.use_remove_padding": to("training.pack"),
     "rl_config.*_dispatch_size": without(_DISPATCH),
     "rl_config.shuffle_mini*": without("the samples of a step stay in order"),

@@ -34,7 +34,7 @@ def _batch(value: Any, source: Source) -> Values:
         steps = source.get("steps_per_generation") or source.get("gradient_accumulation_steps")
         drawn = size // source.get("gradient_accumulation_steps") * steps
     return {
-        "training.batch_size": int(source.get("per_device_train_batch_size")),
+        "training.micro_batch_size": int(source.get("per_device_train_batch_size")),
         **prompts(whole(drawn, source.get("num_generations"), "samples of a step and of a group")),
         "training.num_minibatches": whole(drawn, size, "samples of a step and of an update"),
     }

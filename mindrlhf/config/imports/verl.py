@@ -113,7 +113,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     if not value:
         return {}
     tokens = int(source.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384))
-    return {"training.row_lengths": [tokens], "training.batch_size": 1, "training.pack": True}
+    return {"training.row_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
 
 
 def _frequency(key: str) -> Rule:
@@ -210,8 +210,10 @@ RULES: dict[str, Rule] = {
     ),
     f"{_ACTOR}.grad_clip": to("optimizer.max_grad_norm"),
     f"{_ACTOR}.ppo_mini_batch_size": into(_minibatches),
-    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": to("training.batch_size"),
-    f"{_ACTOR}.ppo_micro_batch_size": by_hand("of all ranks together: set training.batch_size, which is of one rank"),
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": to("training.micro_batch_size"),
+    f"{_ACTOR}.ppo_micro_batch_size": by_hand(
+        "of all ranks together: set training.micro_batch_size, which is of one rank"
+    ),
     f"{_ACTOR}.use_dynamic_bsz": into(_dynamic_rows),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": without("goes with use_dynamic_bsz: `training.row_lengths`"),
     f"{_ACTOR}.ppo_epochs": to("training.num_iterations"),

@@ -13,7 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.cpu.training.rank_memory import share_memory
 from mindrlhf.cpu.training.shared_update import Piece, SharedUpdate, blocks_of, square_sums
 from mindrlhf.training.runtime import Rank

@@ -18,8 +18,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mindrlhf.config.memory.section import MemorySection
-from mindrlhf.config.sections import CriticSection, ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.config.algorithm import CriticSection
+from mindrlhf.config.memory import MemorySection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.training import OptimizerSection, ParallelSection
 from mindrlhf.dryrun.compile import ascend_stubs as simulation
 from mindrlhf.dryrun.compile.collectives import read_collectives
 from mindrlhf.dryrun.compile.request import (
@@ -252,7 +254,7 @@ def example_inputs(request: CompileRequest, parallel: ParallelSection) -> list:
 def _num_rows(request: CompileRequest, parallel: ParallelSection) -> int:
     """Rows of a call, of all ranks."""
     num_micro_batches = parallel.micro_batch_num * parallel.micro_batch_interleave_num
-    return request.batch_size * parallel.data_parallel * num_micro_batches
+    return request.micro_batch_size * parallel.data_parallel * num_micro_batches
 
 
 def _parameters(step, shards: dict[str, tuple[int, int]]) -> Iterable[CompiledParameter]:

@@ -39,7 +39,7 @@ class CompileRequest:
         parallel: `parallel_config` keys with `data_parallel` filled in.
         rank: global rank to compile; see :class:`mindrlhf.layout.layout.Layout` for the order of ranks.
         seq_length: tokens per row.
-        batch_size: rows per micro-batch and data-parallel rank.
+        micro_batch_size: rows per micro-batch and data-parallel rank.
         num_layers: decoder layers to compile, spread over the stages; 0 means all of the model's.
         param_dtype, compute_dtype: "float32" or "bfloat16".
         recompute: recompute activations in the backward pass.
@@ -58,14 +58,14 @@ class CompileRequest:
             `mindrlhf.algorithms.losses.POLICY_INPUTS` (of a critic: `mindrlhf.algorithms.value_loss.VALUE_INPUTS`; of
             pairs: `COEFFICIENT_INPUTS`; supervised: none), all [rows, length], then float32 [rows, 2] (kl_coefficient,
             num_tokens); rows =
-            batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
+            micro_batch_size * data_parallel * micro_batch_num * micro_batch_interleave_num.
     """
 
     hf_config: dict
     parallel: dict[str, int | bool]
     rank: int = 0
     seq_length: int = 4096
-    batch_size: int = 1
+    micro_batch_size: int = 1
     num_layers: int = 0
     param_dtype: str = "float32"
     compute_dtype: str = "bfloat16"

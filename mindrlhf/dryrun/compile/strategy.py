@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import SHARED_PROMPTS
+from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import (
     CompileReport,
     CompileRequest,
@@ -137,7 +137,7 @@ def _requests(config: GrpoConfig, hf_config: dict, layout: Layout, layers_per_st
             parallel=parallel,
             rank=stage * layout.stage_size,
             seq_length=batch.row_length,
-            batch_size=batch.rows_per_pipeline_micro_batch // config.parallel_config.micro_batch_interleave_num,
+            micro_batch_size=batch.rows_per_pipeline_micro_batch // config.parallel_config.micro_batch_interleave_num,
             num_layers=min(num_layers, dims.num_layers),
             param_dtype=config.model.param_dtype,
             compute_dtype=config.model.compute_dtype,

@@ -11,7 +11,7 @@ from mindspore.communication import create_group
 
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
 from mindrlhf.checkpoint.optimizer import GLOBAL_STEP_NAME
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.execute.lower import LoweredGraph, lower_graph
 from mindrlhf.dryrun.execute.mindir import LOWERED_PREFIX, LoweringError
 from mindrlhf.dryrun.execute.run import SEED

@@ -22,7 +22,7 @@ import numpy as np
 from mindspore.communication import get_group_size, get_rank, init, release
 from safetensors.numpy import load_file, save_file
 
-from mindrlhf.config.sections import FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import POSITIONS, PREFIX_IDS, PackedRows
 from mindrlhf.dryrun.execute.model import LoweredRank
 from mindrlhf.dryrun.execute.run import (

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mindrlhf.config.sections import TCP, ParallelSection
+from mindrlhf.config.rollout import TCP
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.launch import launch
 from mindrlhf.layout.layout import Layout, parameter_layouts
@@ -59,7 +60,7 @@ class ExecutionJob:
         after_token: see :class:`mindrlhf.training.sharded.model.ShardedModel`.
         lora: fields of :class:`mindrlhf.specs.lora.LoraOptions`, of adapters that are trained in place of the model;
             they begin with those of :data:`SEED`.
-        carrier: `rollout.weights_carrier`.
+        carrier: `rollout.weights_transport`.
         gradient_graphs: those of the gradients alone, where updates are made in two parts.
     """
 

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mindrlhf.algorithms.head import WHOLE_HEAD, HeadTile
-from mindrlhf.config.memory.section import ACTIVATION, ATTENTION, NORMS
+from mindrlhf.config.memory import ACTIVATION, ATTENTION, NORMS
 from mindrlhf.layout.layout import Layout
 from mindrlhf.specs import ModelDims, ModelSpec
 

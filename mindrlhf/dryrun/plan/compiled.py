@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindrlhf.config.sections import SHARED_PROMPTS
+from mindrlhf.config.training import SHARED_PROMPTS
 from mindrlhf.dryrun.compile.request import GRADIENTS, CompileReport, CompileRequest, compile_ranks, compiled_config
 from mindrlhf.dryrun.plan.memory import RUNTIME, STEP, UPDATE
 from mindrlhf.dryrun.plan.plan import Plan
@@ -90,7 +90,7 @@ def _request(plan: Plan, rank: int) -> CompileRequest:
         parallel=parallel,
         rank=rank,
         seq_length=plan.batch.row_length,
-        batch_size=plan.batch.rows_per_pipeline_micro_batch,
+        micro_batch_size=plan.batch.rows_per_pipeline_micro_batch,
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,
         recompute=config.model.recompute,

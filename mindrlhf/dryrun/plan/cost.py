@@ -6,9 +6,9 @@ It ranks, it does not predict: the rates below are round numbers for an Ascend 9
 import math
 from dataclasses import dataclass
 
+from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan.groups import num_nodes
 from mindrlhf.dryrun.plan.memory import MemoryInputs
-from mindrlhf.layout.feasibility import is_split
 
 # Matrix products of a device in bfloat16 at the utilisation that large models reach, floating-point operations/s.
 DEVICE_FLOPS = 300e12 * 0.45

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan import activations
 from mindrlhf.dryrun.plan.parameters import (
     ADAPTER_BYTES,
@@ -15,7 +16,6 @@ from mindrlhf.dryrun.plan.parameters import (
 )
 from mindrlhf.dryrun.plan.rollout import FIXED_WORKSPACE_BYTES, LOGIT_BYTES, RolloutPlan
 from mindrlhf.layout.batch import BatchPlan
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.spans import NUM_SPANS
 from mindrlhf.specs import ModelDims

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from mindrlhf.config.distillation.references import is_base, reference_paths
-from mindrlhf.config.memory.checks import check_num_layers
+from mindrlhf.config.derived import is_base, reference_paths
+from mindrlhf.config.memory import check_num_layers
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import ParallelSection, RolloutSection
+from mindrlhf.config.training import ParallelSection, is_split
 from mindrlhf.dryrun.compile.request import check_num_ranks
 from mindrlhf.dryrun.plan.activations import LayerWidths, model_widths
 from mindrlhf.dryrun.plan.cost import VisionPlan, plan_vision
@@ -34,7 +35,7 @@ from mindrlhf.dryrun.plan.rollout import RolloutPlan, plan_rollout
 from mindrlhf.dryrun.plan.transfer import LINK_BYTES_PER_S, TransferPlan, plan_transfer
 from mindrlhf.errors import UserError
 from mindrlhf.layout.batch import BatchPlan
-from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.servers import place_servers

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindrlhf.config.sections import RolloutSection
+from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.dryrun.plan.parameters import ELEMENT_BYTES, KnownRules
 from mindrlhf.layout.server_shards import is_sharded
 from mindrlhf.specs import ModelDims

@@ -18,7 +18,7 @@ NUM_RESULTS = 5
 LONG_ROW = 16_384
 # Candidates whose transfer of weights is counted.
 _NUM_COUNTED = 40
-# Pipeline micro-batches per stage that a pipeline is tried with: more idle less, but take a larger batch_size.
+# Pipeline micro-batches per stage that a pipeline is tried with: more idle less, but take a larger micro_batch_size.
 _MICRO_BATCHES_PER_STAGE = (1, 2, 4)
 
 
@@ -125,7 +125,7 @@ def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dic
 def _switches(config: GrpoConfig, layout_keys: dict[str, Any]) -> Iterator[dict[str, Any]]:
     stages = layout_keys["parallel_config.pipeline_stage"]
     replicas = layout_keys["parallel_config.data_parallel"] * layout_keys["parallel_config.context_parallel"]
-    rows_per_pipeline_micro_batch = max(1, config.training.batch_size // config.parallel_config.micro_batch_num)
+    rows_per_pipeline_micro_batch = max(1, config.training.micro_batch_size // config.parallel_config.micro_batch_num)
     shards = (False, True) if replicas > 1 else (False,)
     counts = [stages * factor for factor in _MICRO_BATCHES_PER_STAGE] if stages > 1 else [1]
     recomputes = (False,) if config.memory.recomputes_parts else (False, True)
@@ -133,6 +133,6 @@ def _switches(config: GrpoConfig, layout_keys: dict[str, Any]) -> Iterator[dict[
         yield layout_keys | {
             "parallel_config.enable_parallel_optimizer": shard,
             "parallel_config.micro_batch_num": num_micro_batches,
-            "training.batch_size": num_micro_batches * rows_per_pipeline_micro_batch,
+            "training.micro_batch_size": num_micro_batches * rows_per_pipeline_micro_batch,
             "model.recompute": recompute,
         }

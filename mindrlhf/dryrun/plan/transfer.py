@@ -105,7 +105,7 @@ def plan_transfer(
         TransferStep("boards to generator devices", to_devices, to_devices),
     )
     infos = board_infos(rules, dims, config.model.param_dtype, config.rollout.dtype)
-    buckets = cut_into_buckets(infos, int(config.rollout.board_gib * 2**30))
+    buckets = cut_into_buckets(infos, int(config.rollout.weight_buffer_gib * 2**30))
     # What comes to one node has left others: none sends more than its share, or than it receives itself.
     busiest = max(max(received), -(-sum(received) // nodes.count))
     return TransferPlan(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.dryrun.plan.memory import PhaseMemory, plan_memory
 from mindrlhf.dryrun.plan.plan import Machine, Model, Plan, prepare
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.system.sizes import format_size
 
 MAX_CHANGES = 3
@@ -113,7 +113,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if plan.transfer.board_bytes > LARGE_BOARD_BYTES:
         notes.append(
             f"the weight board takes {format_size(plan.transfer.board_bytes)} of every node's host memory: check that "
-            "the nodes have it, or bound it by rollout.board_gib"
+            "the nodes have it, or bound it by rollout.weight_buffer_gib"
         )
     if config.memory.offload_optimizer:
         state = max(state.moments + state.gradient_sums for state in plan.states)
@@ -153,7 +153,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if not parallel.enable_parallel_optimizer and layout.data_parallel > 1:
         yield {"parallel_config.enable_parallel_optimizer": True}
     on_ascend = config.run.device == "ascend"
-    if on_ascend and is_split(parallel) and not rollout.ahead and not config.memory.offload_optimizer:
+    if on_ascend and is_split(parallel) and not rollout.off_policy_steps and not config.memory.offload_optimizer:
         yield {"memory.offload_optimizer": True}
     yield from _rollout_candidates(plan)
     if on_ascend and not config.memory.head_tile:
@@ -164,8 +164,8 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if recompute and not config.model.recompute:
         yield recompute
     for factor in (2, 4, 8):
-        if training.batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:
-            yield {"training.batch_size": training.batch_size // factor}
+        if training.micro_batch_size % (factor * plan.batch.num_pipeline_micro_batches) == 0:
+            yield {"training.micro_batch_size": training.micro_batch_size // factor}
     for factor in (2, 4, 8):
         if layout.data_parallel % factor == 0 and layout.model_parallel * factor <= plan.machine.node_size:
             keys = {
@@ -183,7 +183,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
                 "parallel_config.pipeline_stage": stages,
                 "parallel_config.data_parallel": layout.data_parallel // factor,
                 "parallel_config.micro_batch_num": micro,
-                "training.batch_size": micro * plan.batch.rows_per_pipeline_micro_batch,
+                "training.micro_batch_size": micro * plan.batch.rows_per_pipeline_micro_batch,
             }
     if rollout.tensor_parallel < plan.machine.node_size and rollout.num_replicas % 2 == 0:
         yield {

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindrlhf.config.distillation.references import reference_paths
-from mindrlhf.config.distillation.section import OTHERS
+from mindrlhf.config.algorithm import OTHERS
+from mindrlhf.config.derived import reference_paths
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.rollout.samples import Sample
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from mindrlhf.config.evaluation.section import ACCURACY
+from mindrlhf.config.evaluation import ACCURACY
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.evaluation.best import best_step, num_since_best
 from mindrlhf.evaluation.divergence import RewardWatch

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
+from mindrlhf.config.observe import GuardSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.watching_sections import GuardSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.fingerprint import FingerprintWriter
 from mindrlhf.observe.records import JsonlWriter

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindrlhf.config.watching_sections import CELL_LEVEL, KEY_DATA_LEVEL, MsprobeSection
+from mindrlhf.config.observe import CELL_LEVEL, KEY_DATA_LEVEL, MsprobeSection
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir
 

@@ -115,7 +115,7 @@ def step_metrics(config: GrpoConfig, objective: Objective, step: Step) -> dict[s
         sample_metrics(samples.generated),
         rollout_metrics(step.trained, step.train_logprobs, num_older, has_older=has_older),
         staleness_metrics(samples.used, step.version) if has_older else {},
-        span_metrics(samples) if config.rollout.span_tokens else {},
+        span_metrics(samples) if config.rollout.segment_tokens else {},
         packing_metrics(step.batches),
         {"packing/computed": float(step.computed.mean())},
         update_metrics(config, objective, step) if step.updates else {},

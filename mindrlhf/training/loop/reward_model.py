@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mindrlhf.config.sections import REWARD_MODEL_NAME, RewardSection
+from mindrlhf.config.reward import REWARD_MODEL_NAME, RewardSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.rewards.types import RewardResult
 from mindrlhf.rollout.samples import Sample

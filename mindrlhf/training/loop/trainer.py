@@ -235,10 +235,9 @@ def choose_sampling(
     waiting = {"wait_stage": lambda: timer.stage("rollout_wait")}
     if config.rollout.asynchronous:
         return SamplingAsynchronously(config, rollout, progress, num_steps, **waiting)
-    if config.rollout.span_tokens:
+    if config.rollout.segment_tokens:
         return SamplingInSpans(config, rollout, progress, num_steps)
     greedy = {"needs_greedy": objective.needs_greedy}
-    if config.rollout.ahead:
-        ahead = config.rollout.ahead
+    if ahead := config.rollout.off_policy_steps:
         return SamplingAhead(rollout, progress, ahead=ahead, num_steps=num_steps, **greedy, **waiting)
     return SamplingInStep(rollout, progress, **greedy)

@@ -1,13 +1,12 @@
 """Rank 0's part of a critic: values before the advantages, its updates after them, and its metrics."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from mindrlhf.config.derived import critic_optimizer
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import OptimizerSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.training.loop.step import Step
@@ -17,13 +16,6 @@ from mindrlhf.training.team import Team
 
 # Returns that vary less than this are all equal: what is left is rounding.
 EQUAL_RETURNS_STD = 1e-8
-
-
-def critic_optimizer(config: GrpoConfig) -> OptimizerSection:
-    """Return the critic's optimiser options: those of the actor but for the learning rate."""
-    critic = config.critic
-    end_lr = critic.start_lr if critic.end_lr is None else critic.end_lr
-    return dataclasses.replace(config.optimizer, start_lr=critic.start_lr, end_lr=end_lr)
 
 
 class ValueFunction:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindrlhf.algorithms.preferences import PAIR_LOSSES
-from mindrlhf.config.offline_sections import DpoSection, RewardModelSection
+from mindrlhf.config.offline import DpoSection, RewardModelSection
 
 Outputs = Sequence[np.ndarray]  # one float array [response] for each response
 

@@ -17,12 +17,12 @@ from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.checkpoint.algorithm_state import PairAccuracy
 from mindrlhf.config.derived import reference_is_base
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.mindrecord import PromptFile
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.evaluation.statistics import Interval, bootstrap_interval
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model, load_scorer
 from mindrlhf.observe.fingerprint import digest_arrays
 from mindrlhf.training.batch import Batch, RowOptions, make_batch
@@ -30,7 +30,7 @@ from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.pair_objectives import DpoObjective, PairResult, RewardModelObjective
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
 from mindrlhf.training.offline.supervised import read_image_files
-from mindrlhf.training.preflight import RunInputs, check_preference_inputs
+from mindrlhf.training.preflight import RunInputs, check_offline_inputs
 from mindrlhf.training.records import UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
@@ -113,7 +113,7 @@ def run_preference_rank(config: Config, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_preference_inputs(config, num_ranks_from_environment())
+    inputs = check_offline_inputs(config, num_ranks_from_environment())
     run_rank(
         config,
         lambda rank: _build_worker(config, inputs, rank),
@@ -135,7 +135,7 @@ def _build_learner(config: Config, length: int, rank: Rank) -> PreferenceLearner
     if isinstance(config, RewardModelConfig):
         network = load_scorer(model, model.path, run, length, config.lora, memory=config.memory)
         return PreferenceLearner(network, CoefficientLoss(TokenScores(network, after_token=True)), config, rank, None)
-    options: dict = {"memory": config.memory, "num_image_rows": config.preference.batch_size * length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.preference.micro_batch_size * length}
     tile = config.memory.head_tile
     network = load_model(model, model.path, run, length, config.lora, **options)
     loss = CoefficientLoss(PolicyLogProbs(network, 1.0, run.device, tile))
@@ -162,7 +162,7 @@ class PreferenceTrainer:
         preference = config.preference
         self._rows = RowOptions(
             inputs.row_lengths,
-            preference.batch_size,
+            preference.micro_batch_size,
             team.world_size,
             preference.pack,
             in_step=is_split(config.parallel_config),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from mindrlhf.config.schema import DpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.observe.report import write_report
 from mindrlhf.system import heartbeat
 from mindrlhf.training import life_cycle

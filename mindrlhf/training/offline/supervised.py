@@ -10,15 +10,15 @@ import numpy as np
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import SupervisedLoss
 from mindrlhf.config.schema import SftConfig
+from mindrlhf.config.training import is_split
 from mindrlhf.data.epochs import EpochSteps
 from mindrlhf.data.packing import Row, TokenSequence, plan_rows
 from mindrlhf.images.pixels import decode_png
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.models.load import load_model
 from mindrlhf.training.batch import Batch, RowOptions, batch_of_rows
 from mindrlhf.training.checkpoints.run import Progress
 from mindrlhf.training.offline.run import OfflineWorker, run_rank
-from mindrlhf.training.preflight import RunInputs, check_sft_inputs
+from mindrlhf.training.preflight import RunInputs, check_offline_inputs
 from mindrlhf.training.records import HeldOutLogProbs, UpdateResult
 from mindrlhf.training.runtime import Rank, num_ranks_from_environment
 from mindrlhf.training.schedule import learning_rate
@@ -56,7 +56,7 @@ def run_supervised_rank(config: SftConfig, *, resume: bool = False) -> None:
     Raises:
         UserError, RunFailure: as the rooms raise them.
     """
-    inputs = check_sft_inputs(config, num_ranks_from_environment())
+    inputs = check_offline_inputs(config, num_ranks_from_environment())
     run_rank(
         config,
         lambda rank: _build_worker(config, inputs, rank),
@@ -75,7 +75,7 @@ def _build_worker(config: SftConfig, inputs: RunInputs, rank: Rank) -> OfflineWo
 
 def build_learner(config: SftConfig, length: int, rank: Rank) -> SupervisedLearner:
     """Build the learner of a rank; ``length`` is that of the longest row."""
-    options: dict = {"memory": config.memory, "num_image_rows": config.supervised.batch_size * length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.supervised.micro_batch_size * length}
     network = load_model(config.model, config.model.path, config.run, length, config.lora, **options)
     loss = SupervisedLoss(PolicyLogProbs(network, 1.0, config.run.device, config.memory.head_tile))
     return SupervisedLearner(network, loss, config, rank)
@@ -93,7 +93,7 @@ class SupervisedTrainer:
         self._team = team
         self._options = RowOptions(
             inputs.row_lengths,
-            section.batch_size,
+            section.micro_batch_size,
             team.world_size,
             section.pack,
             in_step=is_split(config.parallel_config),

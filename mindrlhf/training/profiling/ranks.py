@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from mindrlhf.config.watching_sections import ProfilerSection
+from mindrlhf.config.observe import ProfilerSection
 from mindrlhf.system import timeline
 from mindrlhf.system.files import write_file
 from mindrlhf.training.runtime import Rank

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindrlhf.config.watching_sections import ProfilerSection
+from mindrlhf.config.observe import ProfilerSection
 from mindrlhf.system import timeline
 from mindrlhf.training.profiling.merge import TIMELINE_NAME, merge
 from mindrlhf.training.profiling.ranks import profile_dir

@@ -9,17 +9,16 @@ from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS
-from mindrlhf.config.derived import needs_critic, resolve_data_parallel
-from mindrlhf.config.distillation.references import is_base, reference_paths
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.derived import critic_optimizer, is_base, needs_critic, reference_paths
+from mindrlhf.config.memory import MemorySection
+from mindrlhf.config.model import ModelSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import SHARED_PROMPTS, ModelSection, ParallelSection
+from mindrlhf.config.training import SHARED_PROMPTS, ParallelSection, resolve_data_parallel
 from mindrlhf.data.packing import PackedRows, padding_rows
 from mindrlhf.models.load import has_random_weights
 from mindrlhf.shards.sources import ArraySource, RandomSource, open_scorer_source, open_source
 from mindrlhf.specs import scorer_config
 from mindrlhf.training.distillation.models import as_one
-from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.runtime import Rank, start_parallel
 from mindrlhf.training.sharded.adapted import AdaptedShard
 from mindrlhf.training.sharded.cells import ParallelUpdate
@@ -61,7 +60,7 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
     shares_prompts = config.training.packing == SHARED_PROMPTS
     options: dict = {"row_length": row_lengths[-1], "temperature": config.rollout.temperature, "memory": config.memory}
     options["shared_prompts"] = shares_prompts
-    options["num_image_rows"] = config.training.batch_size * row_lengths[-1]
+    options["num_image_rows"] = config.training.micro_batch_size * row_lengths[-1]
     policy = build_policy(
         read_hf_config(config.model.path), config.model, parallel, **options, lora=config.lora.options
     )
@@ -77,7 +76,7 @@ def build_sharded_actor(config: GrpoConfig, row_lengths: tuple[int, ...], rank: 
             frozen.network.images.borrow(learner.model.network.images)
         references[path] = frozen
     source = model_source(config.model, config.model.path, config.run.seed)
-    plain = (padding_rows((config.training.batch_size, n), share_prompts=shares_prompts) for n in row_lengths)
+    plain = (padding_rows((config.training.micro_batch_size, n), share_prompts=shares_prompts) for n in row_lengths)
     image_tokens = ImageTokens.of(policy.model.dims)
     # Before the policy's graphs, of which MindSpore's strategy file is to be.
     critic = _build_critic(config, row_lengths, parallel, rank) if needs_critic(config) else None
@@ -108,7 +107,7 @@ def _build_critic(
         row_length=row_lengths[-1],
         memory=config.memory,
         shared_prompts=shares_prompts,
-        num_image_rows=config.training.batch_size * row_lengths[-1],
+        num_image_rows=config.training.micro_batch_size * row_lengths[-1],
         lora=config.lora.options,
     )
     update = build_value_update(scorer, config.critic.clip_range, critic_optimizer(config), parallel)
@@ -116,7 +115,7 @@ def _build_critic(
     critic = make_learner(shard, update, config.memory, VALUE_INPUTS, ShardedCritic)
     image_tokens = ImageTokens.of(scorer.model.dims)
     for length in row_lengths:
-        rows = padding_rows((config.training.batch_size, length), share_prompts=shares_prompts)
+        rows = padding_rows((config.training.micro_batch_size, length), share_prompts=shares_prompts)
         critic.compile(with_images(rows, (), (), image_tokens))
     if has_random_weights(config.model, path):
         source: ArraySource = RandomSource(path, config.run.seed, as_scorer=True)
@@ -134,7 +133,7 @@ def _build_reward_model(
     scorer = build_value_model(read_hf_config(path), config.model, parallel, row_length=row_lengths[-1])
     model = scorer_shard(scorer, parallel, rank)
     for length in row_lengths:
-        model.compile(padding_rows((config.training.batch_size, length)))
+        model.compile(padding_rows((config.training.micro_batch_size, length)))
     model.load(open_source(path))
     return model
 

@@ -13,7 +13,7 @@ from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipel
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.training.sharded.losses import ShardedLoss
 from mindrlhf.training.sharded.optimizer import WithholdableAdamW
 

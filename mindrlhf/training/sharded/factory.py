@@ -10,8 +10,9 @@ from mindspore.ops.operations import Morph
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
 from mindrlhf.algorithms.scores import TokenScores
-from mindrlhf.config.memory.section import WHOLE, MemorySection
-from mindrlhf.config.sections import ModelSection, OptimizerSection, ParallelSection
+from mindrlhf.config.memory import WHOLE, MemorySection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.training import OptimizerSection, ParallelSection
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import num_logprob_micro_batches

@@ -10,7 +10,7 @@ import numpy as np
 from mindrlhf.algorithms.losses import POLICY_INPUTS
 from mindrlhf.checkpoint.optimizer import optimizer_state
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.errors import UserError
 from mindrlhf.layout.parameter import ParameterLayout

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.manifest import below
 from mindrlhf.checkpoint.state import StateWriter
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.layout.rows import num_logprob_micro_batches, num_update_micro_batches, own_rows, place_rows

@@ -106,7 +106,7 @@ def build_sharded_supervised(config: SftConfig, row_lengths: tuple[int, ...], ra
     )
     update = build_supervised_update(policy, config.optimizer, parallel)
     learner = make_learner(shard_of(policy, parallel, rank), update, config.memory, ())
-    _compile(learner, None, config.supervised.batch_size, row_lengths)
+    _compile(learner, None, config.supervised.micro_batch_size, row_lengths)
     load_trained(learner.model, model_source(config.model, config.model.path, config.run.seed), config)
     return ShardedOffline(learner)
 
@@ -133,7 +133,7 @@ def build_sharded_preference(
             path = model.reference_path or model.path
             reference = shard_of(build_policy(read_hf_config(path), model, parallel, **options), parallel, rank)
     learner = make_learner(shard, update, config.memory, COEFFICIENT_INPUTS)
-    _compile(learner, reference, config.preference.batch_size, row_lengths)
+    _compile(learner, reference, config.preference.micro_batch_size, row_lengths)
     if not isinstance(config, RewardModelConfig):
         source = model_source(model, model.path, config.run.seed)
     elif model.random_init:
@@ -147,10 +147,10 @@ def build_sharded_preference(
 
 
 def _compile(
-    learner: ShardedLearner, reference: ShardedModel | None, batch_size: int, row_lengths: tuple[int, ...]
+    learner: ShardedLearner, reference: ShardedModel | None, micro_batch_size: int, row_lengths: tuple[int, ...]
 ) -> None:
     for length in row_lengths:
-        rows = padding_rows((batch_size, length))
+        rows = padding_rows((micro_batch_size, length))
         learner.model.compile(rows)
         if reference is not None and reference.cell is not learner.model.cell:
             reference.compile(rows)

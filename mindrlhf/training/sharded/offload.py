@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import mindspore as ms
 
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.training.sharded.cells import ParallelUpdate
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -9,7 +10,8 @@ from mindrlhf.data.packing import PackedRows, Row, TokenSequence
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import image_digest
 from mindrlhf.images.positions import NUM_IDS, multimodal_positions
-from mindrlhf.specs import ModelDims
+from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.weights.hf import read_hf_config
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,18 @@ class ImageTokens:
     def of(cls, dims: ModelDims) -> "ImageTokens | None":
         """Those of a model; None when it has no vision."""
         return cls(dims.vocab_size, dims.vision.image_token, dims.vision.geometry) if dims.vision else None
+
+
+def image_tokens(path: str) -> ImageTokens | None:
+    """How the model in a directory sees images; None when it does not, or where no config.json is.
+
+    Raises:
+        UserError: its config.json is damaged, or of an unknown model.
+    """
+    if not (Path(path) / "config.json").is_file():
+        return None
+    hf_config = read_hf_config(path)
+    return ImageTokens.of(find_spec(hf_config).dims(hf_config))
 
 
 def with_images(

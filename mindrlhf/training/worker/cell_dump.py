@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Parameter, nn
 
 from mindrlhf.algorithms.logprobs import PolicyLogProbs
-from mindrlhf.config.watching_sections import CELL_LEVEL, MsprobeSection
+from mindrlhf.config.observe import CELL_LEVEL, MsprobeSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.debugging.dump_files import StageDump
 from mindrlhf.debugging.dump_paths import rank_dir

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import RunFailure
 
 # Elements per all-reduce: small tensors share one collective, whose fixed cost is about a millisecond.

@@ -11,13 +11,13 @@ import numpy as np
 from mindrlhf.algorithms.scores import TokenScores
 from mindrlhf.algorithms.value_loss import VALUE_INPUTS, VALUE_STATISTICS, ValueLoss
 from mindrlhf.checkpoint.state import CRITIC_NAME, CRITIC_OPTIMIZER_NAME, StateWriter
+from mindrlhf.config.derived import critic_optimizer
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.load import load_scorer
 from mindrlhf.system import heartbeat
 from mindrlhf.system.files import remove
 from mindrlhf.training.batch import Batch
-from mindrlhf.training.loop.value_function import critic_optimizer
 from mindrlhf.training.records import ProcessStatistics, UpdateResult
 from mindrlhf.training.runtime import Rank
 from mindrlhf.training.worker.actor import Actor
@@ -205,7 +205,7 @@ def build_critic(config: GrpoConfig, row_length: int, rank: Rank) -> Critic:
         UserError: the model in ``critic.path`` does not fit.
     """
     lora = replace(config.lora, path="")  # that adapter is the actor's
-    options: dict = {"memory": config.memory, "num_image_rows": config.training.batch_size * row_length}
+    options: dict = {"memory": config.memory, "num_image_rows": config.training.micro_batch_size * row_length}
     network = load_scorer(config.model, config.critic.path, config.run, row_length, lora, **options)
     loss = ValueLoss(TokenScores(network, after_token=False), config.critic.clip_range)
     return Critic(network, loss, critic_optimizer(config), rank, config.run.device)

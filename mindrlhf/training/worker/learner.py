@@ -12,7 +12,7 @@ import numpy as np
 
 from mindrlhf.checkpoint.optimizer import optimizer_arrays, optimizer_infos, restore_optimizer
 from mindrlhf.checkpoint.state import MODEL_NAME, OPTIMIZER_NAME, StateWriter
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.models.context import run_graph

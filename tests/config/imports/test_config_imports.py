@@ -57,7 +57,7 @@ def test_mindspeed_rl_by_hand(tmp_path):
     config, result, _ = loaded(tmp_path, "mindspeed-rl")
     # 64 prompts with 8 samples each are 512 samples; updates of 128 make 4.
     assert (config.training.chunk_size, config.training.num_rollouts, config.training.num_minibatches) == (64, 1, 4)
-    assert (config.training.row_lengths, config.training.batch_size, config.training.pack) == ((8192,), 1, True)
+    assert (config.training.row_lengths, config.training.micro_batch_size, config.training.pack) == ((8192,), 1, True)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
     assert (config.algorithm.beta, config.algorithm.kl_in, config.algorithm.kl_estimator) == (0.001, "loss", "k3")
     assert config.algorithm.overlong_buffer == 512 / 2048
@@ -97,7 +97,7 @@ def test_trl_by_hand(tmp_path):
 def test_verl_by_hand(tmp_path):
     config, result, _ = loaded(tmp_path, "verl")
     assert (config.training.chunk_size, config.training.num_minibatches, config.training.num_iterations) == (512, 8, 2)
-    assert (config.training.row_lengths, config.training.batch_size) == ((12288,), 1)
+    assert (config.training.row_lengths, config.training.micro_batch_size) == ((12288,), 1)
     # verl's plain loss has the second clip, at clip_ratio_c.
     assert (config.algorithm.loss, config.algorithm.dual_clip) == ("dual_clip", 10.0)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.26)

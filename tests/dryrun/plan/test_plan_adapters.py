@@ -58,7 +58,7 @@ def test_the_reference_model_takes_no_memory(plans):
 
 
 def test_32b_fits_eight_devices_with_adapters_only():
-    layout = ["parallel_config.pipeline_stage=1", "parallel_config.micro_batch_num=1", "training.batch_size=1"]
+    layout = ["parallel_config.pipeline_stage=1", "parallel_config.micro_batch_num=1", "training.micro_batch_size=1"]
     servers = ["rollout.num_replicas=1", "rollout.max_num_seqs=16"]
     full = plan_of("qwen2_5_32b_16npu", *layout, *servers)
     adapted = plan_of("qwen2_5_32b_16npu", *layout, *servers, "lora.rank=32")

@@ -87,12 +87,13 @@ BAD = {
         [
             *("--world-size", 32, "rollout.num_replicas=16", "parallel_config.data_parallel=1"),
             *("parallel_config.model_parallel=1", "parallel_config.use_seq_parallel=false"),
-            *("parallel_config.pipeline_stage=32", "parallel_config.micro_batch_num=32", "training.batch_size=32"),
+            *("parallel_config.pipeline_stage=32", "parallel_config.micro_batch_num=32"),
+            "training.micro_batch_size=32",
         ],
         "28 layers: set it to 28 or less",
     ),
     "no experts": (["--world-size", 8, "parallel_config.expert_parallel=2"], "no experts: set it to 1"),
-    "micro-batches": (["--world-size", 8, "parallel_config.micro_batch_num=4"], "'training.batch_size' is 2"),
+    "micro-batches": (["--world-size", 8, "parallel_config.micro_batch_num=4"], "'training.micro_batch_size' is 2"),
     "rollout devices": (["--world-size", 8, "rollout.num_replicas=3"], "uses 6 devices of 8: set num_replicas to 4"),
     "rollout heads": (
         ["--world-size", 8, "rollout.num_replicas=1", "rollout.tensor_parallel=8"],

@@ -43,7 +43,7 @@ def test_the_request_is_the_run(compiled):
     plan = plan_of("qwen2_5_7b_8npu")
     plan_compile.compile_plan(plan)
     (request,) = compiled
-    assert (request.seq_length, request.batch_size, request.recompute) == (4096, 2, True)
+    assert (request.seq_length, request.micro_batch_size, request.recompute) == (4096, 2, True)
     assert (request.param_dtype, request.compute_dtype, request.plan_memory) == ("float32", "bfloat16", True)
     assert request.parallel["data_parallel"] == 2 and request.parallel["model_parallel"] == 4
     assert request.hf_config["num_hidden_layers"] == 28

@@ -28,7 +28,7 @@ def test_batch_arithmetic_by_hand():
 
 
 def test_micro_batches_are_rounded_up():
-    batch = plan_of("qwen2_5_7b_8npu", "training.batch_size=3").batch
+    batch = plan_of("qwen2_5_7b_8npu", "training.micro_batch_size=3").batch
     assert batch.num_micro_batches_per_rank == 171  # 1024 rows over 2 ranks of 3 rows: 170.7
     assert batch.num_tokens_per_update == 171 * 2 * 3 * TOKENS
 
@@ -116,11 +116,11 @@ def test_beta_adds_the_reference_model_and_its_forward_pass():
 # Planned by MindSpore 2.9.0 in simulation (level 1), with recomputation, sequence parallelism and bfloat16: bytes of a
 # rank of the stage. Two layers of Qwen2.5-7B with rows of 2,048 tokens, two at once; four of 32B with rows of 4,096.
 SHORT = ("training.row_lengths=[2048]", "rollout.max_response_length=1024")
-MICRO_BATCHES = ("parallel_config.micro_batch_num=2", "training.batch_size=2")
+MICRO_BATCHES = ("parallel_config.micro_batch_num=2", "training.micro_batch_size=2")
 WHOLE = ("parallel_config.data_parallel=1", "parallel_config.enable_parallel_optimizer=false")
 PLANNED = [
     ("qwen2_5_7b", 2, 4, 0, (*SHORT, *WHOLE, "rollout.num_replicas=2"), 9_610_000_000),
-    ("qwen2_5_7b", 2, 8, 0, (*SHORT, MICRO_BATCHES[0], "training.batch_size=4"), 8_290_000_000),
+    ("qwen2_5_7b", 2, 8, 0, (*SHORT, MICRO_BATCHES[0], "training.micro_batch_size=4"), 8_290_000_000),
     ("qwen2_5_32b", 4, 16, 0, MICRO_BATCHES, 6_380_000_000),
     ("qwen2_5_32b", 4, 16, 1, MICRO_BATCHES, 6_360_000_000),
 ]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from plan_cases import DEVICE_BYTES, plan_of
 
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.dryrun.plan.cost import divisors, estimate_cost
 from mindrlhf.dryrun.plan.plan import Machine, make_plan
 from mindrlhf.dryrun.plan.search import search
@@ -24,7 +24,7 @@ from mindrlhf.dryrun.plan.verdict import give_verdict, with_keys
         ),
         (
             "qwen2_5_7b_8npu",
-            ("model.recompute=false", "training.batch_size=4", "rollout.gpu_memory_utilization=0.3"),
+            ("model.recompute=false", "training.micro_batch_size=4", "rollout.gpu_memory_utilization=0.3"),
             DEVICE_BYTES,
             "model.recompute",
         ),
@@ -78,7 +78,8 @@ def test_no_room_for_one_sequence_is_no_fit():
 
 
 def test_large_boards_are_noted():
-    assert any("1.34 TB" in note for note in give_verdict(plan_of("deepseek_v3_512npu", "rollout.board_gib=0")).notes)
+    notes = give_verdict(plan_of("deepseek_v3_512npu", "rollout.weight_buffer_gib=0")).notes
+    assert any("1.34 TB" in note for note in notes)
     assert not any("board" in note for note in give_verdict(plan_of("deepseek_v3_512npu")).notes)
     assert give_verdict(plan_of("qwen2_5_7b_8npu")).notes == ()
 
@@ -115,7 +116,7 @@ def test_search_tries_every_layout_of_a_dense_model():
 @pytest.mark.parametrize("part", ["memory.recompute_layers=0-13", "memory.recompute_operators=[norms]"])
 def test_what_is_recomputed_in_part_is_not_proposed_whole_as_well(part):
     """The config would be refused."""
-    plan = plan_of("qwen2_5_7b_8npu", "model.recompute=false", part, "training.batch_size=4")
+    plan = plan_of("qwen2_5_7b_8npu", "model.recompute=false", part, "training.micro_batch_size=4")
     found = search(plan.config, plan.model, plan.machine)
     every = search(dataclasses.replace(plan.config, memory=MemorySection()), plan.model, plan.machine)
     assert (found.num_tried, bool(found.best)) == (every.num_tried // 2, True)
@@ -142,8 +143,8 @@ def test_costs_move_as_they_should():
     base = _cost("parallel_config.data_parallel=4")
     assert base.bubble == base.imbalance == base.expert == 0
     keys = ("parallel_config.data_parallel=2", "parallel_config.pipeline_stage=2")
-    few = _cost(*keys, "parallel_config.micro_batch_num=2", "training.batch_size=2")
-    many = _cost(*keys, "parallel_config.micro_batch_num=8", "training.batch_size=8")
+    few = _cost(*keys, "parallel_config.micro_batch_num=2", "training.micro_batch_size=2")
+    many = _cost(*keys, "parallel_config.micro_batch_num=8", "training.micro_batch_size=8")
     busy = few.compute + few.imbalance + few.tensor
     # Of a pipeline's time, (p - 1) / (m + p - 1) is idle: 1/3 with 2 micro-batches, 1/9 with 8.
     assert few.bubble / (busy + few.bubble) == pytest.approx(1 / 3)

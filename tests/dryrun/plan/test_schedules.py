@@ -151,7 +151,7 @@ def test_the_command_prints_and_writes_the_schedules(capsys):
     overrides = ["rollout.tensor_parallel=1", "training.chunk_size=128", "parallel_config.data_parallel=0"]
     assert main(["plan", config, *cluster, *overrides]) == 0
     text = capsys.readouterr().out
-    assert "Recommended: rollout.span_tokens=400 rollout.in_flight=" in text
+    assert "Recommended: rollout.segment_tokens=400 rollout.in_flight=" in text
     assert main(["plan", config, *cluster, *overrides, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["schedules"]
     names = [one["name"] for one in values["schedules"]]

@@ -139,7 +139,7 @@ def test_deepseek_v3_moves_little_more_than_it_must_through_little_memory():
 
 
 def test_buckets_bound_the_memory_of_the_board():
-    whole, buckets = plan_of("qwen2_5_32b_16npu"), plan_of("qwen2_5_32b_16npu", "rollout.board_gib=2")
+    whole, buckets = plan_of("qwen2_5_32b_16npu"), plan_of("qwen2_5_32b_16npu", "rollout.weight_buffer_gib=2")
     assert whole.transfer.num_buckets == 1 and whole.transfer.board_bytes == pytest.approx(2 * whole.num_parameters)
     assert buckets.transfer.board_bytes <= 2 * 2**30
     assert buckets.transfer.num_buckets >= whole.transfer.board_bytes / 2**31

@@ -5,8 +5,9 @@ import os
 
 import pytest
 
-from mindrlhf.config import sections
-from mindrlhf.config.distillation.section import DistillationSection
+from mindrlhf.config.algorithm import AlgorithmSection, DistillationSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 from mindrlhf.launch.nodes.facts import Fact, as_message, differences
@@ -71,9 +72,9 @@ def test_teachers_are_known_by_what_their_directories_hold(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     config = GrpoConfig(
-        model=sections.ModelSection(path=str(tmp_path / "student"), reference_path=str(tmp_path / "one")),
-        data=sections.DataSection(train_file="t", tokenizer_dir="t"),
-        algorithm=sections.AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
+        model=ModelSection(path=str(tmp_path / "student"), reference_path=str(tmp_path / "one")),
+        data=DataSection(train_file="t", tokenizer_dir="t"),
+        algorithm=AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
         distillation=DistillationSection({"math": str(tmp_path / "two")}),
     )
     first = teacher_fingerprint(config)
@@ -84,7 +85,7 @@ def test_teachers_are_known_by_what_their_directories_hold(tmp_path):
     (tmp_path / "two" / "model.safetensors").write_bytes(b"0")
     changed = teacher_fingerprint(config)
     assert [key for key in first if changed[key] != first[key]] == ["distillation.teachers.math"]
-    assert teacher_fingerprint(dataclasses.replace(config, algorithm=sections.AlgorithmSection(beta=0.1))) == {}
+    assert teacher_fingerprint(dataclasses.replace(config, algorithm=AlgorithmSection(beta=0.1))) == {}
     # Nodes compare each directory; compiled graphs depend on the models' configs, wherever they lie.
     two = tmp_path / "two" / "config.json"
     facts = graph_facts(config)

@@ -9,7 +9,7 @@ import pytest
 from slow_tests import RUNS_SLOW_TESTS
 from tiny_vl import TinyVl, config_of, weights_of, write_tiny_vl
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.dryrun.compile.request import TOWER, CompileRequest, compile_ranks
 from mindrlhf.dryrun.execute.lower import lower_graph
 from mindrlhf.dryrun.execute.model import LoweredCell

@@ -203,7 +203,7 @@ def test_a_learner_has_the_gradients_of_the_part_of_the_tower_that_it_trains(
     """The graph of an update, with images as its inputs, and the loss of the reference. Rows of 96 differ in slots."""
     from mindrlhf.algorithms.logprobs import PolicyLogProbs
     from mindrlhf.algorithms.losses import CoefficientLoss
-    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.models.causal_lm import build_model
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mindrlhf.config.watching_sections import SINKS
+from mindrlhf.config.observe import SINKS
 from mindrlhf.errors import UserError
 from mindrlhf.observe import trackers
 from mindrlhf.observe.sinks import StepDetails, open_sinks

@@ -15,7 +15,10 @@ from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState, KlS
 from mindrlhf.checkpoint.leftover import LeftoverSample
 from mindrlhf.checkpoint.manifest import write_manifest
 from mindrlhf.checkpoint.state import STATE_NAME, read_state
-from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CheckpointSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
@@ -57,11 +60,11 @@ class Lead:
 class Run:
     def __init__(self, tmp_path, seed=0, data=None, train_file="train", teachers=None, **checkpoint):
         self.config = GrpoConfig(
-            run=sections.RunSection(output_dir=str(tmp_path), seed=seed),
-            model=sections.ModelSection(path="model"),
-            data=sections.DataSection(train_file=train_file, tokenizer_dir="tokenizer"),
-            reward=sections.RewardSection(verifier_function=("length",)),
-            checkpoint=watching_sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+            run=RunSection(output_dir=str(tmp_path), seed=seed),
+            model=ModelSection(path="model"),
+            data=DataSection(train_file=train_file, tokenizer_dir="tokenizer"),
+            reward=RewardSection(verifier_function=("length",)),
+            checkpoint=CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
         self.lead = Lead()
         team = SimpleNamespace(rank_0=self.lead, call=lambda name, directory: getattr(self.lead, name)(directory))

@@ -7,9 +7,13 @@ import pytest
 import xxhash
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.config import sections, watching_sections
 from mindrlhf.config.load import load_config
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CheckpointSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.layout.layout import Layout
@@ -89,14 +93,14 @@ class Run:
     def __init__(self, tmp_path: Path, *, is_cut: bool = True, layout: str = "dp=2,mp=2,pp=1"):
         parallel = Layout.parse(layout)
         self.config = GrpoConfig(
-            run=sections.RunSection(output_dir=str(tmp_path / "out")),
-            model=sections.ModelSection(path="model"),
-            data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=sections.RewardSection(verifier_function=("length",)),
-            checkpoint=watching_sections.CheckpointSection(
+            run=RunSection(output_dir=str(tmp_path / "out")),
+            model=ModelSection(path="model"),
+            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=RewardSection(verifier_function=("length",)),
+            checkpoint=CheckpointSection(
                 every_steps=1, keep_last=2, asynchronous=False, save_dir=str(tmp_path / "disk"), node_local=True
             ),
-            parallel_config=sections.ParallelSection(
+            parallel_config=ParallelSection(
                 data_parallel=parallel.data_parallel, model_parallel=parallel.model_parallel
             ),
         )

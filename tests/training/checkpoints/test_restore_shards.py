@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from mindrlhf.config.sections import ModelSection, OptimizerSection, RunSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import RunSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.errors import UserError
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank

@@ -8,7 +8,10 @@ import pytest
 import xxhash
 
 from mindrlhf.checkpoint.manifest import verify
-from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CheckpointSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.errors import UserError
@@ -74,11 +77,11 @@ class LocalTeam:
 class Run:
     def __init__(self, tmp_path, **checkpoint):
         self.config = GrpoConfig(
-            run=sections.RunSection(output_dir=str(tmp_path)),
-            model=sections.ModelSection(path="model"),
-            data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=sections.RewardSection(verifier_function=("length",)),
-            checkpoint=watching_sections.CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
+            run=RunSection(output_dir=str(tmp_path)),
+            model=ModelSection(path="model"),
+            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=RewardSection(verifier_function=("length",)),
+            checkpoint=CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
         self.team = LocalTeam()
         replicas = ReplicaTeam(self.team, Layout.parse("dp=2,mp=2,pp=1"))

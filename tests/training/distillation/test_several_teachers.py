@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import make_sample
 
-from mindrlhf.config import sections
-from mindrlhf.config.distillation.section import DistillationSection
+from mindrlhf.config.algorithm import AlgorithmSection, DistillationSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
-from mindrlhf.config.sections import BEST_FIT, FIRST_FIT, SHARED_PROMPTS
+from mindrlhf.config.training import BEST_FIT, FIRST_FIT, SHARED_PROMPTS
 from mindrlhf.data.packing import TokenSequence, padding_rows
 from mindrlhf.training.batch import RowOptions, make_batch
 from mindrlhf.training.distillation.assignment import TeacherAssignment
@@ -19,9 +20,9 @@ from mindrlhf.training.distillation.models import Teachers, as_one
 
 def config(teachers, reference_path="", path="student"):
     return GrpoConfig(
-        model=sections.ModelSection(path=path, reference_path=reference_path),
-        data=sections.DataSection(train_file="t", tokenizer_dir="t"),
-        algorithm=sections.AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
+        model=ModelSection(path=path, reference_path=reference_path),
+        data=DataSection(train_file="t", tokenizer_dir="t"),
+        algorithm=AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
         distillation=DistillationSection(teachers),
     )
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
 
-from mindrlhf.config import sections
-from mindrlhf.config.distillation.section import DistillationSection
+from mindrlhf.config.algorithm import AlgorithmSection, DistillationSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
@@ -53,9 +54,9 @@ def actor(directories, tmp_path_factory):
 
     prepare_mindformers("cpu", tmp_path_factory.mktemp("mindformers-log"))
     config = GrpoConfig(
-        model=sections.ModelSection(path=directories["student"]),
-        data=sections.DataSection(train_file="t", tokenizer_dir="t"),
-        algorithm=sections.AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
+        model=ModelSection(path=directories["student"]),
+        data=DataSection(train_file="t", tokenizer_dir="t"),
+        algorithm=AlgorithmSection(name="distill", advantage="distill", beta=1.0, kl_in="reward"),
         distillation=DistillationSection({name: directories[name] for name in ("math", "code")}),
     )
     return _build_actor(config, SimpleNamespace(row_lengths=(LENGTH,)), Rank(0, 1))

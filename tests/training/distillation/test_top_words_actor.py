@@ -10,9 +10,10 @@ import pytest
 from test_teachers_actor import LENGTH, VOCABULARY, sequences
 from test_teachers_actor import directories as directories  # a fixture
 
-from mindrlhf.config import sections
-from mindrlhf.config.distillation.section import DistillationSection
-from mindrlhf.config.lora_section import LoraSection
+from mindrlhf.config.algorithm import AlgorithmSection, DistillationSection
+from mindrlhf.config.model import LoraSection, ModelSection
+from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
@@ -31,10 +32,10 @@ def build(model: dict, teachers: dict, log_dir, **options):
     prepare_mindformers("cpu", log_dir)
     algorithm = {"name": "distill", "advantage": "distill", "beta": 1.0, "kl_in": "reward", "distill_top_k": K}
     config = GrpoConfig(
-        model=sections.ModelSection(**model),
-        data=sections.DataSection(train_file="t", tokenizer_dir="t"),
-        algorithm=sections.AlgorithmSection(**algorithm),
-        rollout=sections.RolloutSection(temperature=TEMPERATURE),
+        model=ModelSection(**model),
+        data=DataSection(train_file="t", tokenizer_dir="t"),
+        algorithm=AlgorithmSection(**algorithm),
+        rollout=RolloutSection(temperature=TEMPERATURE),
         distillation=DistillationSection(teachers),
         **options,
     )

@@ -12,8 +12,12 @@ from made_samples import make_sample, with_completion, with_prompt, with_reward
 from mindrlhf.checkpoint.algorithm_state import SampleTotals
 from mindrlhf.checkpoint.leftover import LeftoverSample, leftover_records, load_leftover, save_leftover
 from mindrlhf.checkpoint.manifest import DamagedDirectory
-from mindrlhf.config import sections
+from mindrlhf.config.algorithm import AlgorithmSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import TrainingSection
 from mindrlhf.images.pixels import encode_png
 from mindrlhf.training.loop.leftover import SampleLedger, from_leftover, to_leftover
 from mindrlhf.training.loop.sampling.in_step import GroupSampling
@@ -23,13 +27,13 @@ SIZE = 3  # samples of a group
 
 def make_config(chunk_size=2, num_rollouts=2, max_oversampling=10, dynamic_sampling=True):
     return GrpoConfig(
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length",)),
-        algorithm=sections.AlgorithmSection(
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length",)),
+        algorithm=AlgorithmSection(
             num_generations=SIZE, dynamic_sampling=dynamic_sampling, max_oversampling=max_oversampling
         ),
-        training=sections.TrainingSection(chunk_size=chunk_size, num_rollouts=num_rollouts),
+        training=TrainingSection(chunk_size=chunk_size, num_rollouts=num_rollouts),
     )
 
 

@@ -8,7 +8,10 @@ import pytest
 from made_samples import make_sample, with_reward
 
 from mindrlhf.checkpoint.algorithm_state import AlgorithmState, GuardsState
-from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import GuardSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import RunFailure, UserError
@@ -37,11 +40,11 @@ LOGPROBS = [-1.0, -2.0, -30.0, -3.0]
 
 def make_config(output_dir, **guard) -> GrpoConfig:
     return GrpoConfig(
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length",)),
-        run=sections.RunSection(output_dir=str(output_dir)),
-        guard=watching_sections.GuardSection(**guard),
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length",)),
+        run=RunSection(output_dir=str(output_dir)),
+        guard=GuardSection(**guard),
     )
 
 

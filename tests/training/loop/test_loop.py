@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
-from mindrlhf.config import sections, watching_sections
-from mindrlhf.config.distillation.section import DistillationSection
-from mindrlhf.config.evaluation.section import EvaluationSection
+from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection, DistillationSection
+from mindrlhf.config.evaluation import EvaluationSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import CheckpointSection, ObserveSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import OptimizerSection, TrainingSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.data.stream import PromptStream
 from mindrlhf.evaluation.heldout import Evaluation, HeldOut
@@ -274,7 +279,7 @@ class Run:
         parts = Parts(
             team=team,
             policy=Policy(team, Board(self.journal)),
-            rows=RowOptions((8, 16), training.batch_size, world_size, training.pack, training.packing),
+            rows=RowOptions((8, 16), training.micro_batch_size, world_size, training.pack, training.packing),
             rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),
             timer=timer,
@@ -294,7 +299,7 @@ def make_config(**options):
     chosen = {
         "algorithm": {"num_generations": NUM_GENERATIONS},
         # Whatever a sample earns, a rank gets it; test_step_rows.py has what is left out by default.
-        "training": {"chunk_size": 2, "batch_size": 4, "skip_zero_advantages": False},
+        "training": {"chunk_size": 2, "micro_batch_size": 4, "skip_zero_advantages": False},
         "optimizer": {"start_lr": 1.0},
         "evaluation": {"every_steps": 0},
         "checkpoint": {"every_steps": 0},
@@ -302,21 +307,21 @@ def make_config(**options):
     for section, values in options.items():
         chosen[section] = {**chosen.get(section, {}), **values}
     classes = {
-        "run": sections.RunSection,
-        "algorithm": sections.AlgorithmSection,
+        "run": RunSection,
+        "algorithm": AlgorithmSection,
         "distillation": DistillationSection,
-        "correction": sections.CorrectionSection,
-        "training": sections.TrainingSection,
-        "optimizer": sections.OptimizerSection,
+        "correction": CorrectionSection,
+        "training": TrainingSection,
+        "optimizer": OptimizerSection,
         "evaluation": EvaluationSection,
-        "checkpoint": watching_sections.CheckpointSection,
-        "rollout": sections.RolloutSection,
-        "observe": watching_sections.ObserveSection,
+        "checkpoint": CheckpointSection,
+        "rollout": RolloutSection,
+        "observe": ObserveSection,
     }
     return GrpoConfig(
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length", "half")),
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length", "half")),
         **{name: classes[name](**values) for name, values in chosen.items()},
     )
 

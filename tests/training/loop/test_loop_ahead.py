@@ -55,8 +55,8 @@ def server(monkeypatch):
 
 def start(ahead, steps=NUM_STEPS, **options):
     """Return a run of ``steps`` steps of two prompts."""
-    options = {"num_prompts": 4, "training": {"chunk_size": 2, "batch_size": 4, "epochs": 50}, **options}
-    return Run(steps=steps, rollout={"ahead": ahead}, **options)
+    options = {"num_prompts": 4, "training": {"chunk_size": 2, "micro_batch_size": 4, "epochs": 50}, **options}
+    return Run(steps=steps, rollout={"off_policy_steps": ahead}, **options)
 
 
 def finish(run):
@@ -181,7 +181,7 @@ RECIPES = {
     "dynamic": {
         "num_prompts": 5,
         "algorithm": {"num_generations": NUM_GENERATIONS, "dynamic_sampling": True},
-        "training": {"chunk_size": 3, "batch_size": 4, "epochs": 50},
+        "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50},
     },
     "greedy": {"algorithm": {"num_generations": NUM_GENERATIONS, "advantage": "remax"}},
 }
@@ -240,7 +240,7 @@ def test_held_out_prompts_are_sampled_with_the_weights_of_the_moment():
 
 
 def test_old_logprobs_are_the_trainers_and_the_generators_go_to_the_correction():
-    run = start(1, training={"chunk_size": 2, "batch_size": 4, "epochs": 50, "num_minibatches": 2})
+    run = start(1, training={"chunk_size": 2, "micro_batch_size": 4, "epochs": 50, "num_minibatches": 2})
     metrics, _ = finish(run)
     for _, _, micro_batches in run.ranks[0].updates:
         for rows in micro_batches:

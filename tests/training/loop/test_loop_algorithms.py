@@ -115,7 +115,7 @@ def test_every_rank_gets_the_tokens_of_its_own_rows(world_size):
         num_prompts=2,
         world_size=world_size,
         algorithm={"advantage": "dr_grpo", "aggregation": "sequence_mean"},
-        training={"batch_size": 1},
+        training={"micro_batch_size": 1},
     )
     run()
     seen = []

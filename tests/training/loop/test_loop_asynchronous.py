@@ -52,8 +52,9 @@ def stand_ins(monkeypatch):
 
 
 def start(output_dir, staleness=2, replays="", **options):
-    rollout = {"asynchronous": True, "ahead": staleness, "span_tokens": SPAN, "max_response_length": LONGEST}
-    options = {"num_prompts": 4, "training": {"chunk_size": NUM_GROUPS, "batch_size": 4, "epochs": 50}, **options}
+    rollout = {"asynchronous": True, "off_policy_steps": staleness, "segment_tokens": SPAN}
+    rollout["max_response_length"] = LONGEST
+    options = {"num_prompts": 4, "training": {"chunk_size": NUM_GROUPS, "micro_batch_size": 4, "epochs": 50}, **options}
     rollout["replay_order"] = str(replays)
     return Run(steps=NUM_STEPS, run={"output_dir": str(output_dir)}, rollout=rollout, **options)
 

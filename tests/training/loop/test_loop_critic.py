@@ -5,7 +5,7 @@ import pytest
 import test_loop
 from test_loop import Run
 
-from mindrlhf.config import sections
+from mindrlhf.config.algorithm import CriticSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.training.loop.value_function import critic_optimizer, value_metrics
 from mindrlhf.training.records import ProcessStatistics, UpdateResult
@@ -51,7 +51,7 @@ def make_run(monkeypatch):
 
         def with_critic(**chosen):
             config = make_config(**chosen)
-            section = sections.CriticSection(**{"path": "critic", "start_lr": 0.5, **(critic or {})})
+            section = CriticSection(**{"path": "critic", "start_lr": 0.5, **(critic or {})})
             return test_loop.GrpoConfig(**{**vars(config), "critic": section})
 
         with monkeypatch.context() as patch:
@@ -85,7 +85,7 @@ def brute_force(rewards, values):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_gets_advantages_and_returns_of_its_own_rows(make_run, world_size):
-    run = make_run(num_prompts=2, world_size=world_size, algorithm=KL_IN_REWARD, training={"batch_size": 1})
+    run = make_run(num_prompts=2, world_size=world_size, algorithm=KL_IN_REWARD, training={"micro_batch_size": 1})
     run()
     seen = 0
     for rank in run.ranks:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_loop import NUM_GENERATIONS, Run
 
-from mindrlhf.config.watching_sections import MsprobeSection
+from mindrlhf.config.observe import MsprobeSection
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir, rank_dirs
 from mindrlhf.training.loop.key_data import KeyData

@@ -15,7 +15,7 @@ from mindrlhf.training.checkpoints.run import RunCheckpoints
 
 ALGORITHM = {"num_generations": NUM_GENERATIONS, "dynamic_sampling": True}
 # Prompt 0 of each pass has no signal; see test_loop.Rewards. Steps are of 2 prompts, chunks too.
-OPTIONS = {"num_prompts": 3, "algorithm": ALGORITHM, "training": {"chunk_size": 2, "batch_size": 4, "epochs": 50}}
+OPTIONS = {"num_prompts": 3, "algorithm": ALGORITHM, "training": {"chunk_size": 2, "micro_batch_size": 4, "epochs": 50}}
 
 
 def used_prompts(run):
@@ -63,7 +63,7 @@ def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, skip
         return results
 
     monkeypatch.setattr(Rank, "compute_logprobs", compute_and_keep)
-    options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "batch_size": 4, "epochs": 50}}
+    options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50}}
     options["training"]["skip_zero_advantages"] = skips
     run = Run(steps=2, world_size=world_size, **options)
     run.trainer.warm_up()
@@ -91,7 +91,7 @@ def test_stale_samples_keep_the_logprobs_they_were_sampled_with(world_size, skip
 
 
 def test_a_resumed_run_uses_what_was_left_over_and_the_sums_go_on():
-    options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "batch_size": 4, "epochs": 50}}
+    options = {**OPTIONS, "num_prompts": 4, "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50}}
     whole = Run(steps=5, **options)
     expected = whole()
     assert {expected[step]["samples/carried"] for step in expected} > {0.0}, "something is left over at some step"
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_an_earlier_release_is_resumed(tmp_path, monkeypatch):
         "num_prompts": 4,
         "held_out": True,
         "algorithm": {**ALGORITHM, "beta": 0.1, "kl_target": 0.05},
-        "training": {"chunk_size": 3, "batch_size": 4, "epochs": 50},
+        "training": {"chunk_size": 3, "micro_batch_size": 4, "epochs": 50},
         "evaluation": {"every_steps": 1},
     }
     whole = Run(steps=2, **options)

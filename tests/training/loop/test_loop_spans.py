@@ -54,8 +54,8 @@ def server(monkeypatch):
 
 def start(**options):
     """Return a run of six steps of two prompts, with three in flight."""
-    rollout = {"span_tokens": SPAN, "max_spans": MAX_SPANS, "in_flight": 1.5, "max_response_length": LONGEST}
-    options = {"num_prompts": 4, "training": {"chunk_size": 2, "batch_size": 4, "epochs": 50}, **options}
+    rollout = {"segment_tokens": SPAN, "max_segments": MAX_SPANS, "in_flight": 1.5, "max_response_length": LONGEST}
+    options = {"num_prompts": 4, "training": {"chunk_size": 2, "micro_batch_size": 4, "epochs": 50}, **options}
     return Run(steps=NUM_STEPS, rollout=rollout, **options)
 
 

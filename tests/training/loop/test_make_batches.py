@@ -5,9 +5,14 @@ import numpy as np
 import pytest
 from made_samples import make_sample, with_reward
 
-from mindrlhf.config import sections, watching_sections
+from mindrlhf.config.algorithm import AlgorithmSection
 from mindrlhf.config.derived import skips_zero_advantages
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import MsprobeSection, ObserveSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import TrainingSection
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.objective import Objective
 from mindrlhf.training.loop.step import Step, StepSamples
@@ -33,13 +38,13 @@ ALL = [True] * len(SAMPLES)
 
 def config_with(training=None, observe=None, msprobe=False, **algorithm) -> GrpoConfig:
     return GrpoConfig(
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length",)),
-        algorithm=sections.AlgorithmSection(**algorithm),
-        training=sections.TrainingSection(**(training or {})),
-        observe=watching_sections.ObserveSection(**(observe or {})),
-        msprobe=watching_sections.MsprobeSection(enabled=msprobe),
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length",)),
+        algorithm=AlgorithmSection(**algorithm),
+        training=TrainingSection(**(training or {})),
+        observe=ObserveSection(**(observe or {})),
+        msprobe=MsprobeSection(enabled=msprobe),
     )
 
 

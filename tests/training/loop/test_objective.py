@@ -4,8 +4,13 @@ import numpy as np
 import pytest
 from made_samples import make_sample, with_completion
 
-from mindrlhf.config import sections
+from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.rollout import RolloutSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.config.training import TrainingSection
 from mindrlhf.training.loop.objective import Objective
 
 MAX_LENGTH = 10
@@ -23,13 +28,13 @@ SAMPLES = [sample(1.0, 2), sample(0.0, 9), sample(0.5, 10, 1, "length"), sample(
 def objective(correction=None, training=None, **algorithm):
     return Objective(
         GrpoConfig(
-            model=sections.ModelSection(path="model"),
-            data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-            reward=sections.RewardSection(verifier_function=("length",)),
-            rollout=sections.RolloutSection(max_response_length=MAX_LENGTH),
-            algorithm=sections.AlgorithmSection(**algorithm),
-            correction=sections.CorrectionSection(**(correction or {})),
-            training=sections.TrainingSection(**(training or {})),
+            model=ModelSection(path="model"),
+            data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+            reward=RewardSection(verifier_function=("length",)),
+            rollout=RolloutSection(max_response_length=MAX_LENGTH),
+            algorithm=AlgorithmSection(**algorithm),
+            correction=CorrectionSection(**(correction or {})),
+            training=TrainingSection(**(training or {})),
         )
     )
 

@@ -9,7 +9,9 @@ import pytest
 from made_samples import make_sample
 
 from mindrlhf.cli import main
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.errors import UserError
@@ -52,10 +54,10 @@ def config(tmp_path_factory) -> GrpoConfig:
     (directory / "bare").mkdir()
     (directory / "bare" / "config.json").write_text(json.dumps(MODEL))
     return GrpoConfig(
-        model=sections.ModelSection(path=str(directory / "bare"), random_init=True),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length",)),
-        run=sections.RunSection(output_dir=str(directory / "out"), seed=3),
+        model=ModelSection(path=str(directory / "bare"), random_init=True),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length",)),
+        run=RunSection(output_dir=str(directory / "out"), seed=3),
     )
 
 

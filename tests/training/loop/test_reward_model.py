@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from made_samples import make_sample
 
-from mindrlhf.config import sections
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection
 from mindrlhf.training.batch import RowOptions
 from mindrlhf.training.loop.reward_model import RewardModel
 
@@ -77,7 +79,7 @@ def test_the_score_of_the_last_token_is_a_part_of_its_own(world_size, pack):
         held.append(1)
         yield
 
-    reward = sections.RewardSection(model_path="m", model_weight=0.5)
+    reward = RewardSection(model_path="m", model_weight=0.5)
     model = RewardModel(team, RowOptions((16,), 2, world_size, pack), reward, uninterruptible)
     before = [sample([1, 2], [3, 4, 5], 1.0), sample([7], [1]), sample([1, 2], [3, 4], -1.0), sample([2], [9, 9])]
     after = model.add_rewards(before)
@@ -94,14 +96,14 @@ def test_the_score_of_the_last_token_is_a_part_of_its_own(world_size, pack):
 
 def test_equal_responses_are_scored_once():
     team = Team(1)
-    model = RewardModel(team, RowOptions((16,), 2, 1, True), sections.RewardSection(model_path="m"))
+    model = RewardModel(team, RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
     after = model.add_rewards([sample([1], [2, 3]), sample([1], [2, 3]), sample([1, 2], [3]), sample([1], [2, 3])])
     assert [item.reward.parts["reward_model"] for item in after] == [6.0] * 4
     assert team.ranks[0].num_sequences == 2
 
 
 def test_a_score_that_is_no_number_is_replaced_and_noted():
-    reward = sections.RewardSection(model_path="m", model_weight=2.0, failure_value=-3.0)
+    reward = RewardSection(model_path="m", model_weight=2.0, failure_value=-3.0)
     model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), reward)
     bad, good = model.add_rewards([sample([1], [63], 1.0), sample([1], [2], 1.0)])
     assert bad.reward.parts["reward_model"] == -3.0 and bad.reward.total == -5.0
@@ -110,7 +112,7 @@ def test_a_score_that_is_no_number_is_replaced_and_noted():
 
 
 def test_with_tools_the_last_token_of_the_model_counts():
-    model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), sections.RewardSection(model_path="m"))
+    model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
     (after,) = model.add_rewards([sample([1], [2, 3, 4], is_generated=[True, False, True])])
     assert after.reward.parts["reward_model"] == 10.0
 
@@ -123,7 +125,7 @@ def test_a_warm_up_runs_every_row_length():
             seen.extend(rows.mask.shape for own in per_rank for rows in own["batch"].micro_batches)
             return super().call(method, per_rank)
 
-    RewardModel(Recorder(1), RowOptions((8, 32), 4, 1, True), sections.RewardSection(model_path="m")).warm_up()
+    RewardModel(Recorder(1), RowOptions((8, 32), 4, 1, True), RewardSection(model_path="m")).warm_up()
     assert seen == [(4, 8), (4, 32)]
 
 
@@ -150,9 +152,9 @@ def test_a_scorer_on_a_rank_gives_what_its_weights_say(tmp_path):
     export_hf(random_hf_weights(language_model, 1), language_model, tmp_path / "policy")
     export_hf(random_hf_weights(MODEL, 2), MODEL, tmp_path / "scorer")
     config = GrpoConfig(
-        model=sections.ModelSection(path=str(tmp_path / "policy")),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(model_path=str(tmp_path / "scorer"), model_weight=2.0),
+        model=ModelSection(path=str(tmp_path / "policy")),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(model_path=str(tmp_path / "scorer"), model_weight=2.0),
     )
     network = load_model(config.model, config.model.path, config.run, 32)
     loss = build_policy_loss(config, PolicyLogProbs(network, 1.0, "cpu"))

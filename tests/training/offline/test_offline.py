@@ -57,7 +57,8 @@ def read_config(kind, model_dir, output_dir, overrides):
         "lora": {"rank": 4} if kind == ADAPTED else {},
     }
     if kind == "sft":
-        sections["supervised"] = {"rows_per_step": 16, "batch_size": 8, "row_lengths": [32], "pack": False, "epochs": 3}
+        sections["supervised"] = {"rows_per_step": 16, "micro_batch_size": 8, "row_lengths": [32], "epochs": 3}
+        sections["supervised"]["pack"] = False
         path = write_config(output_dir / "config.yaml", model_dir, **sections)
         values = json.loads(path.read_text())
         del values["preference"]
@@ -65,7 +66,7 @@ def read_config(kind, model_dir, output_dir, overrides):
         return load.load_sft_config(path, overrides)
     sections["preference"] = {
         "pairs_per_step": 16,
-        "batch_size": 8,
+        "micro_batch_size": 8,
         "row_lengths": [32],
         "epochs": 3,
         "eval_every_steps": 2,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mindrlhf.config.offline_sections import DpoSection, RewardModelSection
+from mindrlhf.config.offline import DpoSection, RewardModelSection
 from mindrlhf.training.offline.pair_objectives import DpoObjective, RewardModelObjective
 
 LENGTHS = (3, 5, 1, 4, 7, 2)  # chosen, rejected, chosen, ...

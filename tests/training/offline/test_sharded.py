@@ -15,7 +15,7 @@ from slow_tests import SLOW
 from test_preference import run
 
 from mindrlhf.config.load import load_dpo_config, load_reward_model_config, load_sft_config
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.training.preflight import RunInputs
 
 PARALLEL = ParallelSection(data_parallel=1, model_parallel=2)
@@ -193,7 +193,7 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
-    supervised = {"rows_per_step": 8, "batch_size": 4, "row_lengths": [16, 32]}
+    supervised = {"rows_per_step": 8, "micro_batch_size": 4, "row_lengths": [16, 32]}
     path = write_config(tmp_path / "sft.yaml", model_dir, supervised=supervised)
     sections = json.loads(path.read_text())
     del sections["preference"]

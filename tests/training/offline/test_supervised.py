@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from offline_cases import NoCheckpoints, Sinks
 
-from mindrlhf.config import sections
-from mindrlhf.config.offline_sections import SupervisedSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.offline import SupervisedSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import SftConfig
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.mindrecord import Prompt
 from mindrlhf.images.geometry import VisionGeometry
 from mindrlhf.images.pixels import encode_png, image_digest
@@ -76,13 +78,13 @@ class LocalTeam:
 
 
 def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed=0, optimizer=None, **supervised):
-    options = {"rows_per_step": 2 * world_size, "batch_size": 1, "epochs": 1, "pack": False, **supervised}
+    options = {"rows_per_step": 2 * world_size, "micro_batch_size": 1, "epochs": 1, "pack": False, **supervised}
     config = SftConfig(
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer", shuffle=shuffle),
-        run=sections.RunSection(max_steps=max_steps, seed=seed),
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer", shuffle=shuffle),
+        run=RunSection(max_steps=max_steps, seed=seed),
         supervised=SupervisedSection(**options),
-        optimizer=sections.OptimizerSection(**(optimizer or {"start_lr": 1.0})),
+        optimizer=OptimizerSection(**(optimizer or {"start_lr": 1.0})),
     )
     team, sinks = LocalTeam(world_size), Sinks()
     inputs = RunInputs(None, Records(lengths), Records(held_out) if held_out else None, (8, 16), 0)
@@ -194,9 +196,9 @@ class SeeingRank(Rank):
 
 def test_ranks_are_sent_the_images_of_each_step():
     config = SftConfig(
-        model=sections.ModelSection(path="model"),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        supervised=SupervisedSection(rows_per_step=2, batch_size=1, epochs=2, pack=False),
+        model=ModelSection(path="model"),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        supervised=SupervisedSection(rows_per_step=2, micro_batch_size=1, epochs=2, pack=False),
     )
     team = LocalTeam(2)
     team.ranks = [SeeingRank(), SeeingRank()]

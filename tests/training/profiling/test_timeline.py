@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from trace_events import read_trace, spans
 
-from mindrlhf.config.watching_sections import ProfilerSection
+from mindrlhf.config.observe import ProfilerSection
 from mindrlhf.errors import RunFailure
 from mindrlhf.observe.timing import StageTimer
 from mindrlhf.system import timeline

@@ -7,8 +7,8 @@ import pytest
 from mindrlhf.cli import main
 from mindrlhf.config.load import load_grpo_config
 from mindrlhf.errors import UserError
-from mindrlhf.training.routing.checks import check_replay, replayed_experts
-from mindrlhf.training.routing.rows import ReplayedExperts
+from mindrlhf.training.preflight.features import check_replay
+from mindrlhf.training.routing.rows import ReplayedExperts, replayed_experts
 
 SIZES = {
     "vocab_size": 64,
@@ -63,7 +63,7 @@ def config_of(directory, model: str, *changes):
         ("dense", [], "has no experts"),
         ("experts", ["run.device=ascend"], "take none"),
         ("experts", ["rollout.tensor_parallel=2"], "one process"),
-        ("experts", ["rollout.span_tokens=4"], "several routings"),
+        ("experts", ["rollout.segment_tokens=4"], "several routings"),
         ("experts", ["tools.names=calculator"], "conversations"),
         ("experts", ["msprobe.enabled=true", "msprobe.level=L0"], "single cells"),
     ],

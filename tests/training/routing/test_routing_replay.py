@@ -223,7 +223,7 @@ def test_rows_travel_by_layer():
 def test_updates_move_the_routers_of_the_experts_that_are_replayed(model):
     """Gradients of all parameters do not depend on how samples share rows, and are others than without replay."""
     from mindrlhf.algorithms.losses import SupervisedLoss
-    from mindrlhf.config.sections import OptimizerSection
+    from mindrlhf.config.training import OptimizerSection
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.worker.learner import Learner
 

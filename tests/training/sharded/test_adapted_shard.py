@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import LoraOptions

@@ -6,8 +6,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from mindrlhf.config.memory.section import MemorySection
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.memory import MemorySection
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import PackedRows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.batch import Batch

@@ -11,7 +11,8 @@ import pytest
 from thread_broadcasts import Network
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
-from mindrlhf.config.sections import COLLECTIVES, TCP, ParallelSection
+from mindrlhf.config.rollout import COLLECTIVES, TCP
+from mindrlhf.config.training import ParallelSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 

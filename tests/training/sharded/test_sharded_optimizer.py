@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rewound import set_arrays
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 
 OPTIONS = OptimizerSection(weight_decay=0.1)
 SHAPES = {"matrix": (8, 6), "vector": (6,)}

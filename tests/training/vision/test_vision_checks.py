@@ -10,7 +10,7 @@ from mindrlhf.config.load import load_grpo_config
 from mindrlhf.data.pictures.columns import ImageHeader
 from mindrlhf.errors import UserError
 from mindrlhf.images.geometry import PixelLimits, VisionGeometry
-from mindrlhf.training.vision.checks import check_images, check_vision
+from mindrlhf.training.preflight.features import check_images, check_vision
 
 SHARDED = ["run.device=ascend", "parallel_config.model_parallel=2"]
 PIPELINE = [*SHARDED, "parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=2"]
@@ -44,7 +44,7 @@ def overrides(directory, *changes) -> list[str]:
         (["reward.model_path=scorer"], "reward model reads text only"),
         (["tools.names=calculator"], "conversations are of text only"),
         (["training.packing=shared_prompts"], "positions of images are of whole sequences"),
-        (["rollout.span_tokens=4"], "spans carry no images on"),
+        (["rollout.segment_tokens=4"], "segments carry no images on"),
         (["lora.rank=4"], "takes no adapters"),
     ],
 )

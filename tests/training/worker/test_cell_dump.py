@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from slow_tests import RUNS_SLOW_TESTS
 
-from mindrlhf.config import sections
-from mindrlhf.config.watching_sections import MsprobeSection
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.observe import MsprobeSection
+from mindrlhf.config.reward import RewardSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.debugging.dump_diff import compare_dumps
 from mindrlhf.debugging.dump_paths import rank_dir
@@ -59,11 +61,11 @@ def actor(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(MODEL))
     config = GrpoConfig(
-        model=sections.ModelSection(path=str(directory), random_init=True),
-        data=sections.DataSection(train_file="train", tokenizer_dir="tokenizer"),
-        reward=sections.RewardSection(verifier_function=("length",)),
+        model=ModelSection(path=str(directory), random_init=True),
+        data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
+        reward=RewardSection(verifier_function=("length",)),
         # MindSpore can be made deterministic once in a process, and another test module does so.
-        run=sections.RunSection(seed=3, deterministic=False),
+        run=RunSection(seed=3, deterministic=False),
     )
     rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)

@@ -5,7 +5,7 @@ import pytest
 from slow_tests import SLOW
 from test_cells import MODEL
 
-from mindrlhf.config.sections import OptimizerSection
+from mindrlhf.config.training import OptimizerSection
 from mindrlhf.data.packing import TokenSequence
 from mindrlhf.training.batch import RowOptions, make_batch
 

@@ -139,17 +139,18 @@ def test_a_checkpoint_brings_back_the_same_updates(built, tmp_path):
 @SLOW
 def test_fine_tuning_learns_to_tell_pictures_apart(model_dir):
     """Two prompts that differ in the picture alone; the tower, whose weights are random, stays as it is."""
-    from mindrlhf.config import sections
-    from mindrlhf.config.offline_sections import SupervisedSection
+    from mindrlhf.config.model import ModelSection
+    from mindrlhf.config.offline import SupervisedSection
+    from mindrlhf.config.run import DataSection
     from mindrlhf.config.schema import SftConfig
     from mindrlhf.training.offline.supervised import build_learner
     from mindrlhf.training.runtime import Rank
-    from mindrlhf.training.vision.checks import image_tokens
+    from mindrlhf.training.vision.image_rows import image_tokens
 
     config = SftConfig(
-        model=sections.ModelSection(path=str(model_dir)),
-        data=sections.DataSection(train_file="unread", tokenizer_dir="unread"),
-        supervised=SupervisedSection(batch_size=ROWS),
+        model=ModelSection(path=str(model_dir)),
+        data=DataSection(train_file="unread", tokenizer_dir="unread"),
+        supervised=SupervisedSection(micro_batch_size=ROWS),
     )
     learner = build_learner(config, LENGTH, Rank(0, 1))
     prompt = np.array([60, *[IMAGE] * 6, 50], np.int32)

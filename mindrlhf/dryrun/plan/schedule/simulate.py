@@ -53,11 +53,11 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
         return Outcome(name, keys, num_devices, seconds, 1 - ideal_s / seconds)
 
     drawn_s = [_drain(rates, batch) for batch in _batches(rates, lengths, num_servers)]
-    found = [outcome("in step", {"rollout.ahead": 0}, 0, float(np.mean(drawn_s)) + shared_s)]
+    found = [outcome("in step", {"rollout.off_policy_steps": 0}, 0, float(np.mean(drawn_s)) + shared_s)]
     for num_in_flight in _IN_FLIGHT:
-        span = span_tokens(lengths)
+        span = segment_tokens(lengths)
         seconds = _in_spans(rates, lengths, num_servers, num_in_flight, span) + shared_s
-        keys = {"rollout.span_tokens": span, "rollout.in_flight": num_in_flight, "rollout.max_spans": MAX_SPANS}
+        keys = {"rollout.segment_tokens": span, "rollout.in_flight": num_in_flight, "rollout.max_segments": MAX_SPANS}
         found.append(outcome(f"in spans, {num_in_flight:g} in flight", keys, 0, seconds))
     splits = [
         (keys, num_devices, [_drain(rates, batch) for batch in _batches(rates, lengths, servers)], train_s)
@@ -65,7 +65,12 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
     ]
     for ahead in _AHEAD:
         options = [
-            outcome(f"{ahead} ahead", keys | {"rollout.ahead": ahead}, devices, _ahead(drawn, train_s, switch_s, ahead))
+            outcome(
+                f"{ahead} ahead",
+                keys | {"rollout.off_policy_steps": ahead},
+                devices,
+                _ahead(drawn, train_s, switch_s, ahead),
+            )
             for keys, devices, drawn, train_s in splits
         ]
         if options:
@@ -73,7 +78,7 @@ def simulate(rates: Rates, lengths: ResponseLengths) -> list[Outcome]:
     return found
 
 
-def span_tokens(lengths: ResponseLengths) -> int:
+def segment_tokens(lengths: ResponseLengths) -> int:
     """Return a span that most responses fit in twice: the median, as a round number."""
     digits = 10 ** max(0, math.floor(math.log10(lengths.median)) - 1)
     return max(1, min(lengths.limit - 1, round(lengths.median / digits) * digits))

@@ -1,7 +1,7 @@
 """Sampling ahead of training: a thread of rank 0 has the samples of later steps generated while a step is trained on.
 
 Which weights generate what follows from step counts alone. Let v(i) be the weights that step i, from 0, begins with.
-With `rollout.ahead` k, step i trains on samples of v(max(0, i - k)). The thread does one thing after the other:
+With `rollout.off_policy_steps` k, step i trains on samples of v(max(0, i - k)). It does one thing after the other:
 
     load v(0), sample steps 0 to k, load v(1), sample step k + 1, load v(2), ...
 

@@ -1,15 +1,16 @@
 """Fully asynchronous training: a thread of rank 0 has groups generated without end, and a step takes those that are
 complete.
 
-Responses are given ``rollout.span_tokens`` tokens at a time. New weights reach the servers at the end of such a round,
+Responses get ``rollout.segment_tokens`` tokens at a time. New weights reach the servers at the end of such a round,
 as soon as they are on the board: what is being generated goes on with them from the tokens it has, its prefix computed
 again (interruptible generation as in AReaL, arXiv:2505.24298, section 4.1; without keeping keys and values of older
 weights, so that the log-probabilities are those of one version each).
 
 The bound is in versions. With v(i) for the weights that step i begins with, batch for the groups of a step and k for
-`rollout.ahead`, the thread begins groups while begun <= (i + 1 + k) * batch, i being that of the weights it has loaded.
-Group n, from 0, is of block n // batch. A step takes the groups that were complete first, but every one of an earlier
-block than its own number: each is overtaken by one step at most, and no group is more than k + 1 versions old.
+`rollout.off_policy_steps`, the thread begins groups while begun <= (i + 1 + k) * batch, i being that of the weights it
+has loaded. Group n, from 0, is of block n // batch. A step takes the groups that were complete first, but every one of
+an earlier block than its own number: each is overtaken by one step at most, and no group is more than k + 1 versions
+old.
 
 One thing alone is up to the clock: before which round the weights were loaded. It is written to
 ``rollout_order.jsonl``, and all else follows from it, so that ``rollout.replay_order`` repeats a run bit for bit.
@@ -54,11 +55,11 @@ class SamplingAsynchronously:
         self._rollout = rollout
         self._progress = progress
         self._prompts = rollout.prompts.beside_the_loop()
-        self._rounds = SpanRounds(config, rollout, self._prompts, max_spans=None)
+        self._rounds = SpanRounds(config, rollout, self._prompts, max_segments=None)
         self._num_responses = config.algorithm.num_generations
         self._num_groups = config.training.chunk_size * config.training.num_rollouts
         self._num_steps = num_steps
-        self._staleness = config.rollout.ahead
+        self._staleness = config.rollout.off_policy_steps
         self._wait_stage = wait_stage
         self._busy = BusyTime()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="scores")

@@ -60,16 +60,16 @@ class SpanRounds:
     Args:
         rollout: its generator generates, its sampler scores.
         prompts: the prompts in the order of the stream.
-        max_spans: most versions of the weights that a response is made with, the last of which ends it; None: any.
+        max_segments: most versions of the weights that a response is made with, the last of which ends it; None: any.
     """
 
-    def __init__(self, config: GrpoConfig, rollout: Rollout, prompts: PromptSampling, max_spans: int | None):
+    def __init__(self, config: GrpoConfig, rollout: Rollout, prompts: PromptSampling, max_segments: int | None):
         self._section = config.rollout
         self._seed = config.run.seed
         self._num_responses = config.algorithm.num_generations
         self._rollout = rollout
         self._prompts = prompts
-        self._max_spans = max_spans
+        self._max_segments = max_segments
 
     def begin(self, count: int) -> list[Group]:
         """Return the next so many groups of the stream, whose responses have no tokens yet."""
@@ -110,14 +110,14 @@ class SpanRounds:
         length = len(response.token_ids)
         remaining = self._section.max_response_length - length
         earlier = sum(span_version != version for span_version, _ in response.spans)
-        is_last = self._max_spans is not None and earlier + 1 >= self._max_spans
+        is_last = self._max_segments is not None and earlier + 1 >= self._max_segments
         seed = np.random.SeedSequence([self._seed, number, index, length]).generate_state(1, np.uint64)[0]
         return GenerationRequest(
             position,
             (*prompt_ids.tolist(), *response.token_ids.tolist()),
             num_samples=1,
             seed=int(seed) >> 1,
-            max_tokens=remaining if is_last else min(self._section.span_tokens, remaining),
+            max_tokens=remaining if is_last else min(self._section.segment_tokens, remaining),
         )
 
     def score(self, groups: Sequence[Group], records: Mapping[int, Prompt]) -> list[Sample]:

@@ -1,10 +1,10 @@
 """Partial rollout: responses are given so many tokens at a time, and long ones go on in the next step.
 
 A step that waits for the longest of its responses leaves most of the generator idle. Here a step begins with more
-prompts in flight than it trains on. All their responses get at most ``rollout.span_tokens`` tokens; that is repeated
+prompts in flight than it trains on. All their responses get at most ``rollout.segment_tokens`` tokens; that is repeated
 until enough groups are complete. The step trains on the oldest of these, and the others go on first in the next step,
 with its weights, from the tokens they have (partial rollout of Kimi k1.5, arXiv:2501.12599). A
-response is made with ``rollout.max_spans`` weights at most: in the last it is finished.
+response is made with ``rollout.max_segments`` weights at most: in the last it is finished.
 
 Counts of tokens decide, never clocks: what a step trains on is the same whatever the number of servers and their speed.
 """
@@ -23,7 +23,7 @@ class SamplingInSpans(SamplingInStep):
 
     def __init__(self, config: GrpoConfig, rollout: Rollout, progress: Progress, num_steps: int):
         super().__init__(rollout, progress, needs_greedy=False)
-        self._rounds = SpanRounds(config, rollout, rollout.prompts, config.rollout.max_spans)
+        self._rounds = SpanRounds(config, rollout, rollout.prompts, config.rollout.max_segments)
         self._in_flight = config.rollout.in_flight
         self._num_responses = config.algorithm.num_generations
         self._num_groups = config.training.chunk_size * config.training.num_rollouts

@@ -4,13 +4,12 @@ import dataclasses
 import math
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.distillation.references import reference_paths
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.derived import needs_critic, reference_paths
+from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import ParallelSection
+from mindrlhf.config.training import is_split
 from mindrlhf.errors import UserError
-from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows, is_split
+from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory
@@ -20,21 +19,6 @@ from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
 from mindrlhf.weights.tensors import align
-
-
-def check_data_parallel(parallel: ParallelSection, command: str) -> None:
-    """Refuse a layout that shards the model where only whole ones are trained; ``command`` says where."""
-    for name in ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"):
-        if getattr(parallel, name) > 1:
-            raise UserError(
-                f"'parallel_config.{name}' is {getattr(parallel, name)}, but {command} trains in data parallel only: "
-                "set it to 1"
-            )
-    if parallel.enable_parallel_optimizer:
-        raise UserError(
-            f"'parallel_config.enable_parallel_optimizer' is true, but {command} trains in data parallel only: set it "
-            "to false"
-        )
 
 
 def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
@@ -78,17 +62,16 @@ def check_offline_layout(
     paths: tuple[str, ...],
     world_size: int,
     row_lengths: tuple[int, ...],
-    batch_size: int,
+    micro_batch_size: int,
     section: str,
-    *,
     as_scorers: bool = False,
 ) -> None:
     """Check that the models of a run on fixed data can be sharded over the ranks.
 
     Args:
         paths: of the models.
-        batch_size: rows per micro-batch.
-        section: that has ``batch_size`` and `row_lengths`.
+        micro_batch_size: rows per micro-batch.
+        section: that has ``micro_batch_size`` and `row_lengths`.
         as_scorers: it is their scoring form that is trained.
     """
     parallel = config.parallel_config
@@ -96,7 +79,7 @@ def check_offline_layout(
         check_state_stays(config.memory)
         return
     layout = Layout.from_config(parallel, world_size)
-    check_rows(parallel, layout, row_lengths, batch_size, section)
+    check_rows(parallel, layout, row_lengths, micro_batch_size, section)
     for path in dict.fromkeys(paths):
         hf_config = read_hf_config(path)
         dims = find_spec(hf_config).dims(hf_config)
@@ -133,10 +116,10 @@ def _check_board(config: GrpoConfig) -> None:
     hf_config = read_hf_config(config.model.path)
     spec = find_spec(hf_config)
     infos = board_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
-    largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.board_gib
+    largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.weight_buffer_gib
     needed = align(largest.size_bytes) / 2**30
     if limit and needed > limit:
         raise UserError(
-            f"'rollout.board_gib' is {limit:g}, but the tensor {largest.name} alone needs {needed:.3g}: set it to "
-            f"{math.ceil(needed * 100) / 100:g} or more, or to 0"
+            f"'rollout.weight_buffer_gib' is {limit:g}, but the tensor {largest.name} alone needs {needed:.3g}: "
+            f"set it to {math.ceil(needed * 100) / 100:g} or more, or to 0"
         )

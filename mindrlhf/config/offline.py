@@ -1,8 +1,10 @@
-"""The sections of supervised fine-tuning and preference learning; the others are in :mod:`mindrlhf.config.sections`."""
+"""The sections of supervised fine-tuning and preference learning."""
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
+from mindrlhf.config.keys import RunConfig, key
+from mindrlhf.config.training import resolve_data_parallel
+from mindrlhf.errors import Rules
 
 
 @dataclass(frozen=True)
@@ -11,7 +13,7 @@ class SupervisedSection:
 
     rows_per_step: int = key(64, "rows per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training records", minimum=1)
-    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
         (), "allowed row lengths, in tokens; empty means one that fits the longest record", minimum=8
     )
@@ -24,7 +26,7 @@ class PreferenceSection:
 
     pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training pairs", minimum=1)
-    batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
     row_lengths: tuple[int, ...] = key(
         (), "allowed row lengths, in tokens; empty means one that fits the longest response with its prompt", minimum=8
     )
@@ -57,3 +59,41 @@ class RewardModelSection:
 
     label_smoothing: float = key(0.0, "share of pairs assumed to be the wrong way round", minimum=0, maximum=0.499)
     centering: float = key(0.01, "weight of the squared sum of a pair's scores, which keeps them near 0", minimum=0)
+
+
+def supervised_rules(given: frozenset[str]) -> Rules:
+    """Rules of `mindrlhf sft`; ``given`` are the keys that the user changed."""
+    for name, what in (("model.reference_path", "reference model"), ("observe.samples_per_step", "samples")):
+        yield name in given, f"'{name}' is set, but supervised fine-tuning has no {what}: remove it"
+
+
+def supervised_batch_rules(config: RunConfig, world_size: int) -> Rules:
+    """Rules of a batch of `mindrlhf sft` on ``world_size`` ranks.
+
+    Raises:
+        UserError: the layout does not use exactly these ranks.
+    """
+    supervised = config.supervised
+    unit = supervised.micro_batch_size * resolve_data_parallel(config.parallel_config, world_size)
+    yield supervised.rows_per_step % unit, (
+        f"'supervised.rows_per_step' is {supervised.rows_per_step}, not a multiple of micro_batch_size * ranks = "
+        f"{unit}: set it to {-(-supervised.rows_per_step // unit) * unit}"
+    )
+
+
+def preference_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """Rules of learning from pairs; ``given`` are the keys that the user changed."""
+    yield "observe.samples_per_step" in given, (
+        "'observe.samples_per_step' is set, but preference learning samples nothing: remove it"
+    )
+    yield config.preference.eval_every_steps and not config.data.eval_file, (
+        "'preference.eval_every_steps' is set, but there is no data.eval_file to evaluate on: set it"
+    )
+
+
+def dpo_rules(dpo: DpoSection) -> Rules:
+    """Rules of the section `dpo`."""
+    yield dpo.loss != "sigmoid" and dpo.label_smoothing, (
+        f"'dpo.label_smoothing' is {dpo.label_smoothing:g}, which loss={dpo.loss} does not have: set it to 0, or loss "
+        "to sigmoid"
+    )

@@ -6,21 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindrlhf.config.load import read_config
+from mindrlhf.config.renamed import renaming
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.launch.machine import check_launcher, check_ranks
 from mindrlhf.observe.trackers import check_trackers
-from mindrlhf.rollout.elastic.checks import check_elastic
 from mindrlhf.rollout.replicas import find_rollout_python
 from mindrlhf.rollout.vllm_options import check_python
 from mindrlhf.system.run_lock import refuse_held
 from mindrlhf.training.checkpoints.run import AnyConfig, refuse_taken, save_dir
-from mindrlhf.training.preflight import (
-    check_grpo_inputs,
-    check_preference_inputs,
-    check_sandbox,
-    check_sft_inputs,
-)
+from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs, check_sandbox
+from mindrlhf.training.preflight.features import check_elastic
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,7 @@ class CheckedRun:
     mistakes: Mistakes
     obstacles: Mistakes
     remarks: tuple[str, ...]
+    renaming: str = ""  # what the keys that the config gives by an old name are called today; empty when none
 
     def raise_if_any(self) -> None:
         """Raise everything that keeps the run from starting here.
@@ -79,12 +76,10 @@ def check_run(
     reading = read_config(task, path, overrides, world_size=num_ranks)
     config, mistakes = reading.config, reading.mistakes
     with contextlib.suppress(UserError):  # it raises what it has noted
-        if task == "train":
+        if isinstance(config, GrpoConfig):
             check_grpo_inputs(config, num_ranks, mistakes, num_nodes=num_nodes)
-        elif task == "sft":
-            check_sft_inputs(config, num_ranks, mistakes)
         else:
-            check_preference_inputs(config, num_ranks, mistakes)
+            check_offline_inputs(config, num_ranks, mistakes)
     obstacles = Mistakes()
     num_here = num_ranks // num_nodes
     remark = obstacles.check(lambda: check_ranks(config.run.device, num_here, oversubscribe=oversubscribe))
@@ -97,7 +92,8 @@ def check_run(
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
-    return CheckedRun(config, mistakes, obstacles, (remark,) if remark else ())
+        remarks = (remark,) if remark else ()
+    return CheckedRun(config, mistakes, obstacles, remarks, renaming(reading.old_names))
 
 
 def _refuse_taken(config: AnyConfig, resume: bool) -> None:

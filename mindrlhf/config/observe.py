@@ -1,9 +1,9 @@
-"""What watches a run and keeps its state. The other sections are in :mod:`mindrlhf.config.sections`."""
+"""The sections `guard`, `observe`, `msprobe`, `profiler` and `checkpoint`: what watches a run and keeps its state."""
 
 from dataclasses import dataclass
 
-from mindrlhf.config.keys import key
-from mindrlhf.errors import Mistakes
+from mindrlhf.config.keys import given_in, key
+from mindrlhf.errors import Rules
 
 # In the order in which a step runs them: the first that differs between two dumps is where they parted.
 STAGES = ("rollout", "old_log_prob", "reference", "update")
@@ -112,60 +112,73 @@ class CheckpointSection:
     )
 
 
-def check_checkpoint(checkpoint: CheckpointSection, knows_best: bool = False) -> None:
-    """Check where and when state is saved.
+def guard_rules(guard: GuardSection) -> Rules:
+    """Rules of the section `guard`."""
+    yield 0 < guard.max_rollout_diff < guard.warn_rollout_diff, (
+        f"'guard.warn_rollout_diff' is {guard.warn_rollout_diff:g}, above guard.max_rollout_diff = "
+        f"{guard.max_rollout_diff:g}, where the run stops: lower the first, or raise the second"
+    )
+    yield 0 < guard.grad_spike_factor <= 1, (
+        f"'guard.grad_spike_factor' is {guard.grad_spike_factor:g}, which every other update exceeds: raise it above "
+        "1, or set it to 0"
+    )
 
-    Args:
-        knows_best: the command evaluates what it trains as a whole.
 
-    Raises:
-        UserError: all broken rules.
-    """
-    mistakes = Mistakes()
-    if checkpoint.keep_best and not knows_best:
-        mistakes.add(
-            "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
+def checkpoint_rules(checkpoint: CheckpointSection, *, knows_best: bool) -> Rules:
+    """Rules of the section `checkpoint`; ``knows_best``: the command evaluates what it trains as a whole."""
+    yield checkpoint.keep_best and not knows_best, (
+        "'checkpoint.keep_best' is true, but only `mindrlhf train` looks for the best checkpoint: remove it"
+    )
+    yield checkpoint.node_local and not checkpoint.save_dir, (
+        "'checkpoint.node_local' is true, but checkpoint.save_dir is empty: name a directory on each node's disk"
+    )
+    yield checkpoint.node_local and checkpoint.keep_last < 2, (
+        f"'checkpoint.keep_last' is {checkpoint.keep_last}, but with checkpoint.node_local a node that dies while "
+        "others finish a checkpoint has only the one before: give at least 2"
+    )
+
+
+def tracker_rules(observe: ObserveSection, given: frozenset[str]) -> Rules:
+    """Rules of the section `observe`; ``given`` are the keys that the user changed."""
+    trackers = [sink for sink in SINKS if sink != "tensorboard"]
+    for name in ("observe.project", "observe.run_name"):
+        yield name in given and not set(trackers) & set(observe.sinks), (
+            f"'{name}' is set, but no tracker has a use for it: add one of {', '.join(trackers)} to observe.sinks, or "
+            "remove it"
         )
-    if checkpoint.node_local and not checkpoint.save_dir:
-        mistakes.add(
-            "'checkpoint.node_local' is true, but checkpoint.save_dir is empty: name a directory on each node's disk"
-        )
-    if checkpoint.node_local and checkpoint.keep_last < 2:
-        mistakes.add(
-            f"'checkpoint.keep_last' is {checkpoint.keep_last}, but with checkpoint.node_local a node that dies while "
-            "others finish a checkpoint has only the one before: give at least 2"
-        )
-    mistakes.raise_if_any()
 
 
-def check_profiler(
+def msprobe_rules(section: MsprobeSection, given: frozenset[str]) -> Rules:
+    """Rules of the section `msprobe`; ``given`` are the keys that the user changed."""
+    unused = [] if section.enabled or "msprobe.enabled" in given else given_in("msprobe", given)
+    for name in unused[:1]:
+        yield True, f"'{name}' is set, but msprobe.enabled is not: set it to true, or remove the key"
+        return
+    yield section.last_step < section.first_step, (
+        f"'msprobe.last_step' is {section.last_step}, before msprobe.first_step = {section.first_step}: raise the one "
+        "or lower the other"
+    )
+    yield not section.stages, "'msprobe.stages' is empty: name at least one, or set msprobe.enabled to false"
+
+
+def profiler_rules(
     profiler: ProfilerSection, given: frozenset[str], num_steps: int, world_size: int | None, no_servers: str
-) -> None:
-    """Check what is to be recorded.
+) -> Rules:
+    """Rules of the section `profiler`.
 
     Args:
-        given: keys that the user changed.
+        given: the keys that the user changed.
         num_steps: of the run; 0 when the data say how many there are.
         world_size: ranks of the run; None when unknown.
         no_servers: why vLLM's profiler cannot run, empty when it can.
-
-    Raises:
-        UserError: all broken rules.
     """
-    mistakes = Mistakes()
-    unused = sorted(name for name in given if name.startswith("profiler.") and name != "profiler.steps")
-    if unused and not profiler.steps:
-        mistakes.add(f"'{unused[0]}' is set, but profiler.steps is empty: name the steps, or remove the key")
-    if num_steps and max(profiler.steps, default=0) > num_steps:
-        mistakes.add(
-            f"'profiler.steps' has {max(profiler.steps)}, but the run ends after run.max_steps = {num_steps}: name "
-            "earlier steps"
-        )
-    if world_size is not None and max(profiler.ranks, default=0) >= world_size:
-        mistakes.add(
-            f"'profiler.ranks' has {max(profiler.ranks)}, but the last of {world_size} ranks is {world_size - 1}: name "
-            "others"
-        )
-    if profiler.vllm and no_servers:
-        mistakes.add(f"'profiler.vllm' is true, but {no_servers}: set it to false")
-    mistakes.raise_if_any()
+    last_step, last_rank = max(profiler.steps, default=0), max(profiler.ranks, default=0)
+    for name in given_in("profiler", given - {"profiler.steps"})[:1]:
+        yield not profiler.steps, f"'{name}' is set, but profiler.steps is empty: name the steps, or remove the key"
+    yield num_steps and last_step > num_steps, (
+        f"'profiler.steps' has {last_step}, but the run ends after run.max_steps = {num_steps}: name earlier steps"
+    )
+    yield world_size is not None and last_rank >= world_size, (
+        f"'profiler.ranks' has {last_rank}, but the last of {world_size} ranks is {(world_size or 0) - 1}: name others"
+    )
+    yield profiler.vllm and no_servers, f"'profiler.vllm' is true, but {no_servers}: set it to false"

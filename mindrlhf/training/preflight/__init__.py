@@ -4,23 +4,19 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from mindrlhf.config.derived import needs_critic
-from mindrlhf.config.distillation.references import path_keys, reference_paths
-from mindrlhf.config.memory.checks import check_num_layers
-from mindrlhf.config.memory.section import MemorySection
+from mindrlhf.config.derived import needs_critic, path_keys
+from mindrlhf.config.memory import MemorySection, check_num_layers
+from mindrlhf.config.model import ModelSection
+from mindrlhf.config.run import DataSection, RunSection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
-from mindrlhf.config.sections import FIRST_FIT, DataSection, ModelSection, RunSection
-from mindrlhf.config.watching_sections import CELL_LEVEL
+from mindrlhf.config.training import FIRST_FIT, cpu_rules, is_split
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.packing import choose_row_length
 from mindrlhf.data.tokenizers import Tokenizer, load_tokenizer
-from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Mistakes, UserError
 from mindrlhf.evaluation.heldout import accuracy_verifier
-from mindrlhf.layout.feasibility import is_split
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rollout.conversations import conversation_template
 from mindrlhf.rollout.vllm_options import check_head_size, check_positions
@@ -29,12 +25,18 @@ from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import adapters
 from mindrlhf.tools.environments import check_columns, check_environment
 from mindrlhf.tools.registry import check as check_tools
-from mindrlhf.training.distillation.checks import check_num_words, check_sources
-from mindrlhf.training.layout_checks import check_data_parallel, check_layout, check_offline_layout, check_servers
 from mindrlhf.training.loop.sampling.order import read_order
-from mindrlhf.training.routing.checks import check_replay
-from mindrlhf.training.vision.checks import check_images, check_offline, check_text_only, check_vision, image_tokens
-from mindrlhf.training.vision.image_rows import ImageTokens
+from mindrlhf.training.preflight.features import (
+    check_images,
+    check_msprobe,
+    check_num_words,
+    check_offline_vision,
+    check_replay,
+    check_sources,
+    check_vision,
+)
+from mindrlhf.training.preflight.layout import check_layout, check_offline_layout, check_servers
+from mindrlhf.training.vision.image_rows import ImageTokens, image_tokens
 from mindrlhf.weights.adapters.peft import check_adapter
 from mindrlhf.weights.convert import hf_shapes, ignored_names
 from mindrlhf.weights.hf import read_hf_config
@@ -84,8 +86,7 @@ def check_grpo_inputs(
     check(check_vision, config, needs=["model.path"])
     check(check_replay, config, needs=["model.path"])
     check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
-    if config.run.device == "cpu":
-        check(check_data_parallel, config.parallel_config, "run.device=cpu")
+    mistakes.judge(cpu_rules(config))
     selection = Selection.from_config(config.reward) if config.reward.verifier_function else None
     if selection is not None:
         check(selection.check, needs=["reward.verifier_weight"])
@@ -99,7 +100,7 @@ def check_grpo_inputs(
             if file is not None:
                 check(selection.check_prompts, file, accuracy)
     check(conversation_template, config.tools, files.present, files.tokenizer)
-    check(_check_msprobe, config)
+    check(check_msprobe, config)
     check(read_order, config.rollout.replay_order)
     num_steps = 0
     if files.training is not None:
@@ -125,57 +126,37 @@ def check_grpo_inputs(
     return RunInputs(files.tokenizer, files.training, files.held_out, row_lengths, num_steps, seen, files.more)
 
 
-def check_sft_inputs(config: SftConfig, world_size: int = 1, mistakes: Mistakes | None = None) -> RunInputs:
-    """Open the inputs of a `mindrlhf sft` run; the number of steps, which depends on the packing, is 0 here."""
-    mistakes = Mistakes() if mistakes is None else mistakes
-    mistakes.check(check_offline, config, "sft", needs=["model.path"])
-    if config.run.device == "cpu":
-        mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
-    files = _Files.open(config.data, "sft", mistakes)
-    mistakes.check(_check_model, config.model, config.model.path, files.tokenizer, needs=["model.path"])
-    mistakes.check(_check_lora, config, config.model.path, False, needs=["model.path"])
-    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
-    for file in files.present:
-        mistakes.check(check_images, config.model.path, file, needs=["model.path"])
-    lengths = mistakes.check(_record_row_lengths, config.supervised.row_lengths, files.present, "record", config.run)
-    if lengths:
-        shape = (config, (config.model.path,), world_size, lengths, config.supervised.batch_size)
-        mistakes.check(check_offline_layout, *shape, "supervised", needs=["model.path"])
-    mistakes.raise_if_any()
-    seen = image_tokens(config.model.path)
-    return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
-
-
-def check_preference_inputs(
-    config: DpoConfig | RewardModelConfig, world_size: int = 1, mistakes: Mistakes | None = None
+def check_offline_inputs(
+    config: SftConfig | DpoConfig | RewardModelConfig, world_size: int = 1, mistakes: Mistakes | None = None
 ) -> RunInputs:
-    """Open the inputs of a `mindrlhf dpo` or `mindrlhf reward-model` run; the number of steps is 0 here."""
+    """Open the inputs of a run on fixed data on ``world_size`` ranks; see :func:`check_grpo_inputs`.
+
+    Its number of steps depends on the packing and is 0 here.
+    """
     mistakes = Mistakes() if mistakes is None else mistakes
-    if isinstance(config, DpoConfig):
-        mistakes.check(check_offline, config, "dpo", needs=["model.path"])
-    else:
-        mistakes.check(check_text_only, config.model, needs=["model.path"])
-    if config.run.device == "cpu":
-        mistakes.check(check_data_parallel, config.parallel_config, "run.device=cpu")
-    files = _Files.open(config.data, "preference", mistakes)
-    for key, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path)):
-        if path:
-            mistakes.check(_check_model, config.model, path, files.tokenizer, needs=[key])
-            if isinstance(config, DpoConfig):
-                mistakes.check(_check_gives_tokens, path, needs=[key])
-    is_scorer = not isinstance(config, DpoConfig)
-    mistakes.check(_check_lora, config, config.model.path, is_scorer, needs=["model.path"])
-    mistakes.check(_check_layers, config.memory, config.model.path, needs=["model.path", "memory.recompute_layers"])
-    for path, file in itertools.product(filter(None, (config.model.path, config.model.reference_path)), files.present):
-        mistakes.check(check_images, path, file, needs=["model.path"])
-    lengths = mistakes.check(_record_row_lengths, config.preference.row_lengths, files.present, "pair", config.run)
+    check, model = mistakes.check, config.model
+    is_sft, is_scorer = isinstance(config, SftConfig), isinstance(config, RewardModelConfig)
+    task, name, what = ("sft", "supervised", "record") if is_sft else ("preference", "preference", "pair")
+    keys = {"model.path": model.path, "model.reference_path": "" if is_sft else model.reference_path}
+    keys = {key: path for key, path in keys.items() if path}
+    check(check_offline_vision, config, needs=["model.path"])
+    mistakes.judge(cpu_rules(config))
+    files = _Files.open(config.data, task, mistakes)
+    for key, path in keys.items():
+        check(_check_model, model, path, files.tokenizer, needs=[key])
+        if isinstance(config, DpoConfig):
+            check(_check_gives_tokens, path, needs=[key])
+    check(_check_lora, config, model.path, is_scorer, needs=["model.path"])
+    check(_check_layers, config.memory, model.path, needs=["model.path", "memory.recompute_layers"])
+    for path, file in itertools.product(keys.values(), files.present):
+        check(check_images, path, file, needs=["model.path"])
+    batches = getattr(config, name)
+    lengths = check(_record_row_lengths, batches.row_lengths, files.present, what, config.run)
     if lengths:
-        paths = tuple(filter(None, (config.model.path, config.model.reference_path)))
-        shape = (config, paths, world_size, lengths, config.preference.batch_size, "preference")
-        check_shape = partial(check_offline_layout, *shape, as_scorers=is_scorer)
-        mistakes.check(check_shape, needs=["model.path", "model.reference_path"])
+        shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, name, is_scorer)
+        check(check_offline_layout, *shape, needs=["model.path", "model.reference_path"])
     mistakes.raise_if_any()
-    seen = image_tokens(config.model.path)
+    seen = image_tokens(model.path)
     return RunInputs(files.tokenizer, files.training, files.held_out, lengths, 0, seen)
 
 
@@ -249,28 +230,6 @@ def check_free(directory: Path) -> None:
     """Refuse to train towards an export directory that is taken, before the time is spent."""
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} holds the model of an earlier run: move it away, or set another run.output_dir")
-
-
-def _check_msprobe(config: GrpoConfig) -> None:
-    section = config.msprobe
-    if not section.enabled:
-        return
-    if section.level == CELL_LEVEL and is_split(config.parallel_config):
-        raise UserError(
-            f"'msprobe.level' is {CELL_LEVEL}, but cells of a model that 'parallel_config' shards cannot be run one "
-            "by one: set it to debug, or debug a smaller model in data parallel"
-        )
-    if section.level == CELL_LEVEL and len(reference_paths(config)) > 1:
-        raise UserError(
-            f"'msprobe.level' is {CELL_LEVEL}, but the cells of one reference model are dumped, and "
-            "'distillation.teachers' are several: set it to debug, or debug with one teacher"
-        )
-    if section.level == CELL_LEVEL and config.lora.rank is not None:
-        raise UserError(
-            f"'msprobe.level' is {CELL_LEVEL}, but a reference model that is the policy without its adapters has no "
-            "cells of its own: set it to debug, or train without lora.rank"
-        )
-    check_dump(dump_dir(section, config.run))
 
 
 def _longest_record(header: PromptFileHeader) -> int:

@@ -1,0 +1,440 @@
+"""The sections of the objective: `algorithm`, `distillation`, `correction` and `critic`, and their presets."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mindrlhf.algorithms import advantages, policy_losses
+from mindrlhf.algorithms.aggregation import MODES as AGGREGATIONS
+from mindrlhf.algorithms.kl_control import ESTIMATORS as KL_ESTIMATORS
+from mindrlhf.algorithms.kl_control import UNBIASED_ESTIMATORS
+from mindrlhf.config.derived import correction_weight, has_older_samples, is_corrected, needs_critic
+from mindrlhf.config.keys import RunConfig, key
+from mindrlhf.errors import Rules
+
+# Preset -> keys of `algorithm` that differ from the defaults of the section, which are GRPO's.
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    # Schulman et al. 2017 (arXiv:1707.06347), with the KL of Ziegler et al. 2019 (arXiv:1909.08593), section 2.1
+    "ppo": {"advantage": "gae", "clip_high": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    # Liu et al. 2025 (arXiv:2503.20783)
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "sequence_sum", "clip_high": 0.2},
+    # Yu et al. 2025 (arXiv:2503.14476), section 4.1
+    "dapo": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dynamic_sampling": True,
+        "overlong_buffer": 0.2,
+        "overlong_filter": True,
+    },
+    # Zheng et al. 2025 (arXiv:2507.18071), section 5.1
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    # MiniMax-M1 (arXiv:2506.13585), section 3.1
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    # Gao et al. 2025 (arXiv:2511.20347)
+    "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    # Ahmadian et al. 2024 (arXiv:2402.14740)
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "sequence_clip",
+        "aggregation": "sequence_mean",
+        "clip_high": 0.2,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    # Hu et al. 2025 (arXiv:2501.03262)
+    "reinforce_pp": {"advantage": "reinforce_pp", "clip_high": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "clip_high": 0.2, "kl_estimator": "k2"},
+    # Li et al. 2023 (arXiv:2310.10505)
+    "remax": {
+        "advantage": "remax",
+        "loss": "reinforce",
+        "aggregation": "sequence_sum",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    # Kimi k1.5 (arXiv:2501.12599)
+    "kimi": {"advantage": "dr_grpo", "loss": "kimi", "aggregation": "sequence_sum"},
+    # Chen et al. 2025 (arXiv:2508.10751)
+    "pass_at_k": {"advantage": "pass_at_k"},
+    # On-policy distillation with reverse KL, Agarwal et al. 2024 (arXiv:2306.13649); the teacher is the reference model
+    "distill": {"advantage": "distill", "clip_high": 0.2, "beta": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
+}
+
+# Preset of `correction` -> keys of the section that differ from its defaults; the names are verl's but for the last.
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    # Decoupled PPO, Hilton et al. 2021 (arXiv:2110.00641), as in AReaL, Fu et al. 2025 (arXiv:2505.24298): the ratio
+    # is to the trainer's policy before the update, and a truncated weight corrects for the generator's.
+    "decoupled_token_is": {"weight": "token"},
+    "decoupled_seq_is": {"weight": "sequence"},
+    # PPO with the generator's log-probabilities as the old ones: one ratio for staleness and update together
+    "bypass_ppo_clip": {"weight": "none", "bypass": True},
+    # Ling Team 2025 (arXiv:2510.18855)
+    "icepop": {"weight": "token", "max_weight": 5.0, "mask": "token", "mask_low": 0.5, "mask_high": 5.0},
+}
+
+OTHERS = "others"  # what metrics call all sources without a teacher of their own
+
+
+@dataclass(frozen=True)
+class AlgorithmSection:
+    """The objective. `name` sets the keys that are not given as its paper does; see docs/algorithms.md."""
+
+    name: str = key("grpo", "a whole algorithm; the defaults below are those of grpo", choices=tuple(PRESETS))
+    num_generations: int = key(8, "samples per prompt: the group that advantages compare", minimum=1)
+    advantage: str = key("grpo", "advantage estimator", choices=advantages.names())
+    scale_rewards: bool = key(
+        True, "divide advantages by the group's standard deviation (GRPO); false leaves the mean-only form (Dr. GRPO)"
+    )
+    pass_k: int = key(4, "the k of the estimator pass_at_k", minimum=1)
+    gamma: float = key(1.0, "discount of the estimator gae, per token", minimum=0, maximum=1)
+    gae_lambda: float = key(0.95, "lambda of the estimator gae", minimum=0, maximum=1)
+    whiten_advantages: bool = key(True, "give the advantages of the estimator gae mean 0 and standard deviation 1")
+    distill_reward_weight: float = key(
+        0.0, "weight of rewards beside the teacher's verdict in the estimator distill; 0 leaves them out", minimum=0
+    )
+    distill_top_k: int = key(
+        0,
+        "words that a teacher finds likeliest, whose probabilities the student learns at each position; 0 learns "
+        "from the sampled word alone; see docs/algorithms.md",
+        minimum=0,
+    )
+    loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
+    aggregation: str = key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
+    clip_low: float = key(0.2, "the probability ratio is clipped below at 1 - clip_low", minimum=0, maximum=1)
+    clip_high: float = key(0.28, "the probability ratio is clipped above at 1 + clip_high", minimum=0)
+    dual_clip: float = key(3.0, "the loss dual_clip bounds the ratio of bad tokens here", minimum=1)
+    sapo_tau_positive: float = key(
+        1.0, "temperature of the loss sapo where the advantage is positive", minimum=0, exclusive_minimum=True
+    )
+    sapo_tau_negative: float = key(1.05, "temperature of the loss sapo elsewhere", minimum=0, exclusive_minimum=True)
+    mirror_tau: float = key(0.1, "weight of the square that the loss kimi holds a response with", minimum=0)
+    beta: float = key(0.0, "weight of the KL term against the reference model; 0 loads no reference model", minimum=0)
+    kl_in: str = key("loss", "where the KL term is added", choices=("loss", "reward"))
+    kl_estimator: str = key("k3", "estimate of the KL divergence per token", choices=KL_ESTIMATORS)
+    kl_unbiased: bool = key(
+        False, "weigh the KL estimate in the loss by the probability ratio, which makes its gradient unbiased"
+    )
+    kl_target: float | None = key(
+        None,
+        "steer beta so that the KL per token, in nats, comes here; null keeps it",
+        minimum=0,
+        exclusive_minimum=True,
+    )
+    kl_gain: float = key(0.1, "how fast beta follows `kl_target`", minimum=0, maximum=1)
+    entropy_coefficient: float = key(0.0, "weight of the entropy bonus", minimum=0)
+    dynamic_sampling: bool = key(
+        False,
+        "sample prompts until each group of a step has rewards that differ; what is left over is used in the next step",
+    )
+    max_oversampling: int = key(
+        10, "a step with `dynamic_sampling` samples at most this many times its number of prompts", minimum=1
+    )
+    overlong_buffer: float = key(
+        0.0,
+        "last share of `rollout.max_response_length` in which longer responses lose reward, up to `overlong_penalty`; "
+        "0 leaves it out",
+        minimum=0,
+        maximum=1,
+    )
+    overlong_penalty: float = key(1.0, "what a response at the limit loses", minimum=0)
+    overlong_filter: bool = key(False, "leave responses that the limit cut off out of the loss")
+    sync_ref_model: bool = key(False, "copy the actor into the reference model every `ref_model_sync_steps` steps")
+    ref_model_sync_steps: int = key(64, "steps between two copies", minimum=1)
+
+
+@dataclass(frozen=True)
+class DistillationSection:
+    """Several teachers, each for prompts of its own; see docs/algorithms.md."""
+
+    teachers: dict[str, str] = key(
+        {},
+        "Hugging Face directories of teachers, as `source: directory`; prompts of other sources have "
+        "`model.reference_path`, or are refused where that is empty",
+        is_model=True,
+    )
+
+
+@dataclass(frozen=True)
+class CorrectionSection:
+    """Off-policy correction: the generator's kernels, types and, with `rollout.off_policy_steps`, weights differ."""
+
+    preset: str = key(
+        "default",
+        "sets the keys below that are not given as other stacks do under this name; see docs/async.md",
+        choices=tuple(CORRECTIONS),
+    )
+    weight: str = key(
+        "auto",
+        "truncated importance weights; auto is none where both compute alike (CPU, and no `rollout.off_policy_steps`), "
+        "else sequence for a loss with a ratio of whole responses and token for others",
+        choices=("auto", "none", "token", "sequence"),
+    )
+    max_weight: float = key(2.0, "where the weights are truncated", minimum=0, exclusive_minimum=True)
+    mask: str = key(
+        "none",
+        "what is left out of the loss when its ratio is outside the bounds: tokens (IcePop), or responses by the "
+        "product or the geometric mean of their ratios",
+        choices=("none", "token", "sequence", "geometric"),
+    )
+    mask_low: float = key(0.5, "smallest ratio that the mask keeps", minimum=0)
+    mask_high: float = key(5.0, "largest ratio that the mask keeps", minimum=0)
+    veto: float = key(0.0, "leave out responses with a token whose ratio is smaller; 0 leaves none out", minimum=0)
+    bypass: bool = key(False, "take the generator's log-probabilities for the old ones, instead of computing those")
+
+
+@dataclass(frozen=True)
+class CriticSection:
+    """The critic of `algorithm.advantage: gae`; for batches and further options it has those of the actor."""
+
+    path: str = key(
+        "",
+        "Hugging Face directory that the critic starts from: a reward model, or a language model such as `model.path`, "
+        "whose values begin at 0",
+        is_model=True,
+    )
+    start_lr: float = key(1e-5, "learning rate of the critic, in the place of `optimizer.start_lr`", minimum=0)
+    end_lr: float | None = key(
+        None,
+        "learning rate of the critic at the last step, for a schedule that decays; null keeps its `start_lr`",
+        minimum=0,
+    )
+    clip_range: float = key(
+        0.2,
+        "values that moved further than this within a step are held, in units of the reward; 0 holds none",
+        minimum=0,
+    )
+    warmup_steps: int = key(0, "steps at the start in which only the critic is trained", minimum=0)
+
+
+def algorithm_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """Rules of the sections `algorithm`, `distillation` and `correction`; ``given`` are the keys the user changed."""
+    algorithm = config.algorithm
+    yield from _estimator_rules(algorithm)
+    yield from _teacher_rules(config)
+    yield from _kl_rules(algorithm)
+    yield algorithm.sync_ref_model and algorithm.beta == 0, (
+        "'algorithm.sync_ref_model' is true, but beta is 0, so there is no reference model: set beta above 0"
+    )
+    yield "algorithm.ref_model_sync_steps" in given and not algorithm.sync_ref_model, (
+        "'algorithm.ref_model_sync_steps' is set, but not used: set 'algorithm.sync_ref_model' to true"
+    )
+    yield from _level_rules(algorithm)
+    buffer = algorithm.overlong_buffer
+    yield buffer and "overlong_penalty" in config.reward.verifier_function, (
+        f"'algorithm.overlong_buffer' is {buffer:g}, which takes reward from long responses, and "
+        "reward.verifier_function has overlong_penalty, which does so once more: remove it there, or set "
+        "overlong_buffer to 0"
+    )
+    yield algorithm.dynamic_sampling and "group" not in advantages.find(algorithm.advantage).NEEDS, (
+        f"'algorithm.dynamic_sampling' drops groups whose samples all earned the same, but the advantages of "
+        f"{algorithm.advantage} learn from those too: set it to false, or advantage to grpo"
+    )
+    yield algorithm.dynamic_sampling and policy_losses.traits(algorithm.loss).ratio == "none", (
+        f"'algorithm.dynamic_sampling' leaves samples over for the next step, but the loss {algorithm.loss} has no "
+        "ratio that would account for the update in between: set it to false, or loss to ppo_clip"
+    )
+    yield from _correction_rules(config)
+    yield from _unread_rules(config, given)
+
+
+def _estimator_rules(algorithm: AlgorithmSection) -> Rules:
+    count, k = algorithm.num_generations, algorithm.pass_k
+    is_alone = "group" in advantages.find(algorithm.advantage).NEEDS and count < 2
+    yield is_alone, (
+        f"'algorithm.num_generations' is {count}, but the advantages of {algorithm.advantage} compare the samples of a "
+        "group with each other: set it to 2 or more (8 is usual)"
+    )
+    yield not is_alone and algorithm.advantage == "pass_at_k" and k >= count, (
+        f"'algorithm.pass_k' is {k}, but the best of {k} can only differ within groups of more samples: set "
+        f"'algorithm.num_generations' above {k} (it is {count}), or lower pass_k"
+    )
+
+
+def _teacher_rules(config: RunConfig) -> Rules:
+    """There is a teacher where the advantages need one, it is heard, and it stays as it is."""
+    algorithm, teachers = config.algorithm, config.distillation.teachers
+    name = algorithm.advantage
+    if "teacher" not in advantages.find(name).NEEDS:
+        yield teachers, (
+            f"'distillation.teachers' is set, but algorithm.advantage is {name}, which has no teacher: set "
+            "algorithm.name to distill, or remove the teachers"
+        )
+        return
+    yield not config.model.reference_path and not teachers, (
+        f"'algorithm.advantage' is {name}, but there is no teacher: set 'model.reference_path' to its directory, or "
+        "'distillation.teachers' to those of several"
+    )
+    yield algorithm.beta == 0 or algorithm.kl_in != "reward" or algorithm.kl_estimator != "k1", (
+        f"'algorithm.advantage' is {name}, whose advantage is the KL against the teacher: set algorithm.beta to 1, "
+        "kl_in to reward and kl_estimator to k1, or algorithm.name to distill, which does so"
+    )
+    yield algorithm.distill_reward_weight and algorithm.num_generations < 2, (
+        f"'algorithm.num_generations' is {algorithm.num_generations}, but distill_reward_weight compares the samples "
+        "of a group: set it to 2 or more"
+    )
+    yield teachers and algorithm.sync_ref_model, (
+        "'algorithm.sync_ref_model' is true, which would copy the student over its teachers: set it to false"
+    )
+    for source, path in teachers.items():
+        yield not path, (
+            f"'distillation.teachers' has no directory for {source}: name one, or remove the source"
+        )
+        yield ":" in source or source == OTHERS, (
+            f"'distillation.teachers' has the source {source!r}: no source has a colon in its name, and {OTHERS} is "
+            "what metrics call those without a teacher of their own"
+        )
+
+
+def _kl_rules(algorithm: AlgorithmSection) -> Rules:
+    yield algorithm.beta == 0 and algorithm.kl_target is not None, (
+        "'algorithm.kl_target' is set, but algorithm.beta is 0, so there is no reference model to measure the KL "
+        "against: set beta above 0, which is where it starts, or remove kl_target"
+    )
+    if not algorithm.kl_unbiased:
+        return
+    yield algorithm.beta == 0, (
+        "'algorithm.kl_unbiased' is true, but algorithm.beta is 0, so there is no KL term and no reference model: set "
+        "beta above 0"
+    )
+    yield algorithm.kl_in == "reward", (
+        "'algorithm.kl_unbiased' is true, but kl_in=reward has no gradient of its own: set kl_in to loss, or "
+        "kl_unbiased to false"
+    )
+    yield algorithm.kl_estimator not in UNBIASED_ESTIMATORS, (
+        f"'algorithm.kl_unbiased' is true, but the value of {algorithm.kl_estimator} is itself biased: set "
+        f"kl_estimator to {' or '.join(UNBIASED_ESTIMATORS)}"
+    )
+
+
+def _level_rules(algorithm: AlgorithmSection) -> Rules:
+    """No advantages that vary within a response under a loss that has one ratio for all of it."""
+    per_token = advantages.find(algorithm.advantage).PER_TOKEN
+    penalised = algorithm.kl_in == "reward" and algorithm.beta > 0 and not algorithm.distill_top_k
+    varies = per_token == "always" or (per_token == "penalised" and penalised)
+    why = " with KL in the reward" if per_token == "penalised" else ""
+    yield varies and algorithm.loss in ("gspo", "sequence_clip"), (
+        f"'algorithm.loss' is {algorithm.loss}, which treats a response as one action, but the advantages of "
+        f"{algorithm.advantage}{why} differ from token to token: set it to gspo_token or ppo_clip"
+    )
+
+
+def _correction_rules(config: RunConfig) -> Rules:
+    correction, loss = config.correction, config.algorithm.loss
+    ratio, weight = policy_losses.traits(loss).ratio, correction_weight(config)
+    yield ratio == "sequence" and weight == "token", (
+        f"'correction.weight' is token, but the loss {loss} has one ratio for a whole response: set it to sequence, or "
+        "to auto"
+    )
+    yield correction.bypass and ratio == "none", (
+        f"'correction.bypass' is true, but the loss {loss} has no ratio to old log-probabilities: set it to false"
+    )
+    yield correction.bypass and (weight != "none" or correction.mask != "none" or correction.veto), (
+        "'correction.bypass' is true, so that the generator's log-probabilities are the old ones and there is nothing "
+        "to correct: set 'correction.weight' and 'correction.mask' to none and 'correction.veto' to 0"
+    )
+    older = "off_policy_steps" if config.rollout.off_policy_steps else "segment_tokens"
+    yield has_older_samples(config) and not (correction.bypass or is_corrected(config)), (
+        f"'correction.weight' is none, but with rollout.{older} nothing would then account for the updates since the "
+        "samples were generated: set it to auto, or 'correction.bypass' to true"
+    )
+    yield correction.mask != "none" and correction.mask_low >= correction.mask_high, (
+        f"'correction.mask_low' is {correction.mask_low:g}, not below mask_high = {correction.mask_high:g}: lower it"
+    )
+
+
+def _unread_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """No keys that were changed, but that none of the chosen parts reads."""
+    presets = {"algorithm": PRESETS[config.algorithm.name], "correction": CORRECTIONS[config.correction.preset]}
+    unread = _unread(config)
+    for name in sorted(unread.keys() & given):
+        section, _, option = name.partition(".")
+        preset = presets.get(section, {})
+        # What a run wrote to its config.yaml holds every key, and must load again.
+        yield option not in preset or getattr(getattr(config, section), option) != preset[option], (
+            f"'{name}' is set, but read only with {unread[name]}: remove it, or change the other"
+        )
+
+
+def _unread(config: RunConfig) -> dict[str, str]:
+    """Return the keys that the chosen parts do not read, each with what would read it."""
+    algorithm, correction = config.algorithm, config.correction
+    losses = {name: policy_losses.traits(name).options for name in policy_losses.names()}
+    estimators = {name: advantages.find(name).OPTIONS for name in advantages.names()}
+    unread: dict[str, str] = {}
+    for kind, chosen, options in (("loss", algorithm.loss, losses), ("advantage", algorithm.advantage, estimators)):
+        for name in {option for part in options.values() for option in part} - set(options[chosen]):
+            readers = [part for part, read in options.items() if name in read]
+            unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
+    has_teacher = "teacher" in advantages.find(algorithm.advantage).NEEDS
+    has_spans = config.rollout.segment_tokens and not config.rollout.asynchronous
+    readers = (
+        (has_teacher, f"algorithm.advantage distill, not {algorithm.advantage}", ["algorithm.distill_top_k"]),
+        (algorithm.beta, "algorithm.beta above 0, not 0", ["algorithm.kl_in", "algorithm.kl_estimator"]),
+        (algorithm.kl_target is not None, "an algorithm.kl_target, and there is none", ["algorithm.kl_gain"]),
+        (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false", ["algorithm.max_oversampling"]),
+        (algorithm.overlong_buffer, "an algorithm.overlong_buffer above 0, not 0", ["algorithm.overlong_penalty"]),
+        (
+            has_spans,
+            "rollout.segment_tokens above 0 and without rollout.asynchronous",
+            ["rollout.max_segments", "rollout.in_flight"],
+        ),
+        (
+            correction_weight(config) != "none",
+            "correction.weight token or sequence, not none",
+            ["correction.max_weight"],
+        ),
+        (
+            correction.mask != "none",
+            "correction.mask token, sequence or geometric, not none",
+            ["correction.mask_low", "correction.mask_high"],
+        ),
+    )
+    for is_read, reader, names in readers:
+        unread |= {} if is_read else dict.fromkeys(names, reader)
+    return unread
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def reference_rules(config: RunConfig) -> Rules:
+    """Rules of a reference model that is not there."""
+    yield config.model.reference_path and config.algorithm.beta == 0, (
+        "'model.reference_path' is set, but algorithm.beta is 0, so no reference model is loaded: remove it or raise "
+        "beta"
+    )
+
+
+def adapters_reference_rules(config: RunConfig) -> Rules:
+    """Rules of a reference model that is the policy without its adapters."""
+    yield config.lora.rank is not None and config.algorithm.sync_ref_model, (
+        "'algorithm.sync_ref_model' is true, but with lora.rank the reference model is the policy without its "
+        "adapters: set it to false"
+    )
+
+
+def critic_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """Rules of the section `critic`; ``given`` are the keys that the user changed."""
+    critic, advantage = config.critic, config.algorithm.advantage
+    if not needs_critic(config):
+        for field in dataclasses.fields(critic):
+            yield f"critic.{field.name}" in given, (
+                f"'critic.{field.name}' is set, but the advantages of {advantage} use no critic: remove it, or set "
+                "algorithm.name to ppo"
+            )
+        return
+    yield not critic.path, (
+        f"'critic.path' is empty, but the advantages of {advantage} need a critic: set it to a reward model, or to "
+        f"model.path ({config.model.path}) to begin with the actor's layers, or set 'algorithm.advantage' to an "
+        "estimator without a critic, such as grpo or reinforce_pp"
+    )
+    is_constant = config.optimizer.lr_schedule == "constant"
+    yield is_constant and critic.end_lr not in (None, critic.start_lr), (
+        f"'critic.end_lr' is {critic.end_lr or 0:g}, but optimizer.lr_schedule=constant never reaches it: remove it, "
+        "or set lr_schedule to linear or cosine"
+    )

@@ -1,0 +1,99 @@
+"""The sections `reward`, `tools` and `sandbox`: what scores a response, and what it may call."""
+
+from dataclasses import dataclass
+
+from mindrlhf.config.keys import RunConfig, given_in, key
+from mindrlhf.errors import Rules
+
+REWARD_MODEL_NAME = "reward_model"  # the part of the reward that a reward model gives, beside those of verifiers
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    """What scores a response: verifiers, a reward model, or both."""
+
+    verifier_function: tuple[str, ...] = key(
+        (),
+        "verifier names, or path/to/file.py:function; a list, or text with commas between; may be empty with a "
+        "`model_path`",
+    )
+    verifier_weight: tuple[float, ...] = key((), "weight of each verifier in the sum; empty means 1 for each")
+    model_path: str = key(
+        "",
+        "Hugging Face directory of a reward model, as `mindrlhf reward-model` makes it; empty means none",
+        is_model=True,
+    )
+    model_weight: float = key(1.0, "weight of the reward model's score in the sum")
+    num_workers: int = key(1, "verifier processes", minimum=1, maximum=256)
+    timeout_s: float = key(
+        10.0, "time limit for one sample in one verifier, in seconds", minimum=0, exclusive_minimum=True
+    )
+    failure_value: float = key(
+        0.0, "reward of a sample whose verifier timed out, raised, or returned no finite number; these are counted"
+    )
+    memory_limit_mib: int = key(4096, "memory of a verifier process, in MiB; 0 means no limit", minimum=0)
+    gates: dict[str, str] = key(
+        {},
+        "verifier: gate; the verifier counts only where its gate, another verifier named before it, earned more than 0",
+    )
+    closed_gate_value: float = key(0.0, "reward of a verifier whose gate is closed; it is not asked then")
+    by_choice: tuple[str, ...] = key(
+        (), "verifiers that score only the prompts whose record names them in its `verifier` field"
+    )
+    options: dict[str, str] = key(
+        {}, "settings of verifiers, as `verifier.option: value`; `mindrlhf rewards show NAME` lists them"
+    )
+
+
+@dataclass(frozen=True)
+class ToolSection:
+    """Tools that the model may call between its turns; see docs/tools.md."""
+
+    names: tuple[str, ...] = key(
+        (), "tools the model may call: calculator, python, path/to/file.py:function, mcp:COMMAND; empty means none"
+    )
+    environment: str = key("", "what it acts in, in the place of tools: gymnasium, or path/to/file.py:Class")
+    max_turns: int = key(4, "most turns of the model in one response, the last included", minimum=2)
+    max_calls: int = key(8, "most calls in one response; further ones are answered with an error", minimum=1)
+    timeout_s: float = key(5.0, "time limit of one call, in seconds", minimum=0, exclusive_minimum=True)
+    max_response_tokens: int = key(256, "tokens of one answer of a tool; the rest is cut off", minimum=1)
+    num_workers: int = key(1, "tool processes", minimum=1, maximum=256)
+    memory_limit_mib: int = key(1024, "memory of a tool process, in MiB", minimum=64)
+
+
+@dataclass(frozen=True)
+class SandboxSection:
+    """Where programs that the model writes are run: the verifier `code_execution` and the tool `python`."""
+
+    allow_weak: bool = key(False, "run them even with too few of the sandbox's locks, which `mindrlhf doctor` lists")
+
+
+def reward_rules(reward: RewardSection, given: frozenset[str]) -> Rules:
+    """Rules of the section `reward`; ``given`` are the keys that the user changed."""
+    count, weights = len(reward.verifier_function), len(reward.verifier_weight)
+    yield not count and not reward.model_path, (
+        "'reward.verifier_function' is empty: name at least one verifier, such as accuracy_reward, or set "
+        "reward.model_path to a reward model"
+    )
+    yield "reward.model_weight" in given and not reward.model_path, (
+        "'reward.model_weight' is set, but there is no reward.model_path: set it, or remove the weight"
+    )
+    yield weights and weights != count, (
+        f"'reward.verifier_weight' has {weights} values for {count} verifiers: give one weight for each"
+    )
+
+
+def tool_rules(config: RunConfig, given: frozenset[str]) -> Rules:
+    """Rules of the section `tools`; ``given`` are the keys that the user changed."""
+    tools, longest = config.tools, config.rollout.max_response_length
+    yield tools.names and tools.environment, (
+        "'tools.environment' and tools.names are both set: leave one of them out"
+    )
+    if not (tools.names or tools.environment):
+        for name in given_in("tools", given)[:1]:
+            yield True, f"'{name}' is set, but tools.names is empty: name the tools, or remove the key"
+        return
+    yield tools.max_response_tokens >= longest, (
+        f"'tools.max_response_tokens' is {tools.max_response_tokens}, but rollout.max_response_length = {longest} "
+        "holds all turns and answers of a response: lower the one or raise the other"
+    )

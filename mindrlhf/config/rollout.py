@@ -1,0 +1,160 @@
+"""The section `rollout`: the generator."""
+
+from dataclasses import dataclass
+
+from mindrlhf.algorithms import advantages
+from mindrlhf.config.keys import RunConfig, key
+from mindrlhf.errors import Rules
+
+# How weights come to the boards of other nodes: from host to host, or by the devices' own network.
+TCP, COLLECTIVES = "tcp", "collectives"
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    """The generator: one vLLM server process per replica, in an interpreter of its own."""
+
+    python: str = key(
+        "",
+        "interpreter of the rollout environment; empty means .venv-rollout beside the package, else this one",
+        is_path=True,
+    )
+    env: dict[str, str] = key({}, "environment variables set for the rollout server")
+    num_replicas: int = key(
+        1, "number of servers that share the prompts; of several nodes each has an equal part of them, at least one",
+        minimum=1,
+        maximum=64,
+    )
+    off_policy_steps: int = key(
+        0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
+        "0 samples within the step; see docs/async.md",
+        minimum=0,
+        maximum=64,
+    )
+    segment_tokens: int = key(
+        0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
+        "weights; 0 finishes all in their step; see docs/async.md",
+        minimum=0,
+    )
+    asynchronous: bool = key(
+        False,
+        "sample without end and train on what is complete, weights at most `off_policy_steps` steps old; see "
+        "docs/async.md",
+    )
+    replay_order: str = key("", "output directory of an asynchronous run to repeat exactly", is_path=True)
+    max_segments: int = key(4, "most versions of the weights that a response is made with; the last ends it", minimum=2)
+    in_flight: float = key(
+        1.5, "prompts being answered as a step begins, as a multiple of those it trains on; only with `segment_tokens`",
+        minimum=1,
+        exclusive_minimum=True,
+    )
+    max_response_length: int = key(512, "longest response, in tokens, stop token included", minimum=1)
+    temperature: float = key(
+        1.0, "sampling temperature; training logits are divided by it too", minimum=0, exclusive_minimum=True
+    )
+    top_p: float = key(
+        1.0,
+        "nucleus sampling mass; 1 samples from the whole distribution",
+        minimum=0,
+        maximum=1,
+        exclusive_minimum=True,
+    )
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 means all", minimum=0)
+    dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
+    max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
+    draft_tokens: int = key(
+        0, "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
+        minimum=0,
+        maximum=32,
+    )
+    weights_transport: str = key(
+        TCP,
+        "how weights that a node lacks come from others: tcp between hosts, or collectives between devices (Ascend, "
+        "not run on NPUs yet); see docs/cluster.md",
+        choices=(TCP, COLLECTIVES),
+    )
+    num_threads: int = key(1, "CPU threads of a server", minimum=1)
+    tensor_parallel: int = key(
+        1, "devices that share one replica's weights; above the ranks of a node, of whole nodes: see docs/cluster.md",
+        minimum=1,
+    )
+    gpu_memory_utilization: float = key(
+        0.6, "share of device memory a server may take (Ascend)", minimum=0.05, maximum=0.95
+    )
+    kv_cache_gib: int = key(1, "key-value cache of a server on CPU at most, in GiB", minimum=1)
+    weight_buffer_gib: float = key(
+        0.0,
+        "host memory of a node through which new weights pass to the servers, in buckets, in GiB; 0: room for all",
+        minimum=0,
+    )
+    start_timeout_s: float = key(300.0, "longest wait for a server to come up, in seconds", minimum=1)
+    restarts: int = key(
+        2, "how often dead or stuck servers are started again before the run fails", minimum=0, maximum=1000
+    )
+    stall_timeout_s: float = key(
+        10.0, "a server that uses no processor time for this long while it owes an answer is stuck", minimum=2
+    )
+
+
+def schedule_rules(config: RunConfig) -> Rules:
+    """Rules of when samples are made: `off_policy_steps`, `asynchronous`, `segment_tokens`."""
+    rollout, num_steps = config.rollout, config.run.max_steps
+    ahead, span = rollout.off_policy_steps, rollout.segment_tokens
+    if ahead:
+        yield rollout.weight_buffer_gib, (
+            f"'rollout.weight_buffer_gib' is {rollout.weight_buffer_gib:g}, but with rollout.off_policy_steps = "
+            f"{ahead} new weights wait until the servers are done, so that they need room for all of them: set it to 0"
+        )
+        yield 0 < num_steps <= ahead, (
+            f"'rollout.off_policy_steps' is {ahead}, but the run ends after run.max_steps = {num_steps} steps, so that "
+            f"all samples would be of the starting weights: set it below {num_steps} (1 is usual)"
+        )
+        yield config.reward.model_path, (
+            f"'rollout.off_policy_steps' is {ahead}, but the reward model of reward.model_path scores on the training "
+            "ranks, which are busy meanwhile: set it to 0, or score with verifiers"
+        )
+        yield config.run.device == "ascend" and "ASCEND_RT_VISIBLE_DEVICES" not in rollout.env, (
+            f"'rollout.off_policy_steps' is {ahead}, so that the server generates while the ranks train, and needs "
+            "devices of its own: name them in rollout.env as ASCEND_RT_VISIBLE_DEVICES, or set it to 0"
+        )
+    yield rollout.replay_order and not rollout.asynchronous, (
+        f"'rollout.replay_order' is {rollout.replay_order}, which repeats asynchronous runs only: set "
+        "rollout.asynchronous to true, or remove it"
+    )
+    for name, usual in (("off_policy_steps", 2), ("segment_tokens", max(1, rollout.max_response_length // 8))):
+        yield rollout.asynchronous and not getattr(rollout, name), (
+            f"'rollout.asynchronous' is true, which needs rollout.{name}, and that is 0: set it ({usual} is usual)"
+        )
+    yield span and span >= rollout.max_response_length, (
+        f"'rollout.segment_tokens' is {span}, but no response is longer than rollout.max_response_length = "
+        f"{rollout.max_response_length}: set it lower, or to 0"
+    )
+    others = {
+        "rollout.off_policy_steps (without rollout.asynchronous)": ahead and not rollout.asynchronous,
+        "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling,
+        "tools.names": config.tools.names,
+        "tools.environment": config.tools.environment,
+        "algorithm.advantage: remax": "baselines" in advantages.find(config.algorithm.advantage).NEEDS,
+    }
+    for name, is_set in others.items():
+        yield span and is_set, (
+            f"'rollout.segment_tokens' is {span}, which does not work with {name}: leave one of them out"
+        )
+
+
+def server_rules(config: RunConfig) -> Rules:
+    """Rules of how servers make samples and come by weights: `draft_tokens`, `weights_transport`."""
+    rollout, device, count = config.rollout, config.run.device, config.rollout.draft_tokens
+    judged = "vLLM itself would judge the guesses, and its log-probabilities were found wrong then"
+    rounded = "tokens that are checked together would be rounded otherwise than one by one"
+    reasons = {
+        f"run.device={device}": (device != "cpu", judged),
+        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, judged),
+        f"rollout.dtype={rollout.dtype}": (rollout.dtype != "float32", rounded),
+    }
+    for name, (is_set, reason) in reasons.items():
+        yield count and is_set, f"'rollout.draft_tokens' is {count}, but with {name} {reason}: set it to 0"
+    yield rollout.weights_transport != TCP and device == "cpu", (
+        f"'rollout.weights_transport' is {rollout.weights_transport}, but on run.device=cpu every node has the whole "
+        "model, and ranks have no network of their own: set tcp"
+    )

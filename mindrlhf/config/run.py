@@ -1,0 +1,40 @@
+"""The sections `run` and `data`: what a run is called, what it reads and where it writes."""
+
+from dataclasses import dataclass
+
+from mindrlhf.config.keys import REQUIRED, key
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What the run is called, where it writes and what it runs on."""
+
+    output_dir: str = key(
+        "runs/default",
+        "directory for metrics, checkpoints, samples, logs and the report",
+        is_path=True,
+    )
+    seed: int = key(0, "seed of data order, sampling and random initialisation", minimum=0, maximum=2**31 - 1)
+    device: str = key("cpu", "what the trainer ranks and the generator run on", choices=("cpu", "ascend"))
+    deterministic: bool = key(
+        True, "two runs of this config compute the same bits; costs nothing on CPU and some speed on Ascend"
+    )
+    max_steps: int = key(0, "stop after this many steps; 0 means when `training.epochs` are used up", minimum=0)
+    start_timeout_s: float = key(
+        600.0, "longest wait, in seconds, until all ranks have found each other; 0 means any time", minimum=0
+    )
+    hang_timeout_s: float = key(
+        1800.0, "a run that makes no progress at all for this long, in seconds, is stopped; 0 means never", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """The prompts, and the tokenizer they were built with."""
+
+    train_file: str = key(REQUIRED, "MindRecord file made by `mindrlhf data build`", is_path=True)
+    tokenizer_dir: str = key(
+        REQUIRED, "Hugging Face tokenizer directory, or a SentencePiece .model file", is_model=True
+    )
+    eval_file: str = key("", "MindRecord file of held-out prompts; empty means no evaluation", is_path=True)
+    shuffle: bool = key(True, "shuffle the prompts anew in each epoch")

@@ -1,0 +1,264 @@
+"""Which features do not go together, with each other or with the model and the data: one line for each refusal."""
+
+import json
+
+from mindrlhf.config.derived import needs_critic, reference_paths
+from mindrlhf.config.observe import CELL_LEVEL
+from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
+from mindrlhf.config.training import SHARED_PROMPTS, is_split
+from mindrlhf.data.mindrecord import PromptFile
+from mindrlhf.debugging.dump_files import check_dump, dump_dir
+from mindrlhf.errors import Rules, UserError, refuse
+from mindrlhf.layout.servers import spans_nodes
+from mindrlhf.rollout.vllm_options import sees_images
+from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.training.routing.rows import replayed_experts
+from mindrlhf.training.vision.image_rows import image_tokens
+from mindrlhf.weights.hf import read_hf_config
+
+_MOST_LISTED = 5
+
+
+def check_vision(config: GrpoConfig) -> None:
+    """Refuse what a run of `mindrlhf train` does not do with a model that sees images.
+
+    Raises:
+        UserError: naming the key and its fix.
+    """
+    refuse(_tower_rules(config))
+    path, tokens = config.model.path, image_tokens(config.model.path)
+    if tokens is None:
+        return
+    if needs_critic(config) and image_tokens(config.critic.path) != tokens:
+        raise UserError(
+            f"'critic.path' is {config.critic.path}, which does not see images as the model in {path} does: start the "
+            "critic from that model"
+        )
+    stages, packing, tools = config.parallel_config.pipeline_stage, config.training.packing, config.tools
+    is_deep = stages > 1 and bool(_dims(path).vision.deepstack_blocks)
+    refused = {
+        f"parallel_config.pipeline_stage={stages}": (is_deep, "its images go to several layers: set it to 1"),
+        "reward.model_path": (config.reward.model_path, "a reward model reads text only: use verifiers"),
+        f"training.packing={SHARED_PROMPTS}": (
+            packing == SHARED_PROMPTS,
+            "positions of images are of whole sequences: use best_fit",
+        ),
+        "rollout.segment_tokens": (config.rollout.segment_tokens, "segments carry no images on: set it to 0"),
+        "tools.names": (tools.names, "conversations are of text only: leave tools out"),
+        "tools.environment": (tools.environment, "episodes are of text only: leave it out"),
+    }
+    refuse(
+        (is_asked, f"the model in {path} sees images and is not trained with {what} yet: {fix}")
+        for what, (is_asked, fix) in refused.items()
+    )
+
+
+def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> None:
+    """Refuse what training on fixed data does not do with a model that sees images.
+
+    Raises:
+        UserError: naming the key and its fix, or the command.
+    """
+    model, sees = config.model, image_tokens(config.model.path) is not None
+    if isinstance(config, RewardModelConfig):
+        if model.train_vision != "none" or sees:
+            raise UserError(
+                f"the model in {model.path} sees images, which mindrlhf reward-model does not train yet: use mindrlhf "
+                "train, sft or dpo"
+            )
+        return
+    refuse(_tower_rules(config))
+    if sees and is_split(config.parallel_config):
+        command = "sft" if isinstance(config, SftConfig) else "dpo"
+        raise UserError(
+            f"the model in {model.path} sees images, and mindrlhf {command} does not train such a model sharded yet: "
+            "use data parallelism alone"
+        )
+
+
+def _tower_rules(config: GrpoConfig | SftConfig | DpoConfig) -> Rules:
+    """No adapters for a model that sees images, no tower trained where it has no such cells, or that is not there."""
+    model, device, sees = config.model, config.run.device, image_tokens(config.model.path) is not None
+    is_trained = f"'model.train_vision' is {model.train_vision}, but"
+    yield model.train_vision != "none" and not sees, (
+        f"{is_trained} the model in {model.path} reads text only: leave it out"
+    )
+    yield config.lora.rank is not None and sees, (
+        f"the model in {model.path} sees images and takes no adapters yet: remove lora.rank"
+    )
+    yield model.train_vision != "none" and device != "cpu", (
+        f"{is_trained} with run.device={device} the vision tower is frozen so far: set it to none, or run.device to cpu"
+    )
+
+
+def check_images(path: str, file: PromptFile) -> None:
+    """Check that a model sees the images of a prompt file as they were cut for it.
+
+    Raises:
+        UserError: it sees none, or cuts them otherwise.
+    """
+    header, expected = file.header.images, image_tokens(path)
+    if header is None:
+        return
+    if expected is None:
+        raise UserError(f"{file.path} has images, but the model in {path} reads text only: use a model with vision")
+    if (header.image_token, header.geometry) != (expected.image_token, expected.geometry):
+        raise UserError(
+            f"{file.path} has images for another model than that in {path} (image token {header.image_token}, "
+            f"{header.geometry}; not {expected.image_token}, {expected.geometry}): build it again with this model's "
+            "tokenizer and processor"
+        )
+
+
+def check_replay(config: GrpoConfig) -> None:
+    """Refuse `training.replay_routing` where nothing is routed, or where the choices cannot be had or used.
+
+    Raises:
+        UserError: naming the key and its fix.
+    """
+    if not config.training.replay_routing:
+        return
+    run, rollout, msprobe = config.run, config.rollout, config.msprobe
+    dumps_cells = msprobe.enabled and msprobe.level == CELL_LEVEL
+    one_process = "experts are recorded in a server of one process"
+    guessed = "experts of tokens that are only guessed would be recorded"
+    refused = {
+        f"run.device={run.device}": (run.device != "cpu", "MindFormers' routers for Ascend take none"),
+        f"rollout.tensor_parallel={rollout.tensor_parallel}": (rollout.tensor_parallel > 1, one_process),
+        f"rollout.draft_tokens={rollout.draft_tokens}": (rollout.draft_tokens, guessed),
+        "rollout.segment_tokens": (rollout.segment_tokens, "a response of several segments has several routings"),
+        "tools.names": (config.tools.names, "conversations carry no routing on"),
+        f"msprobe.level={CELL_LEVEL}": (dumps_cells, "single cells are run without it"),
+    }
+    refuse(
+        (is_asked, f"'training.replay_routing' is true, but not with {what}: {why}; set it to false")
+        for what, (is_asked, why) in refused.items()
+    )
+    if replayed_experts(config) is None:
+        raise UserError(
+            f"'training.replay_routing' is true, but the model in {config.model.path} has no experts: set it to false"
+        )
+
+
+def check_sources(config: GrpoConfig, file: PromptFile) -> None:
+    """Check that every prompt of the training file has a teacher, and every teacher prompts.
+
+    Raises:
+        UserError: naming the source and the fix.
+    """
+    teachers = config.distillation.teachers
+    if not teachers:
+        return
+    sources = file.sources()
+    if unused := sorted(teachers.keys() - sources):
+        raise UserError(
+            f"'distillation.teachers' names the source {unused[0]!r}, but {file.path} has {_listed(sources)}: write it "
+            "as it is there, or remove it"
+        )
+    alone = [source for source in sources if source not in teachers]
+    if alone and not config.model.reference_path:
+        raise UserError(
+            f"'distillation.teachers' has no teacher for {_listed(alone)} of {file.path}: add one, or set "
+            "model.reference_path to a teacher for all other sources"
+        )
+
+
+def check_num_words(config: GrpoConfig) -> None:
+    """Check that student and teachers have tokens beyond those of `algorithm.distill_top_k`.
+
+    Raises:
+        UserError: one has not.
+    """
+    k = config.algorithm.distill_top_k
+    for path in (config.model.path, *reference_paths(config)) if k else ():
+        vocab_size = _dims(path).vocab_size
+        if k >= vocab_size:
+            raise UserError(
+                f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least "
+                f"one must be left that is not among the likeliest: set it to {vocab_size - 1} or less (64 is plenty)"
+            )
+
+
+def check_msprobe(config: GrpoConfig) -> None:
+    """Check that cells of the run can be dumped one by one where that is asked, and that a dump can be written.
+
+    Raises:
+        UserError: naming the key and its fix, or what is missing.
+    """
+    section = config.msprobe
+    if not section.enabled:
+        return
+    refused = (
+        (
+            is_split(config.parallel_config),
+            "cells of a model that 'parallel_config' shards cannot be run one by one: set it to debug, or debug a "
+            "smaller model in data parallel",
+        ),
+        (
+            len(reference_paths(config)) > 1,
+            "the cells of one reference model are dumped, and 'distillation.teachers' are several: set it to debug, or "
+            "debug with one teacher",
+        ),
+        (
+            config.lora.rank is not None,
+            "a reference model that is the policy without its adapters has no cells of its own: set it to debug, or "
+            "train without lora.rank",
+        ),
+    )
+    refuse(
+        (section.level == CELL_LEVEL and is_asked, f"'msprobe.level' is {CELL_LEVEL}, but {why}")
+        for is_asked, why in refused
+    )
+    check_dump(dump_dir(section, config.run))
+
+
+def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
+    """Refuse what has not been shown to give the same samples on nodes that come and go.
+
+    Args:
+        num_ranks: of the nodes that train.
+        num_nodes: machines that they are on, in equal parts.
+
+    Raises:
+        UserError: naming the key.
+    """
+    rollout, node_size = config.rollout, num_ranks // num_nodes
+    needed = {
+        "rollout.off_policy_steps": 0,
+        "rollout.asynchronous": False,
+        "rollout.weight_buffer_gib": 0.0,
+        "rollout.segment_tokens": 0,
+        "tools.names": (),
+        "tools.environment": "",
+        "training.replay_routing": False,
+        "lora.rank": None,
+    }
+    for key, value in needed.items():
+        section, _, name = key.partition(".")
+        given = getattr(getattr(config, section), name)
+        if given != value:
+            shown = list(given) if isinstance(given, tuple) else given
+            raise UserError(
+                f"'{key}' is {shown}, but with --elastic it has to be {json.dumps(value)}: set it so, or leave out "
+                "--elastic"
+            )
+    if spans_nodes(rollout, num_nodes, node_size):
+        raise UserError(
+            f"'rollout.tensor_parallel' is {rollout.tensor_parallel}, so that servers lie over several nodes of "
+            f"{node_size} ranks, but with --elastic each lies within one: set it to {node_size}, or leave out --elastic"
+        )
+    if is_split(config.parallel_config):
+        raise UserError("the model is sharded over ranks, but --elastic is for whole models: leave out --elastic")
+    if sees_images(config.model.path):
+        raise UserError(f"the model in {config.model.path} sees images, but --elastic is for text: leave it out")
+
+
+def _dims(path: str) -> ModelDims:
+    hf_config = read_hf_config(path)
+    return find_spec(hf_config).dims(hf_config)
+
+
+def _listed(sources: list[str]) -> str:
+    shown = ", ".join(repr(source) for source in sources[:_MOST_LISTED])
+    rest = len(sources) - _MOST_LISTED
+    return f"the sources {shown}" + (f" and {rest} more" if rest > 0 else "")

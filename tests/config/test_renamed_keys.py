@@ -1,0 +1,100 @@
+"""A key may be given by the name that it had in an earlier release: same config, one line, and never by both names."""
+
+import json
+
+import pytest
+import yaml
+
+from mindrlhf.checkpoint.resume import check_resumable, config_differences
+from mindrlhf.cli import main
+from mindrlhf.config.load import CONFIGS, read_config
+from mindrlhf.config.parse import build, dotted_keys
+from mindrlhf.config.reference import render
+from mindrlhf.config.renamed import RENAMED
+from mindrlhf.config.schema import GrpoConfig
+from mindrlhf.errors import UserError
+
+OLD, NEW = "training.prompts_at_a_time", "training.chunk_size"
+CONTENT = {
+    "model": {"path": "model"},
+    "data": {"train_file": "prompts.mindrecord", "tokenizer_dir": "tokenizer"},
+    "reward": {"verifier_function": ["accuracy_reward"]},
+}
+BOTH = f"'{OLD}' is the old name of '{NEW}', and both are set: leave out the old one"
+
+
+@pytest.fixture(autouse=True)
+def renamed(monkeypatch):
+    monkeypatch.setitem(RENAMED, OLD, NEW)
+
+
+@pytest.fixture
+def read(tmp_path):
+    def _read(training: dict, *overrides: str):
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump({**CONTENT, "training": training}))
+        return read_config("train", path, overrides)
+
+    return _read
+
+
+@pytest.mark.parametrize(
+    ("training", "overrides", "size", "old_names"),
+    [
+        ({"prompts_at_a_time": 6}, [], 6, (OLD,)),
+        ({}, [f"{OLD}=6"], 6, (OLD,)),
+        ({"prompts_at_a_time": 6}, [f"{NEW}=5"], 5, (OLD,)),
+        ({"chunk_size": 6}, [f"{OLD}=5"], 5, (OLD,)),
+        ({"prompts_at_a_time": 6}, [f"{OLD}=5", f"{OLD}=4"], 4, (OLD, OLD)),
+        ({"chunk_size": 6}, [], 6, ()),
+    ],
+)
+def test_a_key_is_read_by_its_old_name(read, training, overrides, size, old_names):
+    reading = read(training, *overrides)
+    assert reading.mistakes.messages == []
+    assert reading.config.training.chunk_size == size
+    assert reading.old_names == old_names
+    assert NEW in reading.given and OLD not in reading.given
+
+
+@pytest.mark.parametrize(
+    ("training", "overrides"),
+    [({"prompts_at_a_time": 6, "chunk_size": 6}, []), ({}, [f"{OLD}=6", f"{NEW}=6"]), ({}, [f"{NEW}=6", f"{OLD}=6"])],
+)
+def test_a_key_given_by_both_names_is_a_mistake(read, training, overrides):
+    assert read(training, *overrides).mistakes.messages == [BOTH]
+
+
+def test_values_are_checked_under_the_new_name(read):
+    assert read({"prompts_at_a_time": 0}).mistakes.messages == [f"'{NEW}' is 0, but must be at least 1"]
+
+
+def test_a_command_tells_the_new_name_once(read, tmp_path, capsys):
+    read({"prompts_at_a_time": 6})
+    main(["config", "check", str(tmp_path / "run.yaml"), f"{OLD}=8"])
+    told = [line for line in capsys.readouterr().err.splitlines() if OLD in line]
+    assert told == [
+        f"mindrlhf config: '{OLD}' is now '{NEW}': change it in the config; the old name is still read"
+    ]
+
+
+def test_configs_that_are_stored_by_old_names_are_the_same_configs():
+    old, new = ({"training": {name: 6, "epochs": 2}} for name in ("prompts_at_a_time", "chunk_size"))
+    check_resumable(old, new)
+    assert config_differences(old, new) == []
+    with pytest.raises(UserError, match=f"{NEW} was 6 and is now 5"):
+        check_resumable(old, {"training": {"chunk_size": 5, "epochs": 2}})
+    # What replays a batch that a run left out reads the run's whole config so.
+    assert build(GrpoConfig, {**CONTENT, **json.loads(json.dumps(old))}).training.chunk_size == 6
+
+
+def test_the_reference_names_the_old_key():
+    row = next(line for line in render().splitlines() if line.startswith("| `chunk_size`"))
+    assert row.endswith("(at least 1); formerly `prompts_at_a_time` |")
+
+
+def test_a_new_name_is_a_key_of_the_same_section_and_an_old_one_is_free():
+    keys = {dotted for config in CONFIGS.values() for dotted, _, _ in dotted_keys(config)}
+    for old, new in RENAMED.items():
+        assert new in keys and old not in keys
+        assert old.partition(".")[0] == new.partition(".")[0]
