@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mindrlhf.algorithms import advantages, policy_losses
 from mindrlhf.config.keys import RunConfig
+from mindrlhf.config.training import OptimizerSection
 
 
 def needs_critic(config: RunConfig) -> bool:
@@ -92,7 +93,7 @@ def path_keys(config: RunConfig) -> dict[str, str]:
     return {path: keys[path] for path in reference_paths(config) if path in keys}
 
 
-def critic_optimizer(config: GrpoConfig) -> OptimizerSection:
+def critic_optimizer(config: RunConfig) -> OptimizerSection:
     """Return the critic's optimiser options: those of the actor but for the learning rate."""
     critic = config.critic
     end_lr = critic.start_lr if critic.end_lr is None else critic.end_lr

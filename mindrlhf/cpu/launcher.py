@@ -17,7 +17,8 @@ import os
 import runpy
 import sys
 
-from mindrlhf.cpu.imports import hollow_mindspore, hollow_module, hollow_packages
+from mindrlhf.cpu.imports import hollow_mindspore
+from mindrlhf.system.hollow import hollow_module, hollow_packages
 from mindrlhf.cpu.processor import openblas_environment
 from mindrlhf.system.processes import LEAN_VARIABLE
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from mindrlhf.errors import UserError
 from mindrlhf.sandbox.leash import landlock
-from mindrlhf.system.imports import hollow_packages
+from mindrlhf.system.hollow import hollow_packages
 
 MAX_CPU_S = 3  # of one compilation or rendering
 MAX_MEMORY_BYTES = 512 << 20  # on top of what the loaded modules take

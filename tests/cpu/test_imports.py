@@ -114,7 +114,7 @@ def test_a_part_of_a_package_is_left_out_and_can_be_had_afterwards():
 
 HOLLOW = """
 import sys
-from mindrlhf.cpu.imports import hollow_module, hollow_packages
+from mindrlhf.system.hollow import hollow_module, hollow_packages
 hollow_packages("xml", "xml.etree")
 hollow_module("xml.etree.cElementTree", parse=7)
 from xml.etree import ElementPath
