@@ -120,11 +120,11 @@ def test_training_layout_divides_the_model(path):
     assert dims.num_layers % parallel.pipeline_stage == 0
     assert training.micro_batch_size % parallel.micro_batch_num == 0
     if parallel.use_seq_parallel:
-        assert all(length % parallel.model_parallel == 0 for length in training.row_lengths)
+        assert all(length % parallel.model_parallel == 0 for length in training.sequence_lengths)
     num_samples = training.chunk_size * training.num_rollouts * config.algorithm.num_generations
     assert num_samples % (parallel.data_parallel * training.micro_batch_size) == 0
     # A sample fits a row, and at least as much room is left for the prompt as the longest of GSM8K needs.
-    assert training.row_lengths[-1] - config.rollout.max_response_length >= 512
+    assert training.sequence_lengths[-1] - config.rollout.max_response_length >= 512
 
 
 @pytest.mark.parametrize("path", [path for path in RUN_FILES if path.name.startswith("grpo")], ids=_name)
@@ -206,7 +206,7 @@ def test_only_the_users_keys_are_missing(path):
 # What depends on the size of the model, on its layout, or on how long its answers are; the rest is one recipe.
 SIZE_KEYS = {
     "rollout.num_replicas", "rollout.tensor_parallel", "rollout.gpu_memory_utilization", "rollout.max_num_seqs",
-    "rollout.max_response_length", "training.micro_batch_size", "training.row_lengths", "training.chunk_size",
+    "rollout.max_response_length", "training.micro_batch_size", "training.sequence_lengths", "training.chunk_size",
     "model.recompute", "run.output_dir",
     "algorithm.beta",  # 0 where a reference model does not fit beside the largest
 }  # fmt: skip

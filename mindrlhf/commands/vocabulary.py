@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 OVERRIDES_HELP = """\
-section.key=value sets a key of the config for this run, as in run.max_steps=3 or training.row_lengths=[512,1024];
+section.key=value sets a key of the config for this run, as in run.max_steps=3 or training.sequence_lengths=[512,1024];
 it wins over the file and may stand anywhere on the line. docs/config.md lists the keys."""
 
 

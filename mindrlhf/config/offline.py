@@ -14,7 +14,7 @@ class SupervisedSection:
     rows_per_step: int = key(64, "rows per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training records", minimum=1)
     micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
-    row_lengths: tuple[int, ...] = key(
+    sequence_lengths: tuple[int, ...] = key(
         (), "allowed row lengths, in tokens; empty means one that fits the longest record", minimum=8
     )
     pack: bool = key(True, "put several records into one row")
@@ -27,7 +27,7 @@ class PreferenceSection:
     pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training pairs", minimum=1)
     micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
-    row_lengths: tuple[int, ...] = key(
+    sequence_lengths: tuple[int, ...] = key(
         (), "allowed row lengths, in tokens; empty means one that fits the longest response with its prompt", minimum=8
     )
     pack: bool = key(True, "put several responses into one row")

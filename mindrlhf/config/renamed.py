@@ -7,6 +7,9 @@ from mindrlhf.errors import Mistakes
 
 # Old name -> the name of today, which is in the same section.
 RENAMED: dict[str, str] = {
+    "training.row_lengths": "training.sequence_lengths",
+    "supervised.row_lengths": "supervised.sequence_lengths",
+    "preference.row_lengths": "preference.sequence_lengths",
     "training.batch_size": "training.micro_batch_size",
     "supervised.batch_size": "supervised.micro_batch_size",
     "preference.batch_size": "preference.micro_batch_size",

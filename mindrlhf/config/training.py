@@ -16,7 +16,7 @@ class TrainingSection:
     num_rollouts: int = key(1, "chunks per step; a step uses chunk_size * num_rollouts prompts", minimum=1)
     epochs: int = key(1, "passes over the training prompts", minimum=1)
     micro_batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
-    row_lengths: tuple[int, ...] = key(
+    sequence_lengths: tuple[int, ...] = key(
         (),
         "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "
         "first_fit two: see docs/performance.md",
@@ -132,7 +132,7 @@ def cpu_rules(config: RunConfig) -> Rules:
 
 def batch_rules(config: RunConfig) -> Rules:
     """Rules of the section `training`."""
-    training, longest = config.training, max(config.training.row_lengths, default=0)
+    training, longest = config.training, max(config.training.sequence_lengths, default=0)
     num_samples = training.chunk_size * training.num_rollouts * config.algorithm.num_generations
     yield num_samples % training.num_minibatches, (
         f"'training.num_minibatches' is {training.num_minibatches}, which does not divide the {num_samples} samples of "
@@ -143,7 +143,7 @@ def batch_rules(config: RunConfig) -> Rules:
         "pack to true, or packing to first_fit"
     )
     yield 0 < longest <= config.rollout.max_response_length, (
-        f"'training.row_lengths' ends at {longest}, which leaves no room for a prompt beside "
+        f"'training.sequence_lengths' ends at {longest}, which leaves no room for a prompt beside "
         f"rollout.max_response_length = {config.rollout.max_response_length}: raise the one or lower the other"
     )
 

@@ -46,8 +46,8 @@ def choose_row_length(
         return (shorter, whole) if shorter >= longest else (whole,)
     if max(row_lengths) < longest:
         raise UserError(
-            f"row_lengths ends at {max(row_lengths)}, but {what} takes {longest} tokens: "
-            f"add {-(-longest // 16) * 16} to row_lengths, or shorten the prompts or responses"
+            f"sequence_lengths ends at {max(row_lengths)}, but {what} takes {longest} tokens: "
+            f"add {-(-longest // 16) * 16} to sequence_lengths, or shorten the prompts or responses"
         )
     return tuple(sorted(set(row_lengths)))
 

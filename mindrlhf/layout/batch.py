@@ -52,10 +52,10 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
         UserError: the row length is left to the data, or a micro-batch does not divide into pipeline micro-batches.
     """
     training, parallel = config.training, config.parallel_config
-    if not training.row_lengths:
+    if not training.sequence_lengths:
         raise UserError(
-            "'training.row_lengths' is empty, so the row length depends on the data, which a plan does not read: set "
-            f"it, for example training.row_lengths=[{2 * config.rollout.max_response_length}]"
+            "'training.sequence_lengths' is empty, so the row length depends on the data, which a plan does not read: "
+            f"set it, for example training.sequence_lengths=[{2 * config.rollout.max_response_length}]"
         )
     micro_batch_num = parallel.micro_batch_num
     if training.micro_batch_size % micro_batch_num:
@@ -64,7 +64,7 @@ def plan_batch(config: GrpoConfig, data_parallel: int) -> BatchPlan:
             f"parallel_config.micro_batch_num = {micro_batch_num} equal pipeline micro-batches: set it to "
             f"{-(-training.micro_batch_size // micro_batch_num) * micro_batch_num}"
         )
-    row_length = max(training.row_lengths)
+    row_length = max(training.sequence_lengths)
     num_prompts = training.chunk_size * training.num_rollouts
     num_samples = num_prompts * config.algorithm.num_generations
     per_update = -(-num_samples // training.num_minibatches)
@@ -102,8 +102,8 @@ def check_micro_batches(layout: Layout, batch: BatchPlan) -> None:
     parts = layout.context_parallel * (layout.model_parallel if layout.use_seq_parallel else 1)
     if batch.row_length % parts:
         raise UserError(
-            f"'training.row_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share a "
-            f"sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
+            f"'training.sequence_lengths' has {batch.row_length}, which does not divide over {parts} ranks that share "
+            f"a sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
             f"{-(-batch.row_length // parts) * parts}"
         )
 

@@ -83,7 +83,7 @@ def check_rows(
 
     Args:
         micro_batch_size: rows per micro-batch and replica.
-        section: of the config, that has `micro_batch_size` and `row_lengths`.
+        section: of the config, that has `micro_batch_size` and `sequence_lengths`.
 
     Raises:
         UserError: they do not.
@@ -99,7 +99,7 @@ def check_rows(
     for length in row_lengths:
         if length % num_ranks:
             raise UserError(
-                f"'{section}.row_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
+                f"'{section}.sequence_lengths' has {length}, which does not divide over {num_ranks} ranks that share a "
                 "sequence (context_parallel, and model_parallel with use_seq_parallel): set it to "
                 f"{-(-length // num_ranks) * num_ranks}"
             )

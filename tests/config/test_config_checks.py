@@ -103,8 +103,8 @@ RULES = {
         1,
     ),
     "rows without room for a prompt": (
-        ["training.row_lengths=[512]", "rollout.max_response_length=512"],
-        ["'training.row_lengths' ends at 512", "rollout.max_response_length = 512"],
+        ["training.sequence_lengths=[512]", "rollout.max_response_length=512"],
+        ["'training.sequence_lengths' ends at 512", "rollout.max_response_length = 512"],
         ["rollout.max_response_length=256"],
         1,
     ),

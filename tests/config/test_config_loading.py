@@ -89,8 +89,8 @@ def test_a_wrong_type_names_key_and_value(write, override, kind, value):
 
 
 def test_a_wrong_type_in_a_list_names_its_place(write):
-    message = _error(write(""), "training.row_lengths=[64, x]")
-    assert message.startswith("'training.row_lengths[1]' must be ")
+    message = _error(write(""), "training.sequence_lengths=[64, x]")
+    assert message.startswith("'training.sequence_lengths[1]' must be ")
     assert message.endswith(" integer, not 'x'")
 
 
@@ -101,7 +101,7 @@ def test_a_wrong_type_in_a_list_names_its_place(write):
         ("rollout.top_p=1.5", "'rollout.top_p' is 1.5, but must be at most 1"),
         ("training.chunk_size=0", "'training.chunk_size' is 0, but must be at least 1"),
         ("optimizer.beta1=.nan", "'optimizer.beta1' is nan, but must be at least 0"),
-        ("training.row_lengths=[4]", "'training.row_lengths[0]' is 4, but must be at least 8"),
+        ("training.sequence_lengths=[4]", "'training.sequence_lengths[0]' is 4, but must be at least 8"),
         ("run.device=ascent", "'run.device' is 'ascent', but must be one of cpu, ascend; did you mean 'ascend'?"),
     ],
 )
@@ -117,12 +117,12 @@ def test_overrides_win_over_the_file_and_over_earlier_ones(write):
 
 def test_values_as_people_write_them(write):
     path = write("optimizer: {start_lr: 1e-6}\nreward: {verifier_weight: '1.0, 0.5'}\nrun: {output_dir: 2024}")
-    overrides = ["reward.verifier_function=accuracy_reward,format_reward", "training.row_lengths=2048"]
+    overrides = ["reward.verifier_function=accuracy_reward,format_reward", "training.sequence_lengths=2048"]
     config = load_grpo_config(path, [*ALL_REQUIRED, *overrides])
     assert config.optimizer.start_lr == 1e-6
     assert config.reward.verifier_function == ("accuracy_reward", "format_reward")
     assert config.reward.verifier_weight == (1.0, 0.5)
-    assert config.training.row_lengths == (2048,)
+    assert config.training.sequence_lengths == (2048,)
     assert config.run.output_dir == "2024"
 
 

@@ -1,5 +1,6 @@
 """A key may be given by the name that it had in an earlier release: same config, one line, and never by both names."""
 
+import dataclasses
 import json
 
 import pytest
@@ -15,6 +16,25 @@ from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.errors import UserError
 
 OLD, NEW = "training.prompts_at_a_time", "training.chunk_size"
+# By their old names, and by those of today: values that are not the default.
+EARLIER = {
+    "rollout": {"ahead": 3, "span_tokens": 5, "max_spans": 6, "board_gib": 2.0, "weights_carrier": "collectives"},
+    "training": {"batch_size": 2, "row_lengths": [64, 128]},
+    "supervised": {"batch_size": 3, "row_lengths": [32]},
+    "preference": {"batch_size": 6, "row_lengths": [48]},
+}
+TODAY = {
+    "rollout": {
+        "off_policy_steps": 3,
+        "segment_tokens": 5,
+        "max_segments": 6,
+        "weight_buffer_gib": 2.0,
+        "weights_transport": "collectives",
+    },
+    "training": {"micro_batch_size": 2, "sequence_lengths": [64, 128]},
+    "supervised": {"micro_batch_size": 3, "sequence_lengths": [32]},
+    "preference": {"micro_batch_size": 6, "sequence_lengths": [48]},
+}
 CONTENT = {
     "model": {"path": "model"},
     "data": {"train_file": "prompts.mindrecord", "tokenizer_dir": "tokenizer"},
@@ -88,9 +108,31 @@ def test_configs_that_are_stored_by_old_names_are_the_same_configs():
     assert build(GrpoConfig, {**CONTENT, **json.loads(json.dumps(old))}).training.chunk_size == 6
 
 
+@pytest.mark.parametrize(
+    ("task", "section"),
+    [("train", "rollout"), ("train", "training"), ("sft", "supervised"), ("dpo", "preference")],
+)
+def test_every_key_that_was_renamed_is_read(task, section):
+    """As a file gives it, and as a checkpoint holds it."""
+    cls = CONFIGS[task]
+    content = {name: values for name, values in CONTENT.items() if task == "train" or name != "reward"}
+    old, new = (build(cls, {**content, section: given[section]}) for given in (EARLIER, TODAY))
+    assert old == new and getattr(old, section) != getattr(build(cls, content), section)
+    stored = json.loads(json.dumps(dataclasses.asdict(new)))
+    names = {new: old.partition(".")[2] for old, new in RENAMED.items()}
+    earlier = {**stored, section: {names.get(f"{section}.{key}", key): value for key, value in stored[section].items()}}
+    assert EARLIER[section].keys() <= earlier[section].keys() and not EARLIER[section].keys() & stored[section].keys()
+    check_resumable(earlier, stored)
+
+
 def test_the_reference_names_the_old_key():
     row = next(line for line in render().splitlines() if line.startswith("| `chunk_size`"))
     assert row.endswith("(at least 1); formerly `prompts_at_a_time` |")
+
+
+def test_no_renamed_key_is_left_out_here():
+    named = {f"{section}.{name}" for section, values in EARLIER.items() for name in values}
+    assert named == RENAMED.keys() - {OLD}
 
 
 def test_a_new_name_is_a_key_of_the_same_section_and_an_old_one_is_free():

@@ -121,7 +121,7 @@ def test_row_lengths_are_chosen_or_checked():
         assert choose_row_length((), multiple, "a sample", device) == (multiple,)
         assert choose_row_length((), multiple + 1, "a sample", device) == (2 * multiple,)
     assert choose_row_length((64, 32, 64), 33, "a sample", "cpu") == (32, 64)
-    with pytest.raises(UserError, match=r"row_lengths ends at 64, but a sample takes 65 tokens: add 80"):
+    with pytest.raises(UserError, match=r"sequence_lengths ends at 64, but a sample takes 65 tokens: add 80"):
         choose_row_length((32, 64), 65, "a sample", "ascend")
 
 

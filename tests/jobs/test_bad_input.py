@@ -44,7 +44,10 @@ def assert_train_refuses(inputs_dir, tmp_path, words, *options, **overrides) -> 
     [
         ({"data__tokenizer_dir": "no/such/tokenizer"}, ["no/such/tokenizer"]),
         ({"data__train_file": "no/such.mindrecord"}, ["no/such.mindrecord", "mindrlhf data build"]),
-        ({"training__row_lengths": "[16]", "rollout__max_response_length": 12}, ["row_lengths", "16", "8 tokens"]),
+        (
+            {"training__sequence_lengths": "[16]", "rollout__max_response_length": 12},
+            ["sequence_lengths", "16", "8 tokens"],
+        ),
         ({"training__chunksize": 4}, ["training.chunksize", "did you mean 'training.chunk_size'"]),
         ({"reward__verifier_function": "acuracy_reward"}, ["acuracy_reward", "did you mean accuracy_reward"]),
         ({"reward__verifier_function": "no/such.py:reward"}, ["no/such.py"]),

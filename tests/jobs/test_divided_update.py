@@ -50,7 +50,7 @@ def train(inputs_dir):
             "optimizer": {"start_lr": 1e-3},
             "checkpoint": {"every_steps": SAVED, "keep_last": 9},
             "observe": {"tensorboard": False},
-            "supervised": {"rows_per_step": 8, "micro_batch_size": 2, "row_lengths": [32], "epochs": 80},
+            "supervised": {"rows_per_step": 8, "micro_batch_size": 2, "sequence_lengths": [32], "epochs": 80},
         }
         path = inputs_dir / "sft.yaml"  # YAML is a superset of JSON
         path.write_text(json.dumps(config))

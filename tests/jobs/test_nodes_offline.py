@@ -13,9 +13,9 @@ from slow_tests import SLOW
 
 pytestmark = [pytest.mark.timeout(1200), SLOW]
 
-PAIRS = {"preference": {"pairs_per_step": 8, "micro_batch_size": 4, "row_lengths": [32], "epochs": 1}}
+PAIRS = {"preference": {"pairs_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 1}}
 SECTIONS = {
-    "sft": {"supervised": {"rows_per_step": 8, "micro_batch_size": 4, "row_lengths": [32], "epochs": 2}},
+    "sft": {"supervised": {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 2}},
     "dpo": PAIRS,
     "reward-model": PAIRS,
 }

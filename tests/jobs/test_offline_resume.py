@@ -16,9 +16,11 @@ TIMEOUT_S = 300
 NUM_STEPS = 300
 # Of a run's keys: enough steps, of some hundredths of a second, to be caught among them on a busy machine.
 SECTIONS = {
-    "sft": {"supervised": {"rows_per_step": 4, "micro_batch_size": 2, "row_lengths": [32], "epochs": 80}},
-    "dpo": {"preference": {"pairs_per_step": 4, "micro_batch_size": 4, "row_lengths": [32], "epochs": 40}},
-    "reward-model": {"preference": {"pairs_per_step": 4, "micro_batch_size": 4, "row_lengths": [32], "epochs": 40}},
+    "sft": {"supervised": {"rows_per_step": 4, "micro_batch_size": 2, "sequence_lengths": [32], "epochs": 80}},
+    "dpo": {"preference": {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 40}},
+    "reward-model": {
+        "preference": {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": 40}
+    },
 }
 SECTIONS["dpo of adapters"] = {**SECTIONS["dpo"], "lora": {"rank": 4}}
 

@@ -16,10 +16,10 @@ TIMEOUT_S = 400  # generous: other work may load the machine
 NUM_STEPS = 100_000  # never reached
 TASKS = {"train": "prompts", "sft": "sft", "dpo": "preference", "reward-model": "preference"}
 SECTIONS = {
-    "sft": {"supervised": {"rows_per_step": 4, "micro_batch_size": 2, "row_lengths": [32], "epochs": NUM_STEPS}},
-    "dpo": {"preference": {"pairs_per_step": 4, "micro_batch_size": 4, "row_lengths": [32], "epochs": NUM_STEPS}},
+    "sft": {"supervised": {"rows_per_step": 4, "micro_batch_size": 2, "sequence_lengths": [32], "epochs": NUM_STEPS}},
+    "dpo": {"preference": {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": NUM_STEPS}},
     "reward-model": {
-        "preference": {"pairs_per_step": 4, "micro_batch_size": 4, "row_lengths": [32], "epochs": NUM_STEPS}
+        "preference": {"pairs_per_step": 4, "micro_batch_size": 4, "sequence_lengths": [32], "epochs": NUM_STEPS}
     },
 }
 

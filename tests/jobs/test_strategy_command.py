@@ -23,7 +23,7 @@ model: {path: MODEL, compute_dtype: bfloat16, recompute: true}
 data: {train_file: prompts.mindrecord, tokenizer_dir: MODEL}
 reward: {verifier_function: accuracy_reward}
 rollout: {max_response_length: 32, tensor_parallel: 2}
-training: {row_lengths: [64], micro_batch_size: 4}
+training: {sequence_lengths: [64], micro_batch_size: 4}
 parallel_config: {model_parallel: 2, pipeline_stage: 4, micro_batch_num: 4, vocab_emb_dp: false}
 """
 

@@ -19,7 +19,7 @@ CPU_OVERRIDES = """
 run.device=cpu run.max_steps=2 model.random_init=true model.compute_dtype=float32 model.recompute=false
 rollout.dtype=float32 rollout.num_replicas=1 rollout.tensor_parallel=1 rollout.max_num_seqs=16
 rollout.max_response_length=16 algorithm.num_generations=4 algorithm.beta=0.01
-training.chunk_size=4 training.num_rollouts=1 training.micro_batch_size=4 training.row_lengths=64
+training.chunk_size=4 training.num_rollouts=1 training.micro_batch_size=4 training.sequence_lengths=64
 parallel_config.data_parallel=0 parallel_config.model_parallel=1 parallel_config.use_seq_parallel=false
 parallel_config.vocab_emb_dp=true parallel_config.enable_parallel_optimizer=false
 """

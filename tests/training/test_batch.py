@@ -217,7 +217,8 @@ def test_the_rows_of_the_quickstart_are_full():
         groups = [(int(prompt), np.clip(random.normal(15, 2.5, 8), 9, 24).astype(int)) for prompt in prompts]
         sequences = make_groups(groups)
         batch = make_batch(
-            sequences, RowOptions(tuple(training["row_lengths"]), training["micro_batch_size"], 2, True, SHARED_PROMPTS)
+            sequences,
+            RowOptions(tuple(training["sequence_lengths"]), training["micro_batch_size"], 2, True, SHARED_PROMPTS),
         )
         metrics = packing_metrics([batch])
         efficiencies.append(metrics["packing/efficiency"])

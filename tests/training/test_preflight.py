@@ -62,12 +62,12 @@ def test_steps_are_counted(config, training, max_steps, num_steps):
 
 
 def test_given_row_lengths_are_kept_in_order(config):
-    assert check_grpo_inputs(changed(config, "training", row_lengths=(64, 32))).row_lengths == (32, 64)
+    assert check_grpo_inputs(changed(config, "training", sequence_lengths=(64, 32))).row_lengths == (32, 64)
 
 
 def test_a_row_too_short_for_prompt_and_response(config):
-    short = changed(config, "training", row_lengths=(24, 31))
-    assert_refused(short, "row_lengths ends at 31", "12 tokens", "max_response_length = 20", "32")
+    short = changed(config, "training", sequence_lengths=(24, 31))
+    assert_refused(short, "sequence_lengths ends at 31", "12 tokens", "max_response_length = 20", "32")
 
 
 def test_held_out_prompts_must_fit_too(config, inputs_dir):
@@ -75,7 +75,7 @@ def test_held_out_prompts_must_fit_too(config, inputs_dir):
     config = changed(config, "data", eval_file=str(inputs_dir / "long.mindrecord"))
     # Without fixed row lengths they can grow; with fixed ones the user must choose.
     assert check_grpo_inputs(config).row_lengths[-1] >= 40 + 20
-    assert_refused(changed(config, "training", row_lengths=(32,)), "40", "60")
+    assert_refused(changed(config, "training", sequence_lengths=(32,)), "40", "60")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,8 @@ def test_supervised_inputs(sft_config, inputs_dir):
     inputs = check_offline_inputs(sft_config)
     assert len(inputs.prompts) == 3
     assert inputs.row_lengths == (24,)  # 12 + 9, rounded up
-    assert_refused(changed(sft_config, "supervised", row_lengths=(16, 20)), "row_lengths ends at 20", "21 tokens")
+    short = changed(sft_config, "supervised", sequence_lengths=(16, 20))
+    assert_refused(short, "sequence_lengths ends at 20", "21 tokens")
     prompts = str(inputs_dir / "train.mindrecord")
     assert_refused(changed(sft_config, "data", train_file=prompts), "train.mindrecord", "--task sft")
 
@@ -268,7 +269,7 @@ def test_supervised_inputs(sft_config, inputs_dir):
 def test_held_out_records_must_fit_too(sft_config, inputs_dir):
     config = changed(sft_config, "data", eval_file=str(inputs_dir / "sft_long.mindrecord"))
     assert check_offline_inputs(config).row_lengths[-1] >= 62
-    assert_refused(changed(config, "supervised", row_lengths=(32,)), "62 tokens")
+    assert_refused(changed(config, "supervised", sequence_lengths=(32,)), "62 tokens")
 
 
 def test_an_export_directory_must_be_free(tmp_path):

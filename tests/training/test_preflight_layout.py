@@ -198,8 +198,8 @@ def test_fine_tuning_takes_layouts_that_shard_the_model(npu_sft_config, world_si
         ),
         (
             {"context_parallel": 4},
-            {"row_lengths": (42,)},
-            "'supervised.row_lengths' has 42, which does not divide over 4 ranks .* set it to 44",
+            {"sequence_lengths": (42,)},
+            "'supervised.sequence_lengths' has 42, which does not divide over 4 ranks .* set it to 44",
         ),
         ({"model_parallel": 3}, {}, "4 ranks do not divide by"),
     ],

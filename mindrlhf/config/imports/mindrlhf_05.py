@@ -82,7 +82,7 @@ RULES: dict[str, Rule] = {
     "rl_config.align_type": without("the command says it: mindrlhf train"),
     "rl_config.epochs": to("training.epochs"),
     "rl_config.batch_size": to("training.micro_batch_size"),
-    "rl_config.seq_length": to("training.row_lengths", lambda value: [int(value)]),
+    "rl_config.seq_length": to("training.sequence_lengths", lambda value: [int(value)]),
     "rl_config.packing": into(_packing),
     "rl_config.pack_num": without("rows are filled by length"),
     "rl_config.sink_size": without("a step is one call of the graph"),

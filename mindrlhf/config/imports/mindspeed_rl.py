@@ -71,8 +71,8 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
         return {}
     tokens = source.get("rl_config.max_packing_token_size")
     if tokens is None:
-        raise NoCounterpartError("max_packing_token_size is missing: set training.row_lengths")
-    return {"training.row_lengths": [int(tokens)], "training.micro_batch_size": 1}
+        raise NoCounterpartError("max_packing_token_size is missing: set training.sequence_lengths")
+    return {"training.sequence_lengths": [int(tokens)], "training.micro_batch_size": 1}
 
 
 def _end_rate(value: Any, source: Source) -> Values:
@@ -143,7 +143,7 @@ _MODEL = {
     "recompute_*": without("recomputation is by whole layers: `model.recompute`"),
     "bf16": into(_types),
     "global_batch_size": into(lambda value, source: prompts(value)),
-    "seq_length": without("rows fit the longest sample: `training.row_lengths`"),
+    "seq_length": without("rows fit the longest sample: `training.sequence_lengths`"),
     "tokenizer_name_or_path": to("data.tokenizer_dir"),
     "tokenizer_*": without("the tokenizer directory says it"),
     "data_path": by_hand("build it: mindrlhf data build --input FILE --output train.mindrecord; set data.train_file"),
@@ -180,7 +180,7 @@ _MODEL = {
     "ref_model": without("of `mindrlhf dpo`"),
     "refer_model_iter": without("of `mindrlhf dpo`"),
     "pad_to_multiple_of": without("rows have their own lengths"),
-    "variable_seq_lengths": without("`training.row_lengths`"),
+    "variable_seq_lengths": without("`training.sequence_lengths`"),
     "num_workers": without("prompts are read by the ranks"),
     "skip_train": only(False, otherwise="use `mindrlhf eval`"),
     "do_sample": without("responses are always sampled"),

@@ -113,7 +113,7 @@ def _dynamic_rows(value: Any, source: Source) -> Values:
     if not value:
         return {}
     tokens = int(source.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384))
-    return {"training.row_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
+    return {"training.sequence_lengths": [tokens], "training.micro_batch_size": 1, "training.pack": True}
 
 
 def _frequency(key: str) -> Rule:
@@ -215,7 +215,7 @@ RULES: dict[str, Rule] = {
         "of all ranks together: set training.micro_batch_size, which is of one rank"
     ),
     f"{_ACTOR}.use_dynamic_bsz": into(_dynamic_rows),
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": without("goes with use_dynamic_bsz: `training.row_lengths`"),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": without("goes with use_dynamic_bsz: `training.sequence_lengths`"),
     f"{_ACTOR}.ppo_epochs": to("training.num_iterations"),
     f"{_ACTOR}.shuffle": without("the samples of a step stay in order"),
     f"{_ACTOR}.clip_ratio": into(_clip),

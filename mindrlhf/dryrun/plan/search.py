@@ -98,7 +98,7 @@ def _distinct(candidates: list[Candidate]) -> list[Candidate]:
 def _layouts(config: GrpoConfig, model: Model, machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield the keys of every layout that uses all devices, with tensor parallelism inside a node."""
     dims = model.dims
-    long_rows = max(config.training.row_lengths, default=0) >= LONG_ROW
+    long_rows = max(config.training.sequence_lengths, default=0) >= LONG_ROW
     num_experts = model.num_experts
     for tensor in divisors(machine.world_size):
         if tensor > machine.node_size or dims.num_heads % tensor:

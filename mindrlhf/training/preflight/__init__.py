@@ -107,7 +107,7 @@ def check_grpo_inputs(
         check(check_sources, config, files.training)
         per_step = config.training.chunk_size * config.training.num_rollouts
         num_steps = _num_steps(len(files.training) * config.training.epochs, per_step, config.run.max_steps)
-    needed = ["training.row_lengths"]
+    needed = ["training.sequence_lengths"]
     row_lengths = check(_grpo_row_lengths, config, files.present, needs=needed) if files.present else None
     check(check_servers, config, world_size, num_nodes, needs=["model.path"])
     check(check_head_size, config.model.path, config.run.device, needs=["model.path"])
@@ -151,7 +151,7 @@ def check_offline_inputs(
     for path, file in itertools.product(keys.values(), files.present):
         check(check_images, path, file, needs=["model.path"])
     batches = getattr(config, name)
-    lengths = check(_record_row_lengths, batches.row_lengths, files.present, what, config.run)
+    lengths = check(_record_row_lengths, batches.sequence_lengths, files.present, what, config.run)
     if lengths:
         shape = (config, tuple(keys.values()), world_size, lengths, batches.micro_batch_size, name, is_scorer)
         check(check_offline_layout, *shape, needs=["model.path", "model.reference_path"])
@@ -195,7 +195,7 @@ def _grpo_row_lengths(config: GrpoConfig, files: Sequence[PromptFile]) -> tuple[
         f"rollout.max_response_length = {config.rollout.max_response_length}"
     )
     is_fitted = config.training.packing != FIRST_FIT
-    return choose_row_length(config.training.row_lengths, longest, what, config.run.device, is_fitted=is_fitted)
+    return choose_row_length(config.training.sequence_lengths, longest, what, config.run.device, is_fitted=is_fitted)
 
 
 def _record_row_lengths(

@@ -32,13 +32,13 @@ def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: i
         hf_config = read_hf_config(config.critic.path)
         check_model(find_spec(scorer_config(hf_config)).dims(hf_config), layout)
     # The checks want the row lengths that the plan would, which may have come from the data.
-    training = dataclasses.replace(config.training, row_lengths=row_lengths)
+    training = dataclasses.replace(config.training, sequence_lengths=row_lengths)
     config = dataclasses.replace(config, training=training)
     for path in dict.fromkeys((config.model.path, *reference_paths(config))):
         hf_config = read_hf_config(path)
         dims = find_spec(hf_config).dims(hf_config)
         for length in row_lengths:
-            one_length = dataclasses.replace(training, row_lengths=(length,))
+            one_length = dataclasses.replace(training, sequence_lengths=(length,))
             check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
         if is_sharded(path):
             check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
@@ -71,7 +71,7 @@ def check_offline_layout(
     Args:
         paths: of the models.
         micro_batch_size: rows per micro-batch.
-        section: that has ``micro_batch_size`` and `row_lengths`.
+        section: that has ``micro_batch_size`` and `sequence_lengths`.
         as_scorers: it is their scoring form that is trained.
     """
     parallel = config.parallel_config

@@ -57,7 +57,8 @@ def test_mindspeed_rl_by_hand(tmp_path):
     config, result, _ = loaded(tmp_path, "mindspeed-rl")
     # 64 prompts with 8 samples each are 512 samples; updates of 128 make 4.
     assert (config.training.chunk_size, config.training.num_rollouts, config.training.num_minibatches) == (64, 1, 4)
-    assert (config.training.row_lengths, config.training.micro_batch_size, config.training.pack) == ((8192,), 1, True)
+    training = config.training
+    assert (training.sequence_lengths, training.micro_batch_size, training.pack) == ((8192,), 1, True)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
     assert (config.algorithm.beta, config.algorithm.kl_in, config.algorithm.kl_estimator) == (0.001, "loss", "k3")
     assert config.algorithm.overlong_buffer == 512 / 2048
@@ -72,7 +73,8 @@ def test_mindspeed_rl_by_hand(tmp_path):
 
 def test_mindrlhf_by_hand(tmp_path):
     config, _, _ = loaded(tmp_path, "mindrlhf")
-    assert (config.training.chunk_size, config.training.num_rollouts, config.training.row_lengths) == (2, 4, (8192,))
+    training = config.training
+    assert (training.chunk_size, training.num_rollouts, training.sequence_lengths) == (2, 4, (8192,))
     assert (config.run.device, config.run.deterministic, config.run.seed) == ("ascend", False, 3)
     layout = config.parallel_config
     assert (layout.data_parallel, layout.model_parallel, layout.pipeline_stage, layout.micro_batch_num) == (1, 4, 2, 2)
@@ -97,7 +99,7 @@ def test_trl_by_hand(tmp_path):
 def test_verl_by_hand(tmp_path):
     config, result, _ = loaded(tmp_path, "verl")
     assert (config.training.chunk_size, config.training.num_minibatches, config.training.num_iterations) == (512, 8, 2)
-    assert (config.training.row_lengths, config.training.micro_batch_size) == ((12288,), 1)
+    assert (config.training.sequence_lengths, config.training.micro_batch_size) == ((12288,), 1)
     # verl's plain loss has the second clip, at clip_ratio_c.
     assert (config.algorithm.loss, config.algorithm.dual_clip) == ("dual_clip", 10.0)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.26)

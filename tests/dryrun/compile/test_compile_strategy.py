@@ -19,7 +19,7 @@ model: {path: MODEL}
 data: {train_file: prompts.mindrecord, tokenizer_dir: MODEL}
 reward: {verifier_function: accuracy_reward}
 rollout: {max_response_length: 32}
-training: {row_lengths: [64], micro_batch_size: 4}
+training: {sequence_lengths: [64], micro_batch_size: 4}
 parallel_config: {vocab_emb_dp: false}
 """
 HF_CONFIG = {
@@ -52,7 +52,7 @@ def config(tmp_path):
         (["pipeline_stage=8", "micro_batch_num=8"], 8, r"pipeline_stage is 8, but the model has 6 layers: set it to 6"),
         (["model_parallel=2"], 5, r"5 ranks do not divide by .* = 2: start 6 workers"),
         (["data_parallel=2"], 4, r"makes 2 ranks, but 4 were started: set data_parallel to 4"),
-        (["context_parallel=24"], 24, r"'training.row_lengths' has 64, which does not divide over 24 ranks"),
+        (["context_parallel=24"], 24, r"'training.sequence_lengths' has 64, which does not divide over 24 ranks"),
         (["expert_parallel=2"], 2, r"expert_parallel is 2, but the model has no experts: set it to 1"),
         (["micro_batch_num=3"], 1, r"'training.micro_batch_size' is 4, .* 3 equal pipeline micro-batches: set it to 6"),
         (

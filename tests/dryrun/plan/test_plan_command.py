@@ -103,7 +103,7 @@ BAD = {
         ["--world-size", 8, "--node-size", 3, "rollout.num_replicas=2", "rollout.tensor_parallel=4"],
         "'rollout.tensor_parallel' is 4, more than the 3 devices of a node but no number of whole nodes: set it to 3",
     ),
-    "rows": (["--world-size", 8, "training.row_lengths=[4097]"], "set it to 4100"),
+    "rows": (["--world-size", 8, "training.sequence_lengths=[4097]"], "set it to 4100"),
     "model": (["--world-size", 8, "model.path=nowhere"], "nowhere"),
     "json": (["--world-size", 8, "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
     "picture": (["--world-size", 8, "--picture", "examples"], "--picture examples cannot be written"),

@@ -34,8 +34,8 @@ def test_micro_batches_are_rounded_up():
 
 
 def test_row_length_must_be_known():
-    with pytest.raises(UserError, match="training.row_lengths"):
-        plan_of("qwen2_5_7b_8npu", "training.row_lengths=[]")
+    with pytest.raises(UserError, match="training.sequence_lengths"):
+        plan_of("qwen2_5_7b_8npu", "training.sequence_lengths=[]")
 
 
 def test_activations_of_a_dense_layer_term_by_term():
@@ -115,7 +115,7 @@ def test_beta_adds_the_reference_model_and_its_forward_pass():
 
 # Planned by MindSpore 2.9.0 in simulation (level 1), with recomputation, sequence parallelism and bfloat16: bytes of a
 # rank of the stage. Two layers of Qwen2.5-7B with rows of 2,048 tokens, two at once; four of 32B with rows of 4,096.
-SHORT = ("training.row_lengths=[2048]", "rollout.max_response_length=1024")
+SHORT = ("training.sequence_lengths=[2048]", "rollout.max_response_length=1024")
 MICRO_BATCHES = ("parallel_config.micro_batch_num=2", "training.micro_batch_size=2")
 WHOLE = ("parallel_config.data_parallel=1", "parallel_config.enable_parallel_optimizer=false")
 PLANNED = [

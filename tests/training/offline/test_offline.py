@@ -57,7 +57,7 @@ def read_config(kind, model_dir, output_dir, overrides):
         "lora": {"rank": 4} if kind == ADAPTED else {},
     }
     if kind == "sft":
-        sections["supervised"] = {"rows_per_step": 16, "micro_batch_size": 8, "row_lengths": [32], "epochs": 3}
+        sections["supervised"] = {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32], "epochs": 3}
         sections["supervised"]["pack"] = False
         path = write_config(output_dir / "config.yaml", model_dir, **sections)
         values = json.loads(path.read_text())
@@ -67,7 +67,7 @@ def read_config(kind, model_dir, output_dir, overrides):
     sections["preference"] = {
         "pairs_per_step": 16,
         "micro_batch_size": 8,
-        "row_lengths": [32],
+        "sequence_lengths": [32],
         "epochs": 3,
         "eval_every_steps": 2,
     }

@@ -82,7 +82,7 @@ def test_supervised_training_begins_at_the_base_and_ends_below(model_dir, tmp_pa
                 {
                     "model": {"path": str(model_dir)},
                     "data": {"train_file": "unread", "tokenizer_dir": "unread"},
-                    "supervised": {"rows_per_step": 16, "micro_batch_size": 8, "row_lengths": [32]},
+                    "supervised": {"rows_per_step": 16, "micro_batch_size": 8, "sequence_lengths": [32]},
                     "optimizer": {"start_lr": 1e-2},
                     "observe": {"tensorboard": False},
                     "lora": lora,

@@ -24,7 +24,7 @@ def make_trainer(config, learner=None):
     from mindrlhf.training.team import Team
 
     learner = learner or build_learner(config)
-    inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
+    inputs = RunInputs(None, PairFile(160, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
     return PreferenceTrainer(config, inputs, Team(learner, [])), learner
 
 

@@ -148,7 +148,7 @@ def test_dpo_is_that_of_one_process(dpo_learner, model_dir, tmp_path, reference)
     from mindrlhf.training.team import Team
 
     config = dpo_config(model_dir, tmp_path, reference)
-    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
     learner, rewound = dpo_learner
     rewound.rewind()
     frozen = SimpleNamespace(model=learner._reference) if reference == "live" else None
@@ -174,7 +174,7 @@ def test_a_reward_model_is_that_of_one_process(model_dir, tmp_path):
 
     path = write_config(tmp_path / "rm.yaml", model_dir, reward_model={"centering": 0.02})
     config = load_reward_model_config(path, ["run.max_steps=3"])
-    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.row_lengths), 0)
+    inputs = RunInputs(None, PairFile(60, 0), PairFile(24, 1), tuple(config.preference.sequence_lengths), 0)
 
     network = load_scorer(config.model, config.model.path, config.run, 32)
     loss = CoefficientLoss(TokenScores(network, after_token=False))
@@ -193,7 +193,7 @@ def test_fine_tuning_is_that_of_one_process(model_dir, tmp_path):
     from mindrlhf.training.runtime import Rank
     from mindrlhf.training.team import Team
 
-    supervised = {"rows_per_step": 8, "micro_batch_size": 4, "row_lengths": [16, 32]}
+    supervised = {"rows_per_step": 8, "micro_batch_size": 4, "sequence_lengths": [16, 32]}
     path = write_config(tmp_path / "sft.yaml", model_dir, supervised=supervised)
     sections = json.loads(path.read_text())
     del sections["preference"]
