@@ -22,6 +22,7 @@ from mindrlhf.rollout.replicas import start_replicas
 from mindrlhf.rollout.samples import Sample, Sampler, sample_record
 from mindrlhf.rollout.types import SamplingParams
 from mindrlhf.sandbox.server import check_for
+from mindrlhf.tools.environments import check_columns
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class EvaluationJob:
         )
         selection = Selection.from_config(config.reward)
         selection.check_prompts(file, verifier)
+        check_columns(config.tools.environment, file.header.columns, f"prompts of {file.path}")
         records = file.read(range(count))
         held_out = HeldOut(records, self.num_samples, part_name(verifier), sampling, config.run.seed)
         return held_out, tokenizer, file

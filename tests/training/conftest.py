@@ -59,15 +59,22 @@ def inputs_dir(tmp_path_factory) -> Path:
         directory / "preference.mindrecord", fingerprint, [LONGEST] * 2, response_lengths=[8, 9], task="preference"
     )
     write_prompts(directory / "sft_long.mindrecord", fingerprint, [LONGEST], response_lengths=[50])
+    write_prompts(directory / "kept.mindrecord", fingerprint, [LONGEST] * 2, columns=("level", "board"))
     return directory
 
 
 def write_prompts(
-    path: Path, fingerprint: str, prompt_lengths, response_lengths=None, task="sft", sources=("s",)
+    path: Path, fingerprint: str, prompt_lengths, response_lengths=None, task="sft", sources=("s",), columns=()
 ) -> None:
     responses = response_lengths or [0] * len(prompt_lengths)
     records = [
-        Prompt(np.ones(prompt, np.int32), np.ones(response, np.int32), "answer", f"{source}:{i}")
+        Prompt(
+            np.ones(prompt, np.int32),
+            np.ones(response, np.int32),
+            "answer",
+            f"{source}:{i}",
+            extra=dict.fromkeys(columns, i),
+        )
         for i, (prompt, response, source) in enumerate(zip(prompt_lengths, responses, itertools.cycle(sources)))
     ]
     header = PromptFileHeader(
@@ -84,6 +91,7 @@ def write_prompts(
         max_length=None,
         longest_prompt=max(prompt_lengths, default=0),
         longest_response=max(responses, default=0),
+        columns=columns,
     )
     write_prompt_file(path, header, [records])
 

@@ -102,6 +102,22 @@ def test_mistakes_are_named(config, inputs_dir, section, values, words):
     assert_refused(changed(config, section, **values), *words)
 
 
+def test_rewards_and_environments_that_name_columns_need_prompts_that_keep_them(config, inputs_dir, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "raise SystemExit('it was run')\n"
+        "def by_level(completion, answer, *, level): ...\n"
+        "class Game:\n    def reset(self, answer, board): ...\n    def step(self, action): ...\n"
+    )
+    levelled = changed(config, "reward", verifier_function=(f"{tmp_path / 'mine.py'}:by_level",))
+    played = changed(config, "tools", environment=f"{tmp_path / 'mine.py'}:Game")
+    kept = inputs_dir / "kept.mindrecord"
+    for asking, name in ((levelled, "level"), (played, "board")):
+        assert_refused(asking, f"'{name}'", f"prompts of {inputs_dir / 'train.mindrecord'} have no columns", "--keep")
+        check_grpo_inputs(changed(asking, "data", train_file=str(kept)))
+        held_out = str(inputs_dir / "train.mindrecord")
+        assert_refused(changed(asking, "data", train_file=str(kept), eval_file=held_out), f"prompts of {held_out}")
+
+
 def test_a_tensor_that_is_missing_or_of_another_shape(config, inputs_dir, tmp_path):
     model = json.loads((inputs_dir / "model" / "config.json").read_text())
     broken = tmp_path / "deeper"

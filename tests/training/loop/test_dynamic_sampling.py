@@ -202,7 +202,7 @@ def assert_equal(before, after):
 
 def test_leftover_samples_come_back_exactly(tmp_path):
     original = with_reward(sample(4, 1 / 3, "p", "length"), failures={"length": "timeout"})
-    original = with_prompt(original, source_id="math:3", verifier="length")
+    original = with_prompt(original, source_id="math:3", verifier="length", extra={"level": 3, "tags": [None, "x"]})
     original = with_completion(
         original, spans=((1, 2), (3, 1)), num_turns=2, is_generated=np.array([True, False, True]), weights_version=1
     )
