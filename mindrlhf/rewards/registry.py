@@ -41,7 +41,7 @@ class Verifier:
 
     def __call__(self, completion: str, answer: str, context: Mapping[str, Any]) -> Any:
         """Score one completion; of ``context`` the verifier gets what it asks for."""
-        keywords = {name: context[name] for name in self.context_keywords}
+        keywords = {name: context[name] for name in self.context_keywords if name in context}
         return self.function(completion, answer, **keywords, **self.options)
 
 

@@ -51,20 +51,41 @@ _NUMBERS_APART = re.compile(r"(?<![0-9.^_])[0-9][0-9.]*\s+[0-9]")
 _PATH = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 _SYMBOLS = re.compile(r"(?=.*[0-9])(?:[A-Z][a-z]?(?:_?\{?[0-9]+\}?)?){2,}")
 _ROMAN = re.compile("[IVXLCDM]{2,}")
-_SHORT_WORDS = frozenset("no on up in of or is it at by as to if so we be do go he me my us".split())
+_SHORT_WORDS = frozenset(
+    (
+        "no",
+        "on",
+        "up",
+        "in",
+        "of",
+        "or",
+        "is",
+        "it",
+        "at",
+        "by",
+        "as",
+        "to",
+        "if",
+        "so",
+        "we",
+        "be",
+        "do",
+        "go",
+        "he",
+        "us",
+    )
+)
 # "abcd" is no product that anybody writes.
 MAX_FACTORS = 3
 
 _WORD = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:/[0-9]+)?|\\?[^\W\d_]+|[^\s.,]")
 _ARTICLE = re.compile(r"\b(?:[Aa]n?|[Tt]he)\s+(?=[a-z]{2})")
 
-_MONTHS = {
-    name[:size]: number
-    for number, name in enumerate(
-        "january february march april may june july august september october november december".split(), 1
-    )
-    for size in {3, 4, len(name)}
-}
+_MONTH_NAMES = (
+    *("january", "february", "march", "april", "may", "june"),
+    *("july", "august", "september", "october", "november", "december"),
+)
+_MONTHS = {name[:size]: number for number, name in enumerate(_MONTH_NAMES, start=1) for size in {3, 4, len(name)}}
 _MONTH = "|".join(sorted(_MONTHS, key=len, reverse=True))
 _DAY = r"(?P<day>[0-9]{1,2})(?:st|nd|rd|th)?"
 _DATES = (
