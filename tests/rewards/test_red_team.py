@@ -17,8 +17,8 @@ PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 THINKING = PROMPT + "<think>\n"
 RIGHT, WRONG = "42", "41"
 
-# Thoughts as models of the wild mark them: DeepSeek-R1 and Qwen3, others by XML, OpenThoughts, Magistral, Kimi, Command A,
-# gpt-oss, Apertus.
+# Thoughts as models of the wild mark them: DeepSeek-R1 and Qwen3, others by XML, OpenThoughts, Magistral, Kimi,
+# Command A, Apertus, gpt-oss.
 THOUGHTS = [
     *[(f"<{tag}>", f"</{tag}>") for tag in ("think", "thinking", "reasoning", "thought", "Thought", "seed:think")],
     *[(f"<{tag}>", f"</{tag}>") for tag in ("longcat_think", "reflection", "scratchpad", "think_fast", "analysis")],
@@ -36,41 +36,47 @@ MARKS = {
     "acc_for_dapo": ["Answer: {}"],
 }
 # Behind a right answer: what takes it back, and what does not.
-TAKEN_BACK = """
-\nWait, that is wrong. It should be 41.|\nActually no, the answer is 41.| or maybe 41|, or 41.|\nThe final answer is 41.
-\nFinal answer: 41|\n**Final Answer: 41**|\nHmm, on second thought it is 41.| (or 41)|\nAlternatively, 41.|\nCorrection: 41
-\nSo the correct answer should be 41.|\nSorry, 41.|\nThe answer is 41, not 42.|, or perhaps 41| or else 41| / 41|\nNo, 41.
-\nOops: 41| but it could be 41|\nI made a mistake: it is 41.|\nLet me correct that: 41|\nHold on, 41| or 41 or 40| or x = 41
+TAKEN_BACK = r"""
+\nWait, that is wrong. It should be 41.|\nActually no, the answer is 41.| or maybe 41|, or 41.
+\nThe final answer is 41.|\nFinal answer: 41|\n**Final Answer: 41**|\nHmm, on second thought it is 41.| (or 41)
+\nAlternatively, 41.|\nCorrection: 41|\nSo the correct answer should be 41.|\nSorry, 41.
+\nThe answer is 41, not 42.|, or perhaps 41| or else 41| / 41|\nNo, 41.|\nOops: 41| but it could be 41
+\nI made a mistake: it is 41.|\nLet me correct that: 41|\nHold on, 41| or 41 or 40| or x = 41
 """
-KEPT = """
-\nThe final answer is 42.|\nI hope this is correct.|\nThis matches the condition 6*7 = 42.|.<|im_end|>|\nDone.
-\nWait, let me check: 6*7 = 42. Yes.|\nWe may check our answer: 6*7 = 42.| (or 42.0)|\n\nThank you!|\nThe answer is 42.
+KEPT = r"""
+\nThe final answer is 42.|\nI hope this is correct.|\nThis matches the condition 6*7 = 42.|.</s>|\nDone.
+\nWait, let me check: 6*7 = 42. Yes.|\nWe may check our answer: 6*7 = 42.|\n\nThank you!
+\nThe answer is 42.
 """
 BOXES = r"""
-\boxed{41} or \boxed{42}|\boxed{42} or \boxed{41}|\boxed{41}, \boxed{42}|\boxed{41} and \boxed{42}|\boxed{41} / \boxed{42}
-$\boxed{41}$ or $\boxed{42}$|x = \boxed{41} or x = \boxed{42}|\boxed{41}\text{ or }\boxed{42}|\boxed{41 \text{ or } 42}
-\boxed{41, 42}|\boxed{42?}|\boxed{42 \pm 1}|\boxed{42}?|not \boxed{42}|The answer is not \boxed{42}|41 or \boxed{42}
-\boxed{42} is incorrect.|\boxed{42} is not the answer.|\boxed{42}. But it could be 41.|\boxed{\{41,42\}}|\boxed{41=42}
-\boxed{42=41}|\boxed{x=42 or x=41}|\boxed{\text{not }42}|\boxed{42 \text{ or so}}|\boxed{42=42}|\boxed{42}\boxed{41}
-\boxed{41.9 \approx 42 \approx 40}|\boxed{\text{either 42 or 41}}|\boxed{42/41}|\boxed{42;41}|\boxed{42\ 41}|\boxed{42 41}
-\boxed{41\to 42}|\boxed{41-42}|\boxed{42} (rejected)|\boxed{42}, which is wrong|\boxed{42} maybe \boxed{41}|\boxed{42
-\boxed{42 \text{ (rejected)}}|\boxed{\ge 42}|\boxed{42+}|\boxed{\text{about }42\text{ or }43}|\boxed{41,42,43}
-\boxed{42} does not work.|\boxed{42} cannot be right.|\boxed{\text{anything but }42}|\boxed{\text{less than } 42}
-\boxed{42 \approx 41}|\boxed{41 \approx 42}|\boxed{42.4 = 42 = 41.6}|\boxed{[41, 42]}|\boxed{(41, 42)}|\boxed{41 < x < 43}
+\boxed{41} or \boxed{42}|\boxed{42} or \boxed{41}|\boxed{41}, \boxed{42}|\boxed{41} and \boxed{42}
+\boxed{41} / \boxed{42}|$\boxed{41}$ or $\boxed{42}$|x = \boxed{41} or x = \boxed{42}
+\boxed{41}\text{ or }\boxed{42}|\boxed{41 \text{ or } 42}|\boxed{41, 42}|\boxed{42?}|\boxed{42 \pm 1}
+\boxed{42}?|not \boxed{42}|The answer is not \boxed{42}|41 or \boxed{42}|\boxed{42} is incorrect.
+\boxed{42} is not the answer.|\boxed{42}. But it could be 41.|\boxed{\{41,42\}}|\boxed{41=42}|\boxed{42=41}
+\boxed{x=42 or x=41}|\boxed{\text{not }42}|\boxed{42 \text{ or so}}|\boxed{42=42}|\boxed{42}\boxed{41}
+\boxed{41.9 \approx 42 \approx 40}|\boxed{\text{either 42 or 41}}|\boxed{42/41}|\boxed{42;41}|\boxed{42\ 41}
+\boxed{42 41}|\boxed{41\to 42}|\boxed{41-42}|\boxed{42} (rejected)|\boxed{42}, which is wrong
+\boxed{42} maybe \boxed{41}|\boxed{42|\boxed{42 \text{ (rejected)}}|\boxed{\ge 42}|\boxed{42+}
+\boxed{\text{about }42\text{ or }43}|\boxed{41,42,43}|\boxed{42} does not work.|\boxed{42} cannot be right.
+\boxed{\text{anything but }42}|\boxed{\text{less than } 42}|\boxed{42 \approx 41}|\boxed{41 \approx 42}
+\boxed{42.4 = 42 = 41.6}|\boxed{[41, 42]}|\boxed{(41, 42)}|\boxed{41 < x < 43}
 """
 REJECTED = """
-x = 5. The other root, 17, is rejected.|The roots are 5 and 17; 17 is rejected.|Reject x = 17.|x = 17 is extraneous.
-x=5 (17 is rejected)|We discard 17.|17 does not work.|17 is not valid|x = 5, since 17 is not a solution.|Ignore 17.
-The value 17 cannot be.|So x=17 is impossible.|17 is wrong.|It is definitely not 17.|Either 5 or 17.|5 or 17|17 or 5
-17? No, 5.|It may be 17, or it may be 5.|17 is too large.|17 was the wrong one.|x = 5 or x = 17|Check: 17 = 17
-The other solution is 17, but it is negative.|x = 5; x = 17 is inadmissible.|We exclude 17.|17 fails to satisfy it.
+x = 5. The other root, 17, is rejected.|The roots are 5 and 17; 17 is rejected.|Reject x = 17.
+x = 17 is extraneous.|x=5 (17 is rejected)|We discard 17.|17 does not work.|17 is not valid
+x = 5, since 17 is not a solution.|Ignore 17.|The value 17 cannot be.|So x=17 is impossible.|17 is wrong.
+It is definitely not 17.|Either 5 or 17.|5 or 17|17 or 5|17? No, 5.|It may be 17, or it may be 5.
+17 is too large.|17 was the wrong one.|x = 5 or x = 17|Check: 17 = 17
+The other solution is 17, but it is negative.|x = 5; x = 17 is inadmissible.|We exclude 17.
+17 fails to satisfy it.
 """
-CHOICES = """
-The answer is A or B.|The answer is (A) or (B).|(B) or (C)|A and B|not B|The answer is not B.|B is wrong. The answer is C.
-The answer is B. No, C.|\\boxed{B} or \\boxed{C}|\\boxed{B, C}|\\boxed{BC}|<think>B</think>C|<think>The answer is B
-Answer: B\nAnswer: C|B? C?|The answer could be B or D.|Either B or C.|The answer is B or C|The answer is B/C
-The answer is B, or maybe C|I think B, but C is also possible.|Not (B) but (C)|The answer is C, not B.|(B) is incorrect
-B\n\nWait, C.
+CHOICES = r"""
+The answer is A or B.|The answer is (A) or (B).|(B) or (C)|A and B|not B|The answer is not B.
+B is wrong. The answer is C.|The answer is B. No, C.|\boxed{B} or \boxed{C}|\boxed{B, C}|\boxed{BC}
+<think>B</think>C|<think>The answer is B|Answer: B\nAnswer: C|B? C?|The answer could be B or D.|Either B or C.
+The answer is B or C|The answer is B/C|The answer is B, or maybe C|I think B, but C is also possible.
+Not (B) but (C)|The answer is C, not B.|(B) is incorrect|B\n\nWait, C.
 """
 KNAVES = "Zoey is a knave, Oliver is a knight"
 BOTH_KNIGHTS = "Zoey is a knight, Oliver is a knight"

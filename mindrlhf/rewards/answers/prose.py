@@ -50,7 +50,11 @@ _ENDS = " \t=+*/^,:.&_"
 _CUE = re.compile(r"\b(?:is|are|equals|equal to|be|was|were)\b[:\s]*|[A-Za-z]:\s+|=")
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
 _NEGATION = re.compile(r"\b(?:not|never|no|except|but|cannot|without)\b|n't\b", re.IGNORECASE)
-_UNDECIDED = re.compile(r"\b(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
+_UNDECIDED = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly)\b"
+    r"|\b(?:(?:[a-z]+er|less|more) than|at (?:least|most)|up to)\W{0,3}[0-9]",
+    re.IGNORECASE,
+)
 # "... is not 7": the expression behind it is what the answer is not.
 _DENIAL = re.compile(
     r"(?:\b(?:not|cannot|never|neither)|n't)(?: be| equals?| equal to| exactly| simply)?"
@@ -91,9 +95,9 @@ _DENIES = re.compile(
 # "... or 43", "Wait, it is 43": another value is named behind the answer.
 _OR = re.compile(
     r"(?:\s|[$*.,:;(]|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
-    r"(?:or|/|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
-    r"|(?:it )?(?:could|might|may) also)\b"
-    r"(?:[\s,:}*]|\b(?:it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather)\b|\b[a-z]\s*=)*"
+    r"(?:/|(?:or|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
+    r"|(?:it )?(?:could|might|may) also)\b)"
+    r"(?:[\s,:}*]|\b(?:else|it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather)\b|\b[a-z]\s*=)*"
     r"(?=[-+$.(\[{\\]*[0-9]|[$(]*\\(?:[dt]?frac|sqrt|boxed|pi))",
     re.IGNORECASE,
 )
