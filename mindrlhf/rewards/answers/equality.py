@@ -37,7 +37,8 @@ _COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
 _AND = re.compile(r"\band\b")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
-_TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)\s*[xX]\s*(?=[0-9(])")
+# A variable stands before a bracket without a space: 3x(x-2).
+_TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)(?:\s*[xX]\s*(?=[0-9])|\s+[xX]\s+(?=\())")
 _MAX_DEPTH = 4
 
 

@@ -140,7 +140,7 @@ _HAN_DIGITS = dict(zip("零〇一二两兩三四五六七八九", (0, 0, 1, 2, 2
 _HAN_TENS = {"十": 10, "百": 100, "千": 1000}
 _HAN_MYRIADS = {"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
 _HAN = "零〇一二两兩三四五六七八九十百千万萬亿億"
-_HAN_NUMBER = re.compile(rf"(负|負)?(?:([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
+_HAN_NUMBER = re.compile(rf"(负|負)?(?:(?:([{_HAN}]+)又)?([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
 _HAN_SHARE = re.compile(rf"(负|負)?百分之([{_HAN}]+|[0-9.]+)")
 _MYRIADS = re.compile(r"([-+]?[0-9,]*\.?[0-9]+)\s*([万萬亿億])")
 # fmt: off
@@ -243,7 +243,7 @@ def _without_han(text: str) -> str:
 
 
 def _han_number(match: re.Match[str]) -> str | None:
-    sign, bottom, top, decimals = match.groups()
+    sign, whole, bottom, top, decimals = match.groups()
     value = _han_value(top)
     if value is None:
         return None
@@ -252,7 +252,9 @@ def _han_number(match: re.Match[str]) -> str | None:
         return None if bottom or None in digits else f"{'-' if sign else ''}{value}.{''.join(map(str, digits))}"
     if bottom is not None:
         divisor = _han_value(bottom)
-        return f"{'-' if sign else ''}\\frac{{{value}}}{{{divisor}}}" if divisor else None
+        if not divisor or (whole and _han_value(whole) is None):
+            return None
+        return f"{'-' if sign else ''}{_han_value(whole) if whole else ''}\\frac{{{value}}}{{{divisor}}}"
     return f"{'-' if sign else ''}{value}"
 
 

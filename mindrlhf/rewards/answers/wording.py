@@ -18,7 +18,7 @@ MAX_WORDED_CHARS = 200
 # What people write for the same thing, as whole answers.
 _STANDARD = (
     (
-        r"none|nothing|(?:(?:there|it|the equation|the system|this) (?:is|are|has|have) )?no "
+        r"none|nothing|(?:(?:(?:there|it|the equation|the system|this) )?(?:is|are|has|have) )?no "
         r"(?:real |integer |such |valid |possible |positive )*"
         r"(?:solutions?|roots?|zeros?|answers?|values?|numbers?|integers?|[a-z])(?: in (?:the )?reals?)?(?: exists?)?"
         r"|(?:the )?(?:empty|null) set|(?:方程)?[无無没][有实實数數]*[解根]|空集",
@@ -238,7 +238,9 @@ def _time(text: str) -> tuple[int, int, str] | None:
     """Hour, minute and what shows that it is a time: ``a`` or ``p``, ``0`` for a leading zero, or nothing."""
     plain = unwrapped(re.sub(r"\\(?:text[a-z]*|mathrm|mbox|rm)\s*\{([^{}]*)\}", r" \1 ", text[:MAX_WORDED_CHARS]))
     plain = re.sub(r"\s+", " ", plain).strip()
-    plain = {"noon": "12:00 pm", "midnight": "12:00 am"}.get(plain.lower(), plain)
+    plain = {"noon": "12:00 pm", "12 noon": "12:00 pm", "midnight": "12:00 am", "12 midnight": "12:00 am"}.get(
+        plain.lower(), plain
+    )
     match = _TIME.fullmatch(plain)
     if match is None:
         match = _CLOCK.fullmatch(plain)
