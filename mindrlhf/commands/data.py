@@ -65,13 +65,8 @@ def _register_build(actions) -> None:
         metavar="NAME",
         help="gsm8k (default), deepscaler, dapo_math_17k, orca_pairs, ultrafeedback, geo3k, verl or map_keys",
     )
-    build.add_argument(
-        "--map",
-        type=parse_key_map,
-        default={},
-        metavar="question=KEY,...",
-        help="for map_keys; also answer, response, rejected, verifier, images",
-    )
+    keys = "for map_keys; also answer, response, rejected, verifier, images"
+    build.add_argument("--map", type=parse_key_map, default={}, metavar="question=KEY,...", help=keys)
     build.add_argument(
         "--keep",
         default="",

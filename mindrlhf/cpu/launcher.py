@@ -18,8 +18,8 @@ import runpy
 import sys
 
 from mindrlhf.cpu.imports import hollow_mindspore
-from mindrlhf.system.hollow import hollow_module, hollow_packages
 from mindrlhf.cpu.processor import openblas_environment
+from mindrlhf.system.hollow import hollow_module, hollow_packages
 from mindrlhf.system.processes import LEAN_VARIABLE
 
 __all__ = ["msrun", "openblas_environment", "schedule_if_lean"]

@@ -159,8 +159,7 @@ def build_prompts(
         tokenizer_path, merges_path: see ``load_tokenizer``; handler, key_map: see ``load_handler``.
         template, system, template_options: see ``load_template``; image_root and pixels: see ``PictureReader``.
         task: "prompts"; or "sft" to store a response too, "preference" two of them, end token appended.
-        max_prompt_length, max_length: in tokens, the latter of prompt + (longer) response, end token included, for
-            tasks with responses; longer ones are dropped and counted.
+        max_prompt_length, max_length: in tokens, the latter of prompt and longer response with its end token.
         num_workers: processes that encode; 1 stays in this process, None takes up to one per core.
         skip_bad: count records that cannot be used, instead of ending at the first.
         keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written ``< |im_end|>``.
@@ -174,7 +173,7 @@ def build_prompts(
     inputs = [Path(path) for path in inputs]
     settings = EncoderSettings(
         tokenizer_path=str(tokenizer_path),
-        merges_path=None if merges_path is None else str(merges_path),
+        merges_path=merges_path and str(merges_path),
         handler=handler,
         key_map=dict(key_map or {}),
         template=template,
@@ -186,7 +185,7 @@ def build_prompts(
         keep_control_tokens=keep_control_tokens,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        image_root=None if image_root is None else str(image_root),
+        image_root=image_root and str(image_root),
         template_options=dict(template_options or {}),
         columns=dict(columns or {}),
     )

@@ -37,7 +37,8 @@ _COMMA = re.compile(r",\s*")
 _EQUALS = re.compile("==?")
 _AND = re.compile(r"\band\b")
 _CURRENCY_CODE = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US)\s*(?=[$0-9])")
-_TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)\s*[xX]\s*(?=[0-9(])")
+# A variable stands before a bracket without a space: 3x(x-2).
+_TIMES = re.compile(r"(?<=[0-9)%])(?<!(?<![0-9.])0)(?:\s*[xX]\s*(?=[0-9])|\s+[xX]\s+(?=\())")
 _MAX_DEPTH = 4
 
 
@@ -114,7 +115,9 @@ class _Comparison:
             return verdict
         words, reference_words = _words(prediction), _words(reference)
         if words is not None and reference_words is not None:
-            if words == reference_words or not (_AND.search(words) and _AND.search(reference_words)):
+            # "odd and even" is "even and odd": lists are compared below.
+            is_list = _AND.search(words) and _AND.search(reference_words)
+            if words == reference_words or not is_list:
                 return words == reference_words
         if depth > _MAX_DEPTH or not (_can_be_read(prediction) and _can_be_read(reference)):
             return False
@@ -174,6 +177,8 @@ class _Comparison:
         if "value" in kinds and not (kinds == {"value", "set"} and len(form.parts) == len(reference.parts) == 1):
             return self._named_form_equals(form, reference, depth)
         if form.kind == reference.kind == "tuple" and len(form.parts) == 2 and form.brackets != reference.brackets:
+            return False
+        if kinds == {"tuple", "list"} and (form.brackets or reference.brackets) in ("[)", "(]"):
             return False
         if any(re.fullmatch("-?0[0-9]+", part) for part in (*form.parts, *reference.parts)):
             return False  # (3,004) is not (3,4)

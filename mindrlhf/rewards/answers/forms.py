@@ -119,7 +119,7 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
     if not values or not all(values):
         return None
     # 5 = 5 and x = x say nothing.
-    if len(parts) > 1 and len({"".join(part.split()) for part in parts}) == 1:
+    if len(parts) > 1 and len({_bare_decimal("".join(part.split())) for part in parts}) == 1:
         return None
     constants = [value for value in values if is_constant(value)]
     if name is None and not is_constant(values[0]):
@@ -131,6 +131,10 @@ def read_equation(text: str, agree: Callable[[str, str], bool]) -> Equation | No
     # Of two decimals the last is the answer: the other may be any of a chain of roundings.
     given = values[-1:] if _DECIMAL.fullmatch(last_exact) else (last_exact, values[-1])
     return Equation(name, tuple(dict.fromkeys(value for value in given if value)))
+
+
+def _bare_decimal(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if re.fullmatch(r"[-+]?[0-9]*\.[0-9]*", text) else text
 
 
 def is_constant(text: str) -> bool:

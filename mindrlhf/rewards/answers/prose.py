@@ -50,7 +50,11 @@ _ENDS = " \t=+*/^,:.&_"
 _CUE = re.compile(r"\b(?:is|are|equals|equal to|be|was|were)\b[:\s]*|[A-Za-z]:\s+|=")
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|,\s+(?:not|which|since|because|as|so|but)\b|\s+(?:because|since)\b|\n")
 _NEGATION = re.compile(r"\b(?:not|never|no|except|but|cannot|without)\b|n't\b", re.IGNORECASE)
-_UNDECIDED = re.compile(r"\b(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
+_UNDECIDED = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly)\b"
+    r"|\b(?:(?:[a-z]+er|less|more) than|at (?:least|most)|up to)\W{0,3}[0-9]",
+    re.IGNORECASE,
+)
 # "... is not 7": the expression behind it is what the answer is not.
 _DENIAL = re.compile(
     r"(?:\b(?:not|cannot|never|neither)|n't)(?: be| equals?| equal to| exactly| simply)?"
@@ -72,16 +76,17 @@ _REJECTION = re.compile(
     r"|\b(?:isn't|aren't|wasn't|is not|are not) (?:right|correct|valid|possible|allowed|acceptable|it|an? solution"
     r"|a root|an answer|the (?:right |correct |final )?answer)\b"
     r"|\b(?:does not|doesn't|do not|don't|cannot|can't|fails to|won't) (?:work|satisfy|fit|hold|be|count|check|apply)\b"
+    r"|^\s*not\b|\bfails?\b|(?<![0-9.=+*/^-])\s*\b([0-9]+(?:\.[0-9]+)?)\s*=\s*\1(?!\s*[0-9.]*[0-9=+*/^-])"
     r"|\b(?:reject|discard|dismiss|exclud|disregard)(?:e?s|ed|ing|e)?\b|\b(?:rule|ruling|throw) out\b|\bignore\b",
     re.IGNORECASE,
 )
 _SENTENCE_START = re.compile(
-    r"[.;!?](?=\s)|\n|,\s+(?=(?:and|but|so|while|whereas|since|as) )|(?<=\s)\((?=[A-Za-z0-9$])"
+    r"[.;!?](?=\s)|\n|,\s+(?=(?:not|and|but|so|while|whereas|since|as) )|(?<=\s)\((?=[A-Za-z0-9$])"
 )
 _MAX_REJECTIONS = 4
 # "\\boxed{41} is wrong", "... That is not right."
 _DENIES = re.compile(
-    r"(?:\s|[$*.,:;)\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
+    r"(?:\s|[$*.,:;()\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
     rf"(?:(?:is|was|seems|looks|must be)\s+(?:of course |clearly |actually )?{_REJECTED}\b"
     rf"|\(\s*{_REJECTED}\b|isn't (?:right|correct|it|the answer)\b|(?:cannot|can't) be (?:right|correct|true|it)\b"
     r"|does(?: not|n't) (?:work|fit|satisfy)\b"
@@ -91,15 +96,16 @@ _DENIES = re.compile(
 # "... or 43", "Wait, it is 43": another value is named behind the answer.
 _OR = re.compile(
     r"(?:\s|[$*.,:;(]|\\[\])]|</answer>)*(?:\\text\s*\{\s*)?"
-    r"(?:or|/|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
-    r"|(?:it )?(?:could|might|may) also)\b"
-    r"(?:[\s,:}*]|\b(?:it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather)\b|\b[a-z]\s*=)*"
+    r"(?:/|(?:or|else|maybe|perhaps|possibly|alternatively|otherwise|but (?:it )?(?:could|might|may)"
+    r"|(?:it )?(?:could|might|may) also)\b)"
+    r"(?:[\s,:}*]|\b(?:else|it is|it's|it could be|be|even|maybe|perhaps|possibly|also|rather)\b|\b[a-z]\s*=)*"
     r"(?=[-+$.(\[{\\]*[0-9]|[$(]*\\(?:[dt]?frac|sqrt|boxed|pi))",
     re.IGNORECASE,
 )
 _TAKEN_BACK = re.compile(
     r"\b(?:wait|actually|scratch that|correction|sorry|oops|hold on|hmm|on second thoughts?"
-    r"|i made (?:a mistake|an error)|let me (?:redo|recompute|reconsider|correct|fix)|or rather|i mean)\b"
+    r"|i made (?:a mistake|an error)|let me (?:redo|recompute|reconsider|correct|fix)|just kidding|strike that|my bad"
+    r"|or rather|i mean)\b"
     r"|(?:^[\s$.,]*|[.!?\n]\s*)no[,.:! ]",
     re.IGNORECASE,
 )

@@ -72,6 +72,7 @@ _SPACE_COMMAND = r"\\[,;:! ]|\\(?:thinspace|medspace|nobreakspace|quad|qquad)(?!
 _GROUPED = re.compile(
     rf"(?<![0-9.,])([0-9]{{1,3}})((?:(?:\{{,\}}|,?(?:{_SPACE_COMMAND})+|[\u00a0\u2009\u202f\u2007])[0-9]{{3}})+)(?![0-9])"
 )
+_WITH_DECIMAL_COMMA = re.compile("[-+]?[0-9]{1,3}(?:[\u00a0\u2009\u202f\u2007][0-9]{3})+,[0-9]+")
 _SPACED_GROUPS = re.compile(r"([-+$€£¥]*)([0-9]{1,3}(?:([ '\u2019])[0-9]{3})(?:\3[0-9]{3})*)((?:\.[0-9]+)?%?\.?)")
 _LEAD = re.compile(
     r"^\s*(?:\\(?:therefore|implies|[Rr]ightarrow)(?![A-Za-z])|\\text\s*\{[^{}]*(?::|\bis|=)\s*\}\s*:?)\s*(?=.)"
@@ -139,13 +140,18 @@ _HAN_DIGITS = dict(zip("零〇一二两兩三四五六七八九", (0, 0, 1, 2, 2
 _HAN_TENS = {"十": 10, "百": 100, "千": 1000}
 _HAN_MYRIADS = {"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
 _HAN = "零〇一二两兩三四五六七八九十百千万萬亿億"
-_HAN_NUMBER = re.compile(rf"(负|負)?(?:([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
+_HAN_NUMBER = re.compile(rf"(负|負)?(?:(?:([{_HAN}]+)又)?([{_HAN}]+)分之)?([{_HAN}]+)(?:[点點]([{_HAN}]+))?")
 _HAN_SHARE = re.compile(rf"(负|負)?百分之([{_HAN}]+|[0-9.]+)")
 _MYRIADS = re.compile(r"([-+]?[0-9,]*\.?[0-9]+)\s*([万萬亿億])")
-_HAN_UNITS = dict(
-    pair.split("=")
-    for pair in ["平方厘米=cm^2", "平方米=m^2", "平方千米=km^2", "平方公里=km^2", "立方厘米=cm^3", "立方米=m^3", "千米/小时=km/h", "公里/小时=km/h", "米/秒=m/s", "毫米=mm", "厘米=cm", "千米=km", "公里=km", "米=m", "千克=kg", "公斤=kg", "毫克=mg", "克=g", "毫升=ml", "升=l", "秒=s", "分钟=min", "小时=h", "天=day", "周=week", "个月=month", "年=year", "度=deg", "欧元=eur", "美元=usd"]
-)
+# fmt: off
+_HAN_UNITS = {
+    "平方厘米": "cm^2", "平方米": "m^2", "平方千米": "km^2", "平方公里": "km^2", "立方厘米": "cm^3",
+    "立方米": "m^3", "千米/小时": "km/h", "公里/小时": "km/h", "米/秒": "m/s", "毫米": "mm", "厘米": "cm",
+    "千米": "km", "公里": "km", "米": "m", "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "毫升": "ml",
+    "升": "l", "秒": "s", "分钟": "min", "小时": "h", "天": "day", "周": "week", "个月": "month",
+    "年": "year", "度": "deg", "欧元": "eur", "美元": "usd",
+}
+# fmt: on
 _HAN_COUNTED = re.compile(
     "[元角分个個人只隻本页頁块塊棵条條张張名位次种種辆輛件支枝朵头頭箱袋盒根]"
     "|[双對对座间間匹台首道题岁歲倍层排行组組份]|名?(?:同学|学生)|个人"
@@ -173,7 +179,8 @@ def plain_unicode(text: str) -> str:
         return text
     text = _RAISED.sub(lambda match: f"^{{{''.join(_SUPERSCRIPTS[c] for c in match.group())}}}", text)
     text = _LOWERED.sub(lambda match: f"_{{{''.join(_SUBSCRIPTS[c] for c in match.group())}}}", text)
-    text = _GROUPED.sub(_joined, text)
+    # 1 234,5: the comma is read with its number (``numeric``), which the spaces show it to belong to.
+    text = _GROUPED.sub(_joined, text) if _WITH_DECIMAL_COMMA.fullmatch(text) is None else text
     text = "".join(map(_plain_character, text))
     return _RADICAL.sub(_radical, text)
 
@@ -236,7 +243,7 @@ def _without_han(text: str) -> str:
 
 
 def _han_number(match: re.Match[str]) -> str | None:
-    sign, bottom, top, decimals = match.groups()
+    sign, whole, bottom, top, decimals = match.groups()
     value = _han_value(top)
     if value is None:
         return None
@@ -245,7 +252,9 @@ def _han_number(match: re.Match[str]) -> str | None:
         return None if bottom or None in digits else f"{'-' if sign else ''}{value}.{''.join(map(str, digits))}"
     if bottom is not None:
         divisor = _han_value(bottom)
-        return f"{'-' if sign else ''}\\frac{{{value}}}{{{divisor}}}" if divisor else None
+        if not divisor or (whole and _han_value(whole) is None):
+            return None
+        return f"{'-' if sign else ''}{_han_value(whole) if whole else ''}\\frac{{{value}}}{{{divisor}}}"
     return f"{'-' if sign else ''}{value}"
 
 

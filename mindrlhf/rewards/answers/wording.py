@@ -18,7 +18,7 @@ MAX_WORDED_CHARS = 200
 # What people write for the same thing, as whole answers.
 _STANDARD = (
     (
-        r"none|nothing|(?:(?:there|it|the equation|the system|this) (?:is|are|has|have) )?no "
+        r"none|nothing|(?:(?:(?:there|it|the equation|the system|this) )?(?:is|are|has|have) )?no "
         r"(?:real |integer |such |valid |possible |positive )*"
         r"(?:solutions?|roots?|zeros?|answers?|values?|numbers?|integers?|[a-z])(?: in (?:the )?reals?)?(?: exists?)?"
         r"|(?:the )?(?:empty|null) set|(?:方程)?[无無没][有实實数數]*[解根]|空集",
@@ -51,20 +51,41 @@ _NUMBERS_APART = re.compile(r"(?<![0-9.^_])[0-9][0-9.]*\s+[0-9]")
 _PATH = re.compile(r"[A-Z](?:\s*-\s*[A-Z]){2,}")
 _SYMBOLS = re.compile(r"(?=.*[0-9])(?:[A-Z][a-z]?(?:_?\{?[0-9]+\}?)?){2,}")
 _ROMAN = re.compile("[IVXLCDM]{2,}")
-_SHORT_WORDS = frozenset(["no", "on", "up", "in", "of", "or", "is", "it", "at", "by", "as", "to", "if", "so", "we", "be", "do", "go", "he", "me", "my", "us"])
+_SHORT_WORDS = frozenset(
+    (
+        "no",
+        "on",
+        "up",
+        "in",
+        "of",
+        "or",
+        "is",
+        "it",
+        "at",
+        "by",
+        "as",
+        "to",
+        "if",
+        "so",
+        "we",
+        "be",
+        "do",
+        "go",
+        "he",
+        "us",
+    )
+)
 # "abcd" is no product that anybody writes.
 MAX_FACTORS = 3
 
 _WORD = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:/[0-9]+)?|\\?[^\W\d_]+|[^\s.,]")
 _ARTICLE = re.compile(r"\b(?:[Aa]n?|[Tt]he)\s+(?=[a-z]{2})")
 
-_MONTHS = {
-    name[:size]: number
-    for number, name in enumerate(
-        ["january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december"], 1
-    )
-    for size in {3, 4, len(name)}
-}
+_MONTH_NAMES = (
+    *("january", "february", "march", "april", "may", "june"),
+    *("july", "august", "september", "october", "november", "december"),
+)
+_MONTHS = {name[:size]: number for number, name in enumerate(_MONTH_NAMES, start=1) for size in {3, 4, len(name)}}
 _MONTH = "|".join(sorted(_MONTHS, key=len, reverse=True))
 _DAY = r"(?P<day>[0-9]{1,2})(?:st|nd|rd|th)?"
 _DATES = (
@@ -217,7 +238,9 @@ def _time(text: str) -> tuple[int, int, str] | None:
     """Hour, minute and what shows that it is a time: ``a`` or ``p``, ``0`` for a leading zero, or nothing."""
     plain = unwrapped(re.sub(r"\\(?:text[a-z]*|mathrm|mbox|rm)\s*\{([^{}]*)\}", r" \1 ", text[:MAX_WORDED_CHARS]))
     plain = re.sub(r"\s+", " ", plain).strip()
-    plain = {"noon": "12:00 pm", "midnight": "12:00 am"}.get(plain.lower(), plain)
+    plain = {"noon": "12:00 pm", "12 noon": "12:00 pm", "midnight": "12:00 am", "12 midnight": "12:00 am"}.get(
+        plain.lower(), plain
+    )
     match = _TIME.fullmatch(plain)
     if match is None:
         match = _CLOCK.fullmatch(plain)

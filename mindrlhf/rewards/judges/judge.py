@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.judges import accounting
 from mindrlhf.rewards.judges.cache import open_cache
 from mindrlhf.rewards.judges.chat_client import ChatError, ask
@@ -156,7 +157,7 @@ def shortened(completion: str, max_chars: int = MAX_COMPLETION_CHARS) -> str:
 
 def conclusion(reply: str) -> str:
     """Return what stands behind the judge's thoughts, if it is a model that thinks aloud in tags."""
-    return reply.rpartition("</think>")[2]
+    return behind_thoughts(reply)
 
 
 def _unused_mark(text: str) -> str:

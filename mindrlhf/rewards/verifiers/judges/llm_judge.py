@@ -3,6 +3,7 @@
 import re
 from statistics import fmean
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, messages, shortened
 from mindrlhf.rewards.registry import register
 
@@ -30,6 +31,8 @@ def llm_judge(
 ) -> float:
     """The judge's score divided by ``max_score``: from 0 to 1; with ``votes`` their mean.
 
+    It is shown what stands behind the thoughts of the response; where that is nothing, the score is 0.
+
     A worker asks one question at a time, so ``reward.num_workers`` is how many are asked together; all attempts for a
     sample share ``reward.timeout_s``.
     LLM-as-a-judge: Zheng et al. 2023 (arXiv:2306.05685), single answer grading.
@@ -38,9 +41,12 @@ def llm_judge(
         ChatError: no answer after the last attempt.
         ValueError: the judge's answer holds no score between 0 and ``max_score``.
     """
+    response = behind_thoughts(completion, prompt)
+    if completion.strip() and not response.strip():
+        return 0.0
     instructions = _INSTRUCTIONS.replace("{rubric}", rubric).replace("{max_score}", f"{max_score:g}")
     question = messages(
-        instructions, (("Question", prompt), ("Reference answer", answer), ("Response", shortened(completion)))
+        instructions, (("Question", prompt), ("Reference answer", answer), ("Response", shortened(response)))
     )
     return fmean(judge.opinions(lambda vote: question, lambda reply, vote: _score(reply, max_score)))
 

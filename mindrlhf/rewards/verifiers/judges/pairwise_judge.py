@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.judges.comparison import DEFAULT_RUBRIC, asked, distinct_responses, opponents, read_winner
 from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, conclusion, messages, shortened
 from mindrlhf.rewards.registry import register
@@ -39,7 +40,8 @@ def pairwise_judge(
     """
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}: it must be 0, for all, or more")
-    responses = distinct_responses(completion, completions)
+    completion = behind_thoughts(completion, prompt)
+    responses = distinct_responses(completion, [behind_thoughts(other, prompt) for other in completions])
     if len(responses) == 1:
         return 0.5
     instructions = _INSTRUCTIONS.replace("{rubric}", rubric)

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.judges.comparison import DEFAULT_RUBRIC, asked, distinct_responses, read_ranking, shuffled
 from mindrlhf.rewards.judges.judge import MAX_COMPLETION_CHARS, Judge, asks_a_judge, conclusion, messages, shortened
 from mindrlhf.rewards.registry import register
@@ -40,7 +41,8 @@ def ranking_judge(
         ChatError: no answer after the last attempt.
         ValueError: more than ``max_responses``, or an answer that is no ranking of all.
     """
-    responses = distinct_responses(completion, completions)
+    completion = behind_thoughts(completion, prompt)
+    responses = distinct_responses(completion, [behind_thoughts(other, prompt) for other in completions])
     if len(responses) == 1:
         return 0.5
     if len(responses) > max_responses:

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from mindrlhf.rewards.answers.extraction import behind_thoughts
 from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, conclusion, messages, shortened
 from mindrlhf.rewards.judges.rubric import parse_rubric, read_verdicts
 from mindrlhf.rewards.registry import register
@@ -38,7 +39,7 @@ def rubric_judge(completion: str, answer: str, *, prompt: str, judge: Judge, rub
     parts = [("Question", prompt), ("Criteria", listed)]
     if parsed.reference:
         parts.append(("Reference answer", parsed.reference))
-    question = messages(_INSTRUCTIONS, [*parts, ("Response", shortened(completion))])
+    question = messages(_INSTRUCTIONS, [*parts, ("Response", shortened(behind_thoughts(completion, prompt)))])
     verdicts = judge.opinions(
         lambda vote: question, lambda reply, vote: read_verdicts(conclusion(reply), len(parsed.criteria))
     )
