@@ -164,7 +164,6 @@ def build_prompts(
         skip_bad: count records that cannot be used, instead of ending at the first.
         keep_control_tokens: let ``<|im_end|>`` in the data become that token; else it is written ``< |im_end|>``.
         columns: kept for rewards, tools and environments, name -> key of the raw record; see ``parse_columns``.
-        show_progress: draw a progress bar on stderr when it is a terminal.
 
     Raises:
         UserError: a setting that does not fit, unreadable data, a bad record, no record left, or a disk that refuses.

@@ -74,7 +74,8 @@ class Verifier:
         self, completion: str, answer: str, context: Mapping[str, Any], extra: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
         """Score one completion; of ``context`` and the columns in ``extra`` the verifier gets what it asks for."""
-        keywords = {name: context[name] for name in self.reads.context if name in context} | self.reads.of_columns(extra)
+        given = {name: context[name] for name in self.reads.context if name in context}
+        keywords = given | self.reads.of_columns(extra)
         return self.function(completion, answer, **(keywords | self.options))
 
 
