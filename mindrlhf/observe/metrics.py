@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mindrlhf.algorithms.selection import groups_with_signal
+from mindrlhf.algorithms.advantages import groups_with_signal
 
 
 def reward_metrics(

@@ -20,7 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.messages import (
+from mindrlhf.rollout.replicas import GeneratorPool
+from mindrlhf.rollout.types import (
+    Completion,
+    GenerationRequest,
+    Generator,
+    SamplingParams,
     pack_completions,
     pack_requests,
     pack_sampling,
@@ -28,8 +33,6 @@ from mindrlhf.rollout.messages import (
     unpack_requests,
     unpack_sampling,
 )
-from mindrlhf.rollout.pool import GeneratorPool
-from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, SamplingParams
 from mindrlhf.system import heartbeat
 from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError

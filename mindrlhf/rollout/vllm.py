@@ -11,10 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_completions
 from mindrlhf.rollout.processes.liveness import StallWatch
 from mindrlhf.rollout.processes.server import ServerProcess, Span
-from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import (
+    Cancelled,
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    pack_requests,
+    pack_sampling,
+    unpack_completions,
+)
 from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_images
 from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindrlhf.algorithms.advantages import groups_with_signal
 from mindrlhf.algorithms.aggregation import MODES, token_weights
 from mindrlhf.algorithms.kl_control import ESTIMATORS, KlController, kl_estimate
 from mindrlhf.algorithms.overlong import complete, soft_punishment
-from mindrlhf.algorithms.selection import groups_with_signal
 
 lengths_and_kept = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12)
 

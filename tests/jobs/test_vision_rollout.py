@@ -12,7 +12,7 @@ from slow_tests import SLOW
 from tiny_vl import IMAGE, TURN_END, VISION_END, VISION_START, TinyVl, weights_of, write_tiny_vl
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.pool import GeneratorPool
+from mindrlhf.rollout.replicas import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions

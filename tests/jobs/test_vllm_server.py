@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.pool import GeneratorPool
+from mindrlhf.rollout.replicas import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions

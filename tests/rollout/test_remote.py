@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.rollout.messages import (
+from mindrlhf.rollout.remote import NodesGenerator, accept_nodes, answer, remotes
+from mindrlhf.rollout.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
     pack_completions,
     pack_requests,
     pack_sampling,
@@ -17,8 +21,6 @@ from mindrlhf.rollout.messages import (
     unpack_requests,
     unpack_sampling,
 )
-from mindrlhf.rollout.remote import NodesGenerator, accept_nodes, answer, remotes
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure, UserError
-from mindrlhf.rollout.pool import GeneratorPool
+from mindrlhf.rollout.replicas import GeneratorPool
 from mindrlhf.rollout.types import Cancelled, GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import PACKAGES_NAME, VllmOptions

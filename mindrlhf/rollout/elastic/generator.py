@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from mindrlhf.rollout.elastic.door import Door, say
 from mindrlhf.rollout.elastic.member import Member
-from mindrlhf.rollout.pool import Unfinished, merge
 from mindrlhf.rollout.remote import ReplicatedGenerator
+from mindrlhf.rollout.replicas import Unfinished, merge
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.weights.board import WeightBoard
 

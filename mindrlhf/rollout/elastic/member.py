@@ -21,8 +21,14 @@ import numpy as np
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.launch.nodes.channel import LOST, Channel
-from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_completions
-from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
+from mindrlhf.rollout.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    pack_requests,
+    pack_sampling,
+    unpack_completions,
+)
 from mindrlhf.system import heartbeat
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.weights.board import WeightBoard

@@ -13,9 +13,8 @@ from mindrlhf.launch.nodes.channel import LOST, Channel
 from mindrlhf.launch.nodes.guests import DoorAddress
 from mindrlhf.rollout.elastic.door import say
 from mindrlhf.rollout.elastic.member import FAILED, LEAVING, NODE, pieces_of, unpack_infos, whole_tensors
-from mindrlhf.rollout.messages import pack_completions, unpack_requests, unpack_sampling
 from mindrlhf.rollout.remote import ReplicatedGenerator
-from mindrlhf.rollout.types import Cancelled
+from mindrlhf.rollout.types import Cancelled, pack_completions, unpack_requests, unpack_sampling
 from mindrlhf.system.handshake import SignedConnection, introduce
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.weights.board import WeightBoard

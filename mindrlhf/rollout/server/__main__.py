@@ -40,10 +40,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mindrlhf.rollout.messages import pack_completions
 from mindrlhf.rollout.sent_images import unpack_images
 from mindrlhf.rollout.server.span import prepare
-from mindrlhf.rollout.types import Completion
+from mindrlhf.rollout.types import Completion, pack_completions
 from mindrlhf.system import heartbeat, processes, speed_ups
 from mindrlhf.system.wire import ConnectionClosed, receive_message, send_message
 from mindrlhf.weights.tensors import TensorInfo

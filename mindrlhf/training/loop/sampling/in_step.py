@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindrlhf.algorithms.selection import groups_with_signal
+from mindrlhf.algorithms.advantages import groups_with_signal
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.data.mindrecord import Prompt, PromptFile
 from mindrlhf.data.stream import PromptStream
