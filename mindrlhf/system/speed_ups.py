@@ -7,11 +7,11 @@ public functions of one module: ``training/hooks.py`` for ranks, ``rollout/hooks
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from types import ModuleType
 
-_PACKAGE = "mindrlhf.cpu"
+_FOLDER = Path(__file__).resolve().parents[1] / "cpu"
 MISSING = "mindrlhf: the CPU speed-ups (mindrlhf/cpu) are not there: training and sampling are slower"
 
 
@@ -46,7 +46,5 @@ def quick_imports(unused: Collection[str] = ()) -> Iterator[None]:
 
 
 def _find(name: str) -> ModuleType | None:
-    found = importlib.util.find_spec(_PACKAGE)
-    if found is None or found.origin is None:  # a folder without sources is a package too, of nothing
-        return None
-    return importlib.import_module(f"{_PACKAGE}.{name}")
+    # The finder of an editable install would also find the package of another copy than this one.
+    return importlib.import_module(f"mindrlhf.cpu.{name}") if (_FOLDER / "__init__.py").is_file() else None

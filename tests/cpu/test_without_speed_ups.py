@@ -1,6 +1,5 @@
 """What the rest of the program does where the speed-ups of a CPU are taken away: the same, in the plain way."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +27,9 @@ MODEL = {
 
 
 @pytest.fixture
-def take_away(monkeypatch):
+def take_away(monkeypatch, tmp_path):
     def without_package():
-        monkeypatch.setitem(sys.modules, "mindrlhf.cpu", None)
+        monkeypatch.setattr(speed_ups, "_FOLDER", tmp_path)
 
     return without_package
 
@@ -48,13 +47,6 @@ def test_lookups_find_nothing_and_imports_go_on(take_away):
     with speed_ups.quick_imports(["wave"]):
         import wave
     assert wave.Wave_read, "imported whole"
-
-
-def test_a_folder_without_sources_is_no_package(monkeypatch, tmp_path):
-    (tmp_path / "mindrlhf_left" / "__pycache__").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(speed_ups, "_PACKAGE", "mindrlhf_left")
-    assert speed_ups.of_launcher() is None
 
 
 def test_msrun_is_started_as_it_comes_and_openblas_chooses(take_away, monkeypatch):
