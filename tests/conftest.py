@@ -8,13 +8,13 @@ all but `nightly` run, and with ``MINDRLHF_SLOW_TESTS=1`` that too.
 
 import ast
 import os
-import re
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
+from slow_tests import RUNS_SLOW_TESTS
 
 TESTS = Path(__file__).parent
 REPOSITORY, SYSTEM_TESTS = TESTS.parent, TESTS / "jobs"
@@ -22,8 +22,6 @@ REPOSITORY, SYSTEM_TESTS = TESTS.parent, TESTS / "jobs"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the runs of one test run compiled graphs and inputs of their own, which all its processes share."""
-    if re.search(r"(?<!not )\bnightly\b", config.option.markexpr):
-        os.environ["MINDRLHF_SLOW_TESTS"] = "1"  # before a test module reads it
     for variable, name in (("MINDRLHF_GRAPH_CACHE", "graphs"), ("MINDRLHF_TEST_INPUTS", "inputs")):
         if not hasattr(config, "workerinput") and variable not in os.environ:
             directory = tempfile.TemporaryDirectory(prefix=f"mindrlhf-test-{name}-")
@@ -45,8 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     How long a file may take its `timeout` says. With the longest at the end a process would be left alone with it.
     """
-    from slow_tests import RUNS_SLOW_TESTS
-
     for item in items:
         item.add_marker(pytest.mark.jobs if SYSTEM_TESTS in item.path.parents else pytest.mark.unit)
         if RUNS_SLOW_TESTS and _grows_at_night(item.path):

@@ -99,14 +99,10 @@ CRITIC_LAYOUTS = {
         }
     },
 }
-# Tensor and sequence parallelism are executed every day for adapters, replicas and shards of the optimizer for rows
-# that share prompts.
-_OF_EVERY_DAY = {2: {"pp2": ALL_LAYOUTS[2]["pp2"]}}
-LAYOUTS = ALL_LAYOUTS if RUNS_SLOW_TESTS else _OF_EVERY_DAY
 # Those whose ranks compute the old log-probabilities of a step; those of the others are made up.
 WITH_LOGPROBS = [
     name
-    for layouts in LAYOUTS.values()
+    for layouts in ALL_LAYOUTS.values()
     for name in layouts
     if name.startswith("cp2")
     or name in ("dp2_optimizer_parallel", "dp2_pp2", "pp2", "tp2_dp2", "tp2_dp2_sequence_and_optimizer_parallel")
@@ -187,7 +183,7 @@ def _with_scalars(calls: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     return calls
 
 
-def plain_network(log_dir: Path, model: dict = MODEL):
+def plain_network(log_dir: Path, model: dict = MODEL, num_image_rows: int = 0):
     """Return the model on CPU cells, whole, with the weights that the ranks begin with."""
     import mindspore as ms
 
@@ -195,7 +191,8 @@ def plain_network(log_dir: Path, model: dict = MODEL):
     from mindrlhf.models.context import prepare_mindformers
 
     prepare_mindformers("cpu", log_dir)
-    network = build_model(model, seq_length=ROW_LENGTH)
+    options = {"num_image_rows": num_image_rows} if num_image_rows else {}
+    network = build_model(model, seq_length=ROW_LENGTH, **options)
     parameters = {parameter.name: parameter for parameter in network.get_parameters()}
     for name, value in mf_weights(model).items():
         parameters[name].set_data(ms.Tensor(value))

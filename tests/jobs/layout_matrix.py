@@ -103,7 +103,7 @@ _MEMORY = {
     },
 }
 # Two counted by hand, one in which all axes take part, a model that sees, and adapters of a critic; the others nightly.
-# Stages are executed every day as well by test_parallel_execution.py, shared prompts by test_shared_execution.py.
+# Stages are executed every day as well by test_execution.py.
 _OF_EVERY_DAY = (
     "qwen2-mp2",
     "qwen2-mp2-tiles",

@@ -2,7 +2,7 @@
 
 There is no NPU here, so nothing is computed: what is checked is that the product's own code compiles its graphs, takes
 its shards of a Hugging Face directory and of a checkpoint of another layout, and that what all ranks publish and save
-is the model, bit for bit. What the graphs compute is checked by test_parallel_execution.py.
+is the model, bit for bit. What the graphs compute is checked by test_execution.py.
 """
 
 import json
@@ -39,7 +39,7 @@ CASES = {
     "tp2_dp2_critic": (4, {"model_parallel": 2, "enable_parallel_optimizer": True}, "critic"),
     "dp2_optimizer_parallel": (2, {"enable_parallel_optimizer": True}, ""),
 }
-_OF_EVERY_DAY = "dp2_optimizer_parallel"  # stages are executed every day by test_parallel_execution.py
+_OF_EVERY_DAY = "dp2_optimizer_parallel"  # stages are executed every day by test_execution.py
 CRITIC = {**MODEL, "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
 SAVED_LAYOUT = "dp=2,mp=2,pp=1,opt=1"
 
