@@ -97,8 +97,8 @@ class AlgorithmSection:
     )
     distill_top_k: int = key(
         0,
-        "words that a teacher finds likeliest, whose probabilities the student learns at each position; 0 learns "
-        "from the sampled word alone; see docs/algorithms.md",
+        "the teacher's top-k tokens, whose probabilities the student learns at each position; 0 learns from the "
+        "sampled token alone; see docs/algorithms.md",
         minimum=0,
     )
     loss: str = key("ppo_clip", "policy loss", choices=policy_losses.names())
@@ -140,7 +140,7 @@ class AlgorithmSection:
         maximum=1,
     )
     overlong_penalty: float = key(1.0, "what a response at the limit loses", minimum=0)
-    overlong_filter: bool = key(False, "leave responses that the limit cut off out of the loss")
+    overlong_filter: bool = key(False, "leave responses that were truncated at the limit out of the loss")
     sync_ref_model: bool = key(False, "copy the actor into the reference model every `ref_model_sync_steps` steps")
     ref_model_sync_steps: int = key(64, "steps between two copies", minimum=1)
 
@@ -369,7 +369,7 @@ def _unread(config: RunConfig) -> dict[str, str]:
             readers = [part for part, read in options.items() if name in read]
             unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
     has_teacher = "teacher" in advantages.find(algorithm.advantage).NEEDS
-    has_spans = config.rollout.segment_tokens and not config.rollout.asynchronous
+    has_segments = config.rollout.segment_tokens and not config.rollout.asynchronous
     readers = (
         (has_teacher, f"algorithm.advantage distill, not {algorithm.advantage}", ["algorithm.distill_top_k"]),
         (algorithm.beta, "algorithm.beta above 0, not 0", ["algorithm.kl_in", "algorithm.kl_estimator"]),
@@ -377,7 +377,7 @@ def _unread(config: RunConfig) -> dict[str, str]:
         (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false", ["algorithm.max_oversampling"]),
         (algorithm.overlong_buffer, "an algorithm.overlong_buffer above 0, not 0", ["algorithm.overlong_penalty"]),
         (
-            has_spans,
+            has_segments,
             "rollout.segment_tokens above 0 and without rollout.asynchronous",
             ["rollout.max_segments", "rollout.in_flight"],
         ),

@@ -19,7 +19,7 @@ class MemorySection:
         0, "positions of a rank's micro-batch whose logits exist at a time (Ascend); 0 means all", minimum=0
     )
     logit_words: int = key(
-        0, "words of a rank's part of the vocabulary whose logits exist at a time (Ascend); 0 means all", minimum=0
+        0, "tokens of a rank's part of the vocabulary whose logits exist at a time (Ascend); 0 means all", minimum=0
     )
     recompute_layers: str = key(
         "", "layers that are recomputed in the backward pass, such as 0-7,20, in the place of all of `model.recompute`"

@@ -11,13 +11,13 @@ from mindrlhf.errors import Rules
 class SupervisedSection:
     """Supervised fine-tuning on prompt and response pairs."""
 
-    rows_per_step: int = key(64, "rows per optimiser update, over all ranks", minimum=1)
+    rows_per_step: int = key(64, "packed sequences per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training records", minimum=1)
-    micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(8, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest record", minimum=8
+        (), "lengths that packed sequences may have, in tokens; empty means one that fits the longest record", minimum=8
     )
-    pack: bool = key(True, "put several records into one row")
+    pack: bool = key(True, "pack several records into one sequence")
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,14 @@ class PreferenceSection:
 
     pairs_per_step: int = key(32, "pairs per optimiser update, over all ranks", minimum=1)
     epochs: int = key(1, "passes over the training pairs", minimum=1)
-    micro_batch_size: int = key(8, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(8, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
-        (), "allowed row lengths, in tokens; empty means one that fits the longest response with its prompt", minimum=8
+        (),
+        "lengths that packed sequences may have, in tokens; empty means one that fits the longest response with its "
+        "prompt",
+        minimum=8,
     )
-    pack: bool = key(True, "put several responses into one row")
+    pack: bool = key(True, "pack several responses into one sequence")
     eval_every_steps: int = key(
         0, "steps between evaluations on `data.eval_file`; 0 means only before and after", minimum=0
     )

@@ -6,7 +6,7 @@ from mindrlhf.algorithms import advantages
 from mindrlhf.config.keys import RunConfig, key
 from mindrlhf.errors import Rules
 
-# How weights come to the boards of other nodes: from host to host, or by the devices' own network.
+# How weights come to the weight buffers of other nodes: from host to host, or by the devices' own network.
 TCP, COLLECTIVES = "tcp", "collectives"
 
 
@@ -26,14 +26,14 @@ class RolloutSection:
         maximum=64,
     )
     off_policy_steps: int = key(
-        0, "steps that sampling is ahead of training: a step trains on samples of the weights of so many steps before; "
-        "0 samples within the step; see docs/async.md",
+        0, "off-policy lag: while a step trains, samples of this many later steps are generated, so that a step trains "
+        "on samples of the weights of as many steps before; 0 samples within the step; see docs/async.md",
         minimum=0,
         maximum=64,
     )
     segment_tokens: int = key(
-        0, "most tokens that a response is given at a time; one that needs more goes on in the next step, with its "
-        "weights; 0 finishes all in their step; see docs/async.md",
+        0, "partial rollout: most tokens that a response is given at a time; one that needs more goes on in the next "
+        "step, with its weights; 0 finishes all in their step; see docs/async.md",
         minimum=0,
     )
     asynchronous: bool = key(
@@ -59,11 +59,13 @@ class RolloutSection:
         maximum=1,
         exclusive_minimum=True,
     )
-    top_k: int = key(0, "sample from the k likeliest tokens; 0 means all", minimum=0)
+    top_k: int = key(0, "sample from the top-k tokens; 0 means all", minimum=0)
     dtype: str = key("float32", "type of the generator's weights and arithmetic", choices=("float32", "bfloat16"))
     max_num_seqs: int = key(64, "most sequences decoded at once by a server", minimum=1)
     draft_tokens: int = key(
-        0, "most tokens guessed ahead of each response and checked in one step, where slots are free; 0 guesses none",
+        0,
+        "speculative decoding: most tokens drafted for a response and checked in one step, where slots are free; 0 "
+        "drafts none",
         minimum=0,
         maximum=32,
     )

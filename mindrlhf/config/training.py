@@ -15,18 +15,19 @@ class TrainingSection:
     chunk_size: int = key(8, "prompts sent to the generator at a time", minimum=1)
     num_rollouts: int = key(1, "chunks per step; a step uses chunk_size * num_rollouts prompts", minimum=1)
     epochs: int = key(1, "passes over the training prompts", minimum=1)
-    micro_batch_size: int = key(4, "rows per micro-batch and rank", minimum=1)
+    micro_batch_size: int = key(4, "packed sequences per micro-batch and rank", minimum=1)
     sequence_lengths: tuple[int, ...] = key(
         (),
-        "allowed row lengths, in tokens; empty means one that fits the longest sample, or with another `packing` than "
-        "first_fit two: see docs/performance.md",
+        "lengths that packed sequences may have, in tokens; empty means one that fits the longest sample, or with "
+        "another `packing` than first_fit two: see docs/performance.md",
         minimum=8,
     )
-    pack: bool = key(True, "put several samples into one row")
+    pack: bool = key(True, "pack several samples into one sequence")
     packing: str = key(
         FIRST_FIT,
-        "how samples fill rows: first_fit by length alone; best_fit makes fuller rows and balances the ranks by work; "
-        "shared_prompts does so, and samples of one prompt in a row have it once; see docs/performance.md",
+        "how samples are packed into sequences: first_fit by length alone; best_fit packs tighter and balances the "
+        "ranks by work; shared_prompts does so, and samples of one prompt in a sequence have it once; see "
+        "docs/performance.md",
         choices=PACKINGS,
     )
     skip_zero_advantages: bool = key(True, "leave samples without a gradient out of updates; see docs/performance.md")

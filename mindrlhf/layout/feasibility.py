@@ -5,7 +5,7 @@ from mindrlhf.config.derived import correction_weight
 from mindrlhf.config.rollout import RolloutSection
 from mindrlhf.config.schema import GrpoConfig
 from mindrlhf.config.training import ParallelSection, is_split
-from mindrlhf.errors import UserError
+from mindrlhf.errors import UserError, refuse
 from mindrlhf.layout.batch import BatchPlan, check_micro_batches, plan_batch
 from mindrlhf.layout.layout import Layout, check_divisible
 from mindrlhf.specs import ModelDims
@@ -26,12 +26,14 @@ def check_tokens_only(config: GrpoConfig, context_parallel: int) -> None:
         f"'correction.mask' is {correction.mask}": (correction.mask in ("sequence", "geometric"), "token or none"),
         f"'correction.veto' is {correction.veto:g}": (correction.veto > 0, "0"),
     }
-    for what, (is_spanning, instead) in spanning.items():
-        if is_spanning:
-            raise UserError(
-                f"'parallel_config.context_parallel' is {context_parallel}, which splits responses, but {what}, which "
-                f"needs whole ones: set context_parallel to 1, or the other to {instead}"
-            )
+    refuse(
+        (
+            is_spanning,
+            f"'parallel_config.context_parallel' is {context_parallel}, which splits responses, but {what}, which "
+            f"needs whole ones: set context_parallel to 1, or the other to {instead}",
+        )
+        for what, (is_spanning, instead) in spanning.items()
+    )
 
 
 def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> BatchPlan:
@@ -43,7 +45,7 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     if config.algorithm.distill_top_k and is_split(config.parallel_config):
         raise UserError(
             f"'algorithm.distill_top_k' is {config.algorithm.distill_top_k}, but a model that 'parallel_config' shards "
-            "learns from the sampled word alone: set it to 0, or train in data parallel"
+            "learns from the sampled token alone: set it to 0, or train in data parallel"
         )
     check_divisible(dims, layout)
     batch = plan_batch(config, layout.data_parallel)
@@ -54,10 +56,9 @@ def check_feasible(config: GrpoConfig, dims: ModelDims, layout: Layout) -> Batch
     interleaves = config.parallel_config.micro_batch_interleave_num
     if batch.rows_per_pipeline_micro_batch % interleaves:
         raise UserError(
-            f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch "
-            f"has {batch.rows_per_pipeline_micro_batch} "
-            f"rows (training.micro_batch_size / micro_batch_num): set training.micro_batch_size to a multiple of "
-            f"{interleaves * batch.num_pipeline_micro_batches}"
+            f"'parallel_config.micro_batch_interleave_num' is {interleaves}, but a pipeline micro-batch has "
+            f"{batch.rows_per_pipeline_micro_batch} rows (training.micro_batch_size / micro_batch_num): set "
+            f"training.micro_batch_size to a multiple of {interleaves * batch.num_pipeline_micro_batches}"
         )
     return batch
 

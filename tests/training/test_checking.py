@@ -1,5 +1,6 @@
 """Config check finds what train, sft and dpo find before a device: every kind of damage, key by key."""
 
+import dataclasses
 import functools
 import re
 import typing
@@ -14,6 +15,7 @@ from mindrlhf.config.parse import dotted_keys, write_config
 from mindrlhf.errors import UserError
 from mindrlhf.rollout import vllm_options
 from mindrlhf.training.preflight import check_grpo_inputs, check_offline_inputs
+from mindrlhf.training.preflight.run import check_run
 
 RANK_CHECKS = {"train": check_grpo_inputs, "sft": check_offline_inputs, "dpo": check_offline_inputs}
 
@@ -208,3 +210,23 @@ def test_a_sandbox_that_is_too_weak_is_told_by_config_check(contents, run, monke
     contents["train"]["reward"]["verifier_function"] = "code_execution"
     code, found = run(["config", "check"], contents["train"])
     assert code == 0 and len(found) == 1 and "sandbox.allow_weak" in found.pop()
+
+
+def test_the_command_that_runs_tells_new_names_of_old_keys(contents, run):
+    old = {**contents["sft"], "supervised": {"epochs": 1, "batch_size": 2, "row_lengths": [64]}}
+    line = (
+        "'supervised.batch_size' is now 'supervised.micro_batch_size', 'supervised.row_lengths' is now "
+        "'supervised.sequence_lengths': change it in the config; the old name is still read"
+    )
+    for command in (["sft"], ["config", "check"]):
+        code, found = run(command, old)
+        assert code == 0 and {one.partition(": ")[2] for one in found} == {line}
+    assert run(["sft"], contents["sft"]) == (0, set())
+
+
+def test_other_nodes_than_the_first_judge_the_same_config(contents, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(contents["sft"]))
+    first, second = (check_run("sft", path, num_ranks=2, num_nodes=2, node=node) for node in (0, 1))
+    assert first == dataclasses.replace(second, mistakes=first.mistakes, obstacles=first.obstacles)
+    assert second.mistakes.messages == second.obstacles.messages == []

@@ -34,6 +34,7 @@ from mindrlhf.training.preflight.features import (
     check_replay,
     check_sources,
     check_vision,
+    model_dims,
 )
 from mindrlhf.training.preflight.layout import check_layout, check_offline_layout, check_servers
 from mindrlhf.training.vision.image_rows import ImageTokens, image_tokens
@@ -294,8 +295,7 @@ def _check_lora(config: GrpoConfig | SftConfig | DpoConfig | RewardModelConfig, 
 
 
 def _check_layers(memory: MemorySection, path: str) -> None:
-    hf_config = read_hf_config(path)
-    dims = find_spec(hf_config).dims(hf_config)
+    dims = model_dims(path)
     check_num_layers(memory, dims.num_layers, dims.has_dense_mlps)
 
 
@@ -318,8 +318,7 @@ def _check_reward_model(config: GrpoConfig, tokenizer: Tokenizer | None) -> None
 
 def _check_reference(config: GrpoConfig) -> None:
     paths = (config.model.path, config.model.reference_path)
-    actor, reference = (find_spec(read_hf_config(path)).dims(read_hf_config(path)) for path in paths)
-    if config.algorithm.sync_ref_model and actor != reference:
+    if config.algorithm.sync_ref_model and model_dims(paths[0]) != model_dims(paths[1]):
         raise UserError(
             f"'algorithm.sync_ref_model' copies the actor into the reference model, but {paths[1]} has another shape "
             f"than {paths[0]}: set it to false, or use a reference of the same shape"

@@ -1,4 +1,7 @@
-"""Which features do not go together, with each other or with the model and the data: one line for each refusal."""
+"""Which features do not go together, with each other or with the model and the data.
+
+Each check raises a UserError: one line that names the key and its fix.
+"""
 
 import json
 
@@ -11,7 +14,7 @@ from mindrlhf.debugging.dump_files import check_dump, dump_dir
 from mindrlhf.errors import Rules, UserError, refuse
 from mindrlhf.layout.servers import spans_nodes
 from mindrlhf.rollout.vllm_options import sees_images
-from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.specs import ModelDims, find_spec, scorer_config
 from mindrlhf.training.routing.rows import replayed_experts
 from mindrlhf.training.vision.image_rows import image_tokens
 from mindrlhf.weights.hf import read_hf_config
@@ -20,11 +23,7 @@ _MOST_LISTED = 5
 
 
 def check_vision(config: GrpoConfig) -> None:
-    """Refuse what a run of `mindrlhf train` does not do with a model that sees images.
-
-    Raises:
-        UserError: naming the key and its fix.
-    """
+    """Refuse what a run of `mindrlhf train` does not do with a model that sees images."""
     refuse(_tower_rules(config))
     path, tokens = config.model.path, image_tokens(config.model.path)
     if tokens is None:
@@ -35,7 +34,7 @@ def check_vision(config: GrpoConfig) -> None:
             "critic from that model"
         )
     stages, packing, tools = config.parallel_config.pipeline_stage, config.training.packing, config.tools
-    is_deep = stages > 1 and bool(_dims(path).vision.deepstack_blocks)
+    is_deep = stages > 1 and bool(model_dims(path).vision.deepstack_blocks)
     refused = {
         f"parallel_config.pipeline_stage={stages}": (is_deep, "its images go to several layers: set it to 1"),
         "reward.model_path": (config.reward.model_path, "a reward model reads text only: use verifiers"),
@@ -54,11 +53,7 @@ def check_vision(config: GrpoConfig) -> None:
 
 
 def check_offline_vision(config: SftConfig | DpoConfig | RewardModelConfig) -> None:
-    """Refuse what training on fixed data does not do with a model that sees images.
-
-    Raises:
-        UserError: naming the key and its fix, or the command.
-    """
+    """Refuse what training on fixed data does not do with a model that sees images."""
     model, sees = config.model, image_tokens(config.model.path) is not None
     if isinstance(config, RewardModelConfig):
         if model.train_vision != "none" or sees:
@@ -92,11 +87,7 @@ def _tower_rules(config: GrpoConfig | SftConfig | DpoConfig) -> Rules:
 
 
 def check_images(path: str, file: PromptFile) -> None:
-    """Check that a model sees the images of a prompt file as they were cut for it.
-
-    Raises:
-        UserError: it sees none, or cuts them otherwise.
-    """
+    """Check that a model sees the images of a prompt file as they were cut for it."""
     header, expected = file.header.images, image_tokens(path)
     if header is None:
         return
@@ -111,11 +102,7 @@ def check_images(path: str, file: PromptFile) -> None:
 
 
 def check_replay(config: GrpoConfig) -> None:
-    """Refuse `training.replay_routing` where nothing is routed, or where the choices cannot be had or used.
-
-    Raises:
-        UserError: naming the key and its fix.
-    """
+    """Refuse `training.replay_routing` where nothing is routed, or where the choices cannot be had or used."""
     if not config.training.replay_routing:
         return
     run, rollout, msprobe = config.run, config.rollout, config.msprobe
@@ -141,11 +128,7 @@ def check_replay(config: GrpoConfig) -> None:
 
 
 def check_sources(config: GrpoConfig, file: PromptFile) -> None:
-    """Check that every prompt of the training file has a teacher, and every teacher prompts.
-
-    Raises:
-        UserError: naming the source and the fix.
-    """
+    """Check that every prompt of the training file has a teacher, and every teacher prompts."""
     teachers = config.distillation.teachers
     if not teachers:
         return
@@ -164,14 +147,10 @@ def check_sources(config: GrpoConfig, file: PromptFile) -> None:
 
 
 def check_num_words(config: GrpoConfig) -> None:
-    """Check that student and teachers have tokens beyond those of `algorithm.distill_top_k`.
-
-    Raises:
-        UserError: one has not.
-    """
+    """Check that student and teachers have tokens beyond those of `algorithm.distill_top_k`."""
     k = config.algorithm.distill_top_k
     for path in (config.model.path, *reference_paths(config)) if k else ():
-        vocab_size = _dims(path).vocab_size
+        vocab_size = model_dims(path).vocab_size
         if k >= vocab_size:
             raise UserError(
                 f"'algorithm.distill_top_k' is {k}, but the model in {path} has {vocab_size} words, of which at least "
@@ -180,11 +159,7 @@ def check_num_words(config: GrpoConfig) -> None:
 
 
 def check_msprobe(config: GrpoConfig) -> None:
-    """Check that cells of the run can be dumped one by one where that is asked, and that a dump can be written.
-
-    Raises:
-        UserError: naming the key and its fix, or what is missing.
-    """
+    """Check that cells of the run can be dumped one by one where that is asked, and that a dump can be written."""
     section = config.msprobe
     if not section.enabled:
         return
@@ -218,9 +193,6 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
     Args:
         num_ranks: of the nodes that train.
         num_nodes: machines that they are on, in equal parts.
-
-    Raises:
-        UserError: naming the key.
     """
     rollout, node_size = config.rollout, num_ranks // num_nodes
     needed = {
@@ -253,8 +225,10 @@ def check_elastic(config: GrpoConfig, num_ranks: int, num_nodes: int) -> None:
         raise UserError(f"the model in {config.model.path} sees images, but --elastic is for text: leave it out")
 
 
-def _dims(path: str) -> ModelDims:
+def model_dims(path: str, *, as_scorer: bool = False) -> ModelDims:
+    """Return the sizes of the model in a directory, or of its scoring form."""
     hf_config = read_hf_config(path)
+    hf_config = scorer_config(hf_config) if as_scorer else hf_config
     return find_spec(hf_config).dims(hf_config)
 
 

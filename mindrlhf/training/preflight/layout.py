@@ -8,12 +8,13 @@ from mindrlhf.config.derived import needs_critic, reference_paths
 from mindrlhf.config.memory import MemorySection
 from mindrlhf.config.schema import DpoConfig, GrpoConfig, RewardModelConfig, SftConfig
 from mindrlhf.config.training import is_split
-from mindrlhf.errors import UserError
+from mindrlhf.errors import Rules, UserError, refuse
 from mindrlhf.layout.feasibility import check_feasible, check_model, check_rollout, check_rows
 from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory
-from mindrlhf.specs import find_spec, scorer_config
+from mindrlhf.specs import ModelDims, find_spec
+from mindrlhf.training.preflight.features import model_dims
 from mindrlhf.weights.convert import board_infos
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
@@ -23,38 +24,20 @@ from mindrlhf.weights.tensors import align
 
 def check_layout(config: GrpoConfig, row_lengths: tuple[int, ...], world_size: int) -> None:
     """Check that the models can be sharded over the ranks, and that what the run needs beside the actor can."""
-    parallel = config.parallel_config
-    if not is_split(parallel):
-        check_state_stays(config.memory)
+    if not is_split(config.parallel_config):
+        refuse(_whole_model_rules(config.memory))
         return
-    layout = Layout.from_config(parallel, world_size)
+    layout = Layout.from_config(config.parallel_config, world_size)
     if needs_critic(config):
-        hf_config = read_hf_config(config.critic.path)
-        check_model(find_spec(scorer_config(hf_config)).dims(hf_config), layout)
-    # The checks want the row lengths that the plan would, which may have come from the data.
-    training = dataclasses.replace(config.training, sequence_lengths=row_lengths)
-    config = dataclasses.replace(config, training=training)
+        check_model(model_dims(config.critic.path, as_scorer=True), layout)
     for path in dict.fromkeys((config.model.path, *reference_paths(config))):
-        hf_config = read_hf_config(path)
-        dims = find_spec(hf_config).dims(hf_config)
-        for length in row_lengths:
-            one_length = dataclasses.replace(training, sequence_lengths=(length,))
-            check_feasible(dataclasses.replace(config, training=one_length), dims, layout)
-        if is_sharded(path):
-            check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
-    if path := config.reward.model_path:
-        hf_config = read_hf_config(path)
-        check_model(find_spec(hf_config).dims(hf_config), layout)
-
-
-def check_state_stays(memory: MemorySection) -> None:
-    """Refuse to move the optimiser's state of a model that is whole on every rank."""
-    for name in ("offload_optimizer", "swap_moments"):
-        if getattr(memory, name):
-            raise UserError(
-                f"'memory.{name}' is true, but the model is whole on every rank: shard it, or its optimiser "
-                "(parallel_config.enable_parallel_optimizer), or remove it"
-            )
+        dims = model_dims(path)
+        for length in row_lengths:  # that the plan would have, and that may have come from the data
+            training = dataclasses.replace(config.training, sequence_lengths=(length,))
+            check_feasible(dataclasses.replace(config, training=training), dims, layout)
+        _check_strategy(path, dims, layout)
+    if config.reward.model_path:
+        check_model(model_dims(config.reward.model_path), layout)
 
 
 def check_offline_layout(
@@ -64,29 +47,39 @@ def check_offline_layout(
     row_lengths: tuple[int, ...],
     micro_batch_size: int,
     section: str,
-    as_scorers: bool = False,
+    as_scorer: bool = False,
 ) -> None:
     """Check that the models of a run on fixed data can be sharded over the ranks.
 
     Args:
         paths: of the models.
-        micro_batch_size: rows per micro-batch.
+        micro_batch_size: packed sequences per micro-batch.
         section: that has ``micro_batch_size`` and `sequence_lengths`.
-        as_scorers: it is their scoring form that is trained.
+        as_scorer: it is their scoring form that is trained.
     """
     parallel = config.parallel_config
     if not is_split(parallel):
-        check_state_stays(config.memory)
+        refuse(_whole_model_rules(config.memory))
         return
     layout = Layout.from_config(parallel, world_size)
     check_rows(parallel, layout, row_lengths, micro_batch_size, section)
     for path in dict.fromkeys(paths):
-        hf_config = read_hf_config(path)
-        dims = find_spec(hf_config).dims(hf_config)
-        trained = scorer_config(hf_config) if as_scorers else hf_config
-        check_model(find_spec(trained).dims(trained), layout)
-        if is_sharded(path):
-            check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
+        dims = model_dims(path)
+        check_model(model_dims(path, as_scorer=as_scorer), layout)
+        _check_strategy(path, dims, layout)
+
+
+def _whole_model_rules(memory: MemorySection) -> Rules:
+    for name in ("offload_optimizer", "swap_moments"):
+        yield getattr(memory, name), (
+            f"'memory.{name}' is true, but the model is whole on every rank: shard it, or its optimiser "
+            "(parallel_config.enable_parallel_optimizer), or remove it"
+        )
+
+
+def _check_strategy(path: str, dims: ModelDims, layout: Layout) -> None:
+    if is_sharded(path):
+        check_strategy_directory(Path(path) / STRATEGY_NAME, dims, layout)
 
 
 def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
@@ -106,10 +99,9 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
     _check_board(config)
     if config.run.device == "cpu":
         return
-    hf_config = read_hf_config(config.model.path)
     # Servers that leave devices idle run as well; the plan says what that costs.
     num_devices = min(world_size, rollout.num_replicas * rollout.tensor_parallel)
-    check_rollout(rollout, find_spec(hf_config).dims(hf_config), num_devices)
+    check_rollout(rollout, model_dims(config.model.path), num_devices)
 
 
 def _check_board(config: GrpoConfig) -> None:

@@ -92,7 +92,7 @@ def check_run(
     if node == 0:
         obstacles.check(check_trackers, config.observe.sinks)
         obstacles.check(_refuse_taken, config, resume)
-        remarks = (remark,) if remark else ()
+    remarks = (remark,) if remark else ()
     return CheckedRun(config, mistakes, obstacles, remarks, renaming(reading.old_names))
 
 
