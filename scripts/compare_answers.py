@@ -1,5 +1,8 @@
 """How often this package and math-verify alone agree with the tables of answer cases, side by side.
 
+What a checker pays for wrong answers comes first: a policy finds it, while a right answer that earns nothing costs a
+sample.
+
     python scripts/compare_answers.py [--wrong]
 
 math-verify is called as its authors show: reference and prediction in dollar signs, completions as they are.
@@ -54,8 +57,8 @@ def main() -> None:
             "math-verify": completion_by_math_verify,
         },
     }
-    print(f"{'table':24s}{'checker':14s}{'right earn':>12s}{'wrong earn 0':>14s}{'agreement':>11s}{'longest':>9s}")
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    print(f"{'table':24s}{'checker':14s}{'wrong paid':>12s}{'right unpaid':>14s}{'agreement':>11s}{'longest':>9s}")
+    totals: dict[str, list[int]] = defaultdict(lambda: [0] * 4)  # wrong, those paid, right, those unpaid
     for table in (*case_tables.table_names(), "completions"):
         cases = case_tables.read_cases(table)
         for checker, is_equal in ways[table == "completions"].items():
@@ -68,17 +71,19 @@ def main() -> None:
                 counts[case.is_equal][1] += 1
                 if not agrees:
                     wrong.append(case)
-            num_agreed = counts[True][0] + counts[False][0]
-            totals[checker][0] += num_agreed
-            totals[checker][1] += len(cases)
-            shares = [f"{agreed}/{number}" for agreed, number in (counts[True], counts[False])]
-            share = num_agreed / len(cases)
+            share = (counts[True][0] + counts[False][0]) / len(cases)
+            missed = [(number - agreed, number) for agreed, number in (counts[False], counts[True])]
+            for place, value in enumerate((missed[0][1], missed[0][0], missed[1][1], missed[1][0])):
+                totals[checker][place] += value
+            shares = [f"{number}/{of}" for number, of in missed]
             print(f"{table:24s}{checker:14s}{shares[0]:>12s}{shares[1]:>14s}{share:11.1%}{longest_s:8.2f}s")
             for case in wrong if arguments.wrong else ():
                 sign = "==" if case.is_equal else "!="
                 print(f"    {ascii(case.prediction)} {sign} {ascii(case.reference)}: {case.reason}")
-    for checker, (num_agreed, num_cases) in totals.items():
-        print(f"{'all':24s}{checker:14s}{num_agreed:4d} of {num_cases} = {num_agreed / num_cases:.1%}")
+    for checker, (num_wrong, num_paid, num_right, num_unpaid) in totals.items():
+        share = 1 - (num_paid + num_unpaid) / (num_wrong + num_right)
+        shares = f"{num_paid}/{num_wrong}", f"{num_unpaid}/{num_right}"
+        print(f"{'all':24s}{checker:14s}{shares[0]:>12s}{shares[1]:>14s}{share:11.1%}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ _DENIAL = re.compile(
     re.IGNORECASE,
 )
 _BESIDE = re.compile(r"[0-9})\]](?:\s*\$)?(\s*,?\s*\bor(?: maybe| perhaps)?\s*\$?\s*)$", re.IGNORECASE)
-_MAX_DENIAL_CHARS = 80
+_MAX_DENIAL_CHARS, _MAX_BEHIND_CHARS = 80, 2000
 # "17 is rejected", "reject 17": what stands there is no answer; one may stand before.
 _REJECTED = (
     r"(?:rejected|discarded|extraneous|invalid|inadmissible|impossible|ruled out|excluded|dismissed|wrong|incorrect"
@@ -83,7 +83,6 @@ _REJECTION = re.compile(
 _SENTENCE_START = re.compile(
     r"[.;!?](?=\s)|\n|,\s+(?=(?:not|and|but|so|while|whereas|since|as) )|(?<=\s)\((?=[A-Za-z0-9$])"
 )
-_MAX_REJECTIONS = 4
 # "\\boxed{41} is wrong", "... That is not right."
 _DENIES = re.compile(
     r"(?:\s|[$*.,:;()\]}\"']|\\[\])]|</answer>)*(?:(?:it|that|this|which|but (?:it|that|this))\s+)?"
@@ -109,7 +108,6 @@ _TAKEN_BACK = re.compile(
     r"|(?:^[\s$.,]*|[.!?\n]\s*)no[,.:! ]",
     re.IGNORECASE,
 )
-_MAX_BEHIND_CHARS = 2000
 _VALUE = (
     r"(?:\$|\\\(|\\\[|\*\*)*\s*(?:[-+$.]*[0-9]|\\(?:[dt]?frac|sqrt|boxed|pi|text)|[(\[{]\s*[-0-9\\]"
     r"|\(?[A-J]\)?(?=[\s.*$)]|$))"
@@ -214,7 +212,7 @@ def stated_answer(text: str) -> str | None:
 
 def _without_rejected(text: str) -> tuple[str, int]:
     """``text`` without the sentences at its end that reject the values in them, and the place of its last digit."""
-    for _ in range(_MAX_REJECTIONS):
+    for _ in range(4):
         last_digit = max(text.rfind(digit) for digit in "0123456789")
         start = max(0, last_digit - MAX_LINE_CHARS)
         before = list(_SENTENCE_START.finditer(text, start, max(last_digit, 0)))

@@ -4,6 +4,7 @@ import pytest
 from code_rewards import fenced, reward
 
 from mindrlhf.rewards.pool import RewardPool
+from mindrlhf.rewards.registry import resolve
 from mindrlhf.rewards.selection import Selection
 from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
@@ -87,3 +88,27 @@ def test_a_stalling_program_earns_nothing_and_does_not_fail_the_verifier():
         results = pool.score(samples)
     assert [result.total for result in results] == [0.0, 1.0, 0.0]
     assert not any(result.failures for result in results)
+
+
+DRAFT = fenced("def add(a, b): return a + b")
+SUBTRACTING = fenced("def add(a, b): return a - b")
+
+
+@pytest.mark.parametrize(
+    ("completion", "prompt", "passed"),
+    [
+        (f"<think>{DRAFT}</think>\n{SUBTRACTING}", "", 0.0),
+        (f"<think>{DRAFT}</think>\nI do not know.", "", 0.0),
+        (f"<think>{DRAFT}", "", 0.0),
+        (f"{DRAFT}", "<|im_start|>assistant\n<think>\n", 0.0),
+        (f"{DRAFT}</think>\n{SUBTRACTING}", "<|im_start|>assistant\n<think>\n", 0.0),
+        (f"<reasoning>{DRAFT}</reasoning>\n{SUBTRACTING}", "", 0.0),
+        (f"{DRAFT}\nOr so:\n{SUBTRACTING}", "", 0.0),
+        (f"{SUBTRACTING}</think>\n{DRAFT}", "<|im_start|>assistant\n<think>\n", 1.0),
+        (f"<think>{SUBTRACTING}</think>\n{DRAFT}", "", 1.0),
+        (DRAFT, "<|im_start|>assistant\n<think>\n\n</think>\n\n", 1.0),
+    ],
+)
+def test_a_program_in_the_thoughts_is_a_draft(completion, prompt, passed):
+    verifier = resolve("code_execution", {"time_limit_s": "30"})
+    assert verifier(completion, "assert add(1, 2) == 3", {"prompt": prompt}) == passed

@@ -119,3 +119,16 @@ def test_a_dead_judge_does_not_stall_the_batch(judge):
     assert [result.parts["llm_judge"] for result in results] == [0.0, -1.0, 0.0]
     assert [list(result.failures) for result in results] == [[], ["llm_judge"], []]
     assert len(judge.requests) == 1, "the gate is closed for the others"
+
+
+def test_the_judge_is_shown_what_stands_behind_the_thoughts(judge):
+    judge.script = [(200, "<think>Score: 10?</think>Score: 1")]
+    assert ask(judge, completion="<think>It is 41.</think>It is 42.") == 0.1
+    user = judge.requests[0][2]["messages"][1]["content"]
+    assert "It is 42." in user and "It is 41." not in user
+
+
+def test_thoughts_that_never_close_earn_nothing_and_nobody_is_asked(judge):
+    judge.script = [(200, "Score: 10")]
+    assert ask(judge, completion="<think>It is 42.") == 0.0
+    assert judge.requests == []

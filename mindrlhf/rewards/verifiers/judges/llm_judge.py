@@ -4,7 +4,7 @@ import re
 from statistics import fmean
 
 from mindrlhf.rewards.answers.extraction import behind_thoughts
-from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, messages, shortened
+from mindrlhf.rewards.judges.judge import Judge, asks_a_judge, conclusion, messages, shortened
 from mindrlhf.rewards.registry import register
 
 DEFAULT_RUBRIC = "Is the response correct and complete, judged by the reference answer?"
@@ -48,7 +48,7 @@ def llm_judge(
     question = messages(
         instructions, (("Question", prompt), ("Reference answer", answer), ("Response", shortened(response)))
     )
-    return fmean(judge.opinions(lambda vote: question, lambda reply, vote: _score(reply, max_score)))
+    return fmean(judge.opinions(lambda vote: question, lambda reply, vote: _score(conclusion(reply), max_score)))
 
 
 def _score(reply: str, max_score: float) -> float:
