@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindrlhf.errors import UserError
-from mindrlhf.rewards.dispatcher import Dispatcher
+from mindrlhf.rewards.dispatcher import Dispatcher, Task
 from mindrlhf.rewards.failure_log import FailureLog
 from mindrlhf.rewards.registry import COMPLETIONS, check_columns
 from mindrlhf.rewards.selection import MAX_MAGNITUDE, Selection
 from mindrlhf.rewards.types import RewardInput, RewardResult
-from mindrlhf.rewards.worker_process import Task
 
 if TYPE_CHECKING:
     from mindrlhf.config.reward import RewardSection
