@@ -105,9 +105,9 @@ def span_metrics(sampled: SampledStep) -> dict[str, float]:
     """Return with how many weights the responses of a step were made, and how many go on in the next."""
     counts = [len(sample.spans) for sample in sampled.samples.used]
     return {
-        "spans/mean": float(np.mean(counts)),
-        "spans/max": float(max(counts)),
-        "spans/unfinished": float(sampled.num_unfinished),
+        "segments/mean": float(np.mean(counts)),
+        "segments/max": float(max(counts)),
+        "segments/unfinished": float(sampled.num_unfinished),
     }
 
 
