@@ -360,7 +360,7 @@ def _unread_rules(config: RunConfig, given: frozenset[str]) -> Rules:
 
 def _unread(config: RunConfig) -> dict[str, str]:
     """Return the keys that the chosen parts do not read, each with what would read it."""
-    algorithm, correction = config.algorithm, config.correction
+    algorithm, mask, weight = config.algorithm, config.correction.mask, correction_weight(config)
     losses = {name: policy_losses.traits(name).options for name in policy_losses.names()}
     estimators = {name: advantages.find(name).OPTIONS for name in advantages.names()}
     unread: dict[str, str] = {}
@@ -369,32 +369,23 @@ def _unread(config: RunConfig) -> dict[str, str]:
             readers = [part for part, read in options.items() if name in read]
             unread[f"algorithm.{name}"] = f"algorithm.{kind} {_listed(readers)}, not {chosen}"
     has_teacher = "teacher" in advantages.find(algorithm.advantage).NEEDS
-    has_segments = config.rollout.segment_tokens and not config.rollout.asynchronous
-    readers = (
-        (has_teacher, f"algorithm.advantage distill, not {algorithm.advantage}", ["algorithm.distill_top_k"]),
-        (algorithm.beta, "algorithm.beta above 0, not 0", ["algorithm.kl_in", "algorithm.kl_estimator"]),
-        (algorithm.kl_target is not None, "an algorithm.kl_target, and there is none", ["algorithm.kl_gain"]),
-        (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false", ["algorithm.max_oversampling"]),
-        (algorithm.overlong_buffer, "an algorithm.overlong_buffer above 0, not 0", ["algorithm.overlong_penalty"]),
-        (
-            has_segments,
-            "rollout.segment_tokens above 0 and without rollout.asynchronous",
-            ["rollout.max_segments", "rollout.in_flight"],
-        ),
-        (
-            correction_weight(config) != "none",
-            "correction.weight token or sequence, not none",
-            ["correction.max_weight"],
-        ),
-        (
-            correction.mask != "none",
-            "correction.mask token, sequence or geometric, not none",
-            ["correction.mask_low", "correction.mask_high"],
-        ),
-    )
-    for is_read, reader, names in readers:
-        unread |= {} if is_read else dict.fromkeys(names, reader)
-    return unread
+    is_partial = config.rollout.segment_tokens > 0 and not config.rollout.asynchronous
+    partial = "rollout.segment_tokens above 0 and without rollout.asynchronous"
+    above_0, masked = "algorithm.beta above 0, not 0", "correction.mask token, sequence or geometric, not none"
+    read_with = {
+        "algorithm.distill_top_k": (has_teacher, f"algorithm.advantage distill, not {algorithm.advantage}"),
+        "algorithm.kl_in": (algorithm.beta > 0, above_0),
+        "algorithm.kl_estimator": (algorithm.beta > 0, above_0),
+        "algorithm.kl_gain": (algorithm.kl_target is not None, "an algorithm.kl_target, and there is none"),
+        "algorithm.max_oversampling": (algorithm.dynamic_sampling, "algorithm.dynamic_sampling true, not false"),
+        "algorithm.overlong_penalty": (algorithm.overlong_buffer > 0, "an algorithm.overlong_buffer above 0, not 0"),
+        "rollout.max_segments": (is_partial, partial),
+        "rollout.in_flight": (is_partial, partial),
+        "correction.max_weight": (weight != "none", "correction.weight token or sequence, not none"),
+        "correction.mask_low": (mask != "none", masked),
+        "correction.mask_high": (mask != "none", masked),
+    }
+    return unread | {name: reader for name, (is_read, reader) in read_with.items() if not is_read}
 
 
 def _listed(names: Iterable[str]) -> str:

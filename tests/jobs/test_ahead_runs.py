@@ -110,7 +110,7 @@ def test_kills_while_responses_go_on_from_earlier_steps_change_nothing(start_job
     assert job.wait(TIMEOUT_S) == 0, job.text()
     assert "resumed after step 3" in job.text() and job.leftovers() == [] == job.unfinished()
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
-    unfinished = [line["spans/unfinished"] for line in metrics(tmp_path / "run") if "spans/unfinished" in line]
+    unfinished = [line["segments/unfinished"] for line in metrics(tmp_path / "run") if "segments/unfinished" in line]
     assert max(unfinished) > 0, "responses go on in a later step"
 
 
@@ -128,7 +128,7 @@ def test_an_asynchronous_run_that_was_killed_is_repeated_from_its_order(start_jo
     again.wait_until(lambda: again.is_in("update", 2))
     delay(again, again.server_pid())
     assert again.wait(TIMEOUT_S) == 0, again.text()
-    changing = ("spans/unfinished",)  # what is counted at a moment that the clock chooses
+    changing = ("segments/unfinished",)  # what is counted at a moment that the clock chooses
     kept = [
         [{name: value for name, value in line.items() if name not in changing} for line in metrics(tmp_path / name)]
         for name in ("run", "again")

@@ -111,7 +111,7 @@ def rehearsal(request, tmp_path_factory):
     critic_board = make_board(CRITIC)
     work = {
         "config": config,
-        "sequence_lengths": [ROW_LENGTH],
+        "row_lengths": [ROW_LENGTH],
         "world_size": world_size,
         "checkpoint": str(root / "checkpoint"),
         "save": str(root / "saved"),

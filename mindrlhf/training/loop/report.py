@@ -174,9 +174,9 @@ def span_metrics(samples: StepSamples) -> dict[str, float]:
     """Return with how many weights the responses of a step were made, and how many go on in the next."""
     counts = [len(sample.completion.spans) for sample in samples.used]
     return {
-        "spans/mean": float(np.mean(counts)),
-        "spans/max": float(max(counts)),
-        "spans/unfinished": float(samples.num_unfinished),
+        "segments/mean": float(np.mean(counts)),
+        "segments/max": float(max(counts)),
+        "segments/unfinished": float(samples.num_unfinished),
     }
 
 

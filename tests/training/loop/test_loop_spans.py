@@ -115,10 +115,10 @@ def test_steps_train_on_the_oldest_complete_groups():
         behind = [number - version for _, spans in step for version, count in spans for _ in range(count)]
         assert metrics[number]["staleness/mean"] == pytest.approx(np.mean(behind))
         assert metrics[number]["staleness/max"] == max(behind)
-        assert metrics[number]["spans/max"] == max(len(spans) for _, spans in step) <= MAX_SPANS
-        assert metrics[number]["spans/mean"] == pytest.approx(np.mean([len(spans) for _, spans in step]))
-    assert max(metrics[step]["spans/max"] for step in metrics) > 1, "something goes on in a later step"
-    assert metrics[NUM_STEPS]["spans/unfinished"] == 0
+        assert metrics[number]["segments/max"] == max(len(spans) for _, spans in step) <= MAX_SPANS
+        assert metrics[number]["segments/mean"] == pytest.approx(np.mean([len(spans) for _, spans in step]))
+    assert max(metrics[step]["segments/max"] for step in metrics) > 1, "something goes on in a later step"
+    assert metrics[NUM_STEPS]["segments/unfinished"] == 0
     asked = [request for requests, _ in run.generator.requests for request in requests]
     assert len({request.seed for request in asked}) == len(asked), "no two requests share a random stream"
     assert {request.max_tokens for request in asked} >= {SPAN} and all(request.max_tokens > 0 for request in asked)
