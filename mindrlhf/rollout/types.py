@@ -37,8 +37,9 @@ class GenerationRequest:
     seed: int
     max_tokens: int = 0  # 0 leaves it to SamplingParams
     images: tuple[np.ndarray, ...] = ()  # uint8 [height, width, 3] each, of the size that the model sees
-    answer: str = ""  # of the record; no generator reads it, an environment begins its episodes by it
-    template_options: Mapping[str, Any] = field(default_factory=dict)  # of the record, for the turns that follow
+    # Of the record, for tools and environments; no generator reads them.
+    answer: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kept columns, JSON values by name
 
     def token_limit(self, sampling: SamplingParams) -> int:
         """Return the most tokens that one sample may have."""
