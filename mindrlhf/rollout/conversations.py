@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mindrlhf.data.control_tokens import control_token_pattern, written_apart
+from mindrlhf.data.control_tokens import control_token_pattern, neutralised_value, written_apart
 from mindrlhf.data.handlers import Message, RecordError
 from mindrlhf.data.mindrecord import PromptFile, PromptFileHeader
 from mindrlhf.data.templates import Options, PromptTemplate, record_options, template_of
@@ -245,7 +245,12 @@ class Conversations:
             answer = pending if isinstance(pending, ToolAnswer) else pending.result()
             conversation.num_failures += answer.is_failure
             texts.append(self._cut(self._as_data(answer.text.strip("\n"), conversation)))
-        return self._tokenizer.encode(self._turns.answers(texts, record_options(conversation.request.extra)))
+        return self._tokenizer.encode(self._turns.answers(texts, self._options(conversation)))
+
+    def _options(self, conversation: _Conversation) -> Options:
+        """What the record has set of its template's variables, if that column was kept."""
+        options = record_options(conversation.request.extra)
+        return neutralised_value(options, self._control_tokens) if self._control_tokens is not None else options
 
     def _as_data(self, text: str, conversation: _Conversation) -> str:
         """The answer with control tokens written apart: it is told, and must not end its turn or forge another."""
@@ -314,7 +319,7 @@ class Episodes(Conversations):
         if conversation.num_turns >= self._limits.max_turns:
             return "length"
         shown = self._cut(self._as_data(step.observation, conversation))
-        return self._tokenizer.encode(self._turns.observation(shown, record_options(conversation.request.extra)))
+        return self._tokenizer.encode(self._turns.observation(shown, self._options(conversation)))
 
 
 def with_tools(

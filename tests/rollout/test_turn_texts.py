@@ -164,8 +164,8 @@ def test_a_conversation_goes_on_as_the_template_would_have_written_it(tokenizer_
     template = load_template("chat", tokenizer)
     call = '<tool_call>\n{"name": "double", "arguments": {"x": 4}}\n</tool_call>'
     generator = Turns(tokenizer, [call, "8"])
-    kept = {"chat_template_kwargs": {"enable_thinking": False}}
-    request = GenerationRequest(0, tuple(tokenizer.encode("<prompt>")), 1, seed=1, extra=kept)
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    request = GenerationRequest(0, tuple(tokenizer.encode("<prompt>")), 1, seed=1, extra=extra)
     conversations = Conversations(generator, Doubler(), tokenizer, ConversationLimits(4, 4, 50), template)
     (completion,) = conversations.generate([request], SamplingParams(500))
     answers = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
