@@ -107,8 +107,8 @@ def skipped(actor, config):
         samples.append(make_sample(ids[:2], ids[2:], index / 4, {}, group=index, **texts))
     sequences = []
     for item in samples:
-        weights = np.ones(item.num_generated, np.float32)
-        sequences.append(TokenSequence(item.prompt.prompt_ids, item.completion.token_ids, {"weights": weights}))
+        ones = np.ones(item.num_generated, np.float32)
+        sequences.append(TokenSequence(item.prompt.prompt_ids, item.completion.token_ids, {"weights": ones}))
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) > 1
     advantages = [stream.standard_normal(item.num_generated) for item in samples]
