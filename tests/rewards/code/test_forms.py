@@ -54,3 +54,12 @@ def test_rewards_check_says_which_unit_tests_test_nothing():
     assert len(errors) == 1 and errors[0].startswith("failed on 2 of 3 samples")
     assert "nothing that it runs asserts anything" in errors[0]
     assert "they pass whatever the program returns" in errors[0]
+
+
+def test_a_test_that_takes_long_is_looked_at_for_a_moment_only():
+    slow = (
+        "import time\nfor _ in range(2):\n    try:\n        time.sleep(0.4)\n    except BaseException:\n        pass\n"
+    )
+    # Fifteen constants would take twelve seconds.
+    program = fenced("def add(a, b):\n    return a + b")
+    assert reward(program, slow + "assert add(1, 2) == 3", time_limit_s=8) == 1.0
