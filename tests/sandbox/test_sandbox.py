@@ -1,6 +1,8 @@
 import dataclasses
 import functools
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -66,6 +68,37 @@ def test_output_input_and_exit_code():
     run = run_python("import sys\nprint(input())\nprint('oops', file=sys.stderr)\nsys.exit(3)", "h\u00e9\n", LIMITS)
     assert (run.stdout, run.stderr, run.ending, run.succeeded) == ("h\u00e9\n", "oops\n", "exit code 3", False)
     assert run_python("print(1)", limits=LIMITS).succeeded
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        ("import sys\nsys.exit()", ("", "exit code 0")),
+        ("import sys\nsys.exit(True)", ("", "exit code 1")),
+        ("import sys\nsys.exit(259)", ("", "exit code 3")),
+        ("import sys\nsys.exit('words')", ("", "exit code 1")),
+        ("raise KeyboardInterrupt", ("", "signal SIGINT")),
+        ("def f(:", ("", "exit code 1")),
+        ("out = open(1, 'w', closefd=False)\nout.write('left open')", ("left open", "exit code 0")),
+        ("class A:\n    def __del__(self): print('gone')\na = A()", ("gone\n", "exit code 0")),
+        ("import atexit\natexit.register(print, 'end')\nprint('begin')", ("begin\nend\n", "exit code 0")),
+        ("import atexit\natexit.register(lambda: 1 / 0)", ("", "exit code 0")),
+        ("import threading, time\nthreading.Timer(0.1, print, ['late']).start()", ("late\n", "exit code 0")),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()\nprint(1)",
+            ("1\n", "exit code 0"),
+        ),
+        ("import sys\nsys.stdout.close()", ("", "exit code 0")),
+        ("import os\nos.close(1)\nprint(1)", ("", "exit code 120")),
+    ],
+)
+def test_a_program_ends_as_an_interpreter_ends(source, outcome):
+    run = run_python(source, limits=LIMITS)
+    assert (run.stdout, run.ending) == outcome
+    script = subprocess.run([sys.executable, "-I", "-c", source], capture_output=True, text=True, timeout=60)
+    code = int(run.ending.split()[-1]) if "code" in run.ending else -signal.SIGINT
+    assert (script.stdout, script.returncode) == (run.stdout, code)
+    assert bool(script.stderr) == bool(run.stderr)
 
 
 def test_several_files_and_text_that_utf8_cannot_hold():

@@ -36,7 +36,7 @@ class Program:
         # Starter code annotates with List and the like, and does not import them. As builtins, they are no names that
         # the program defines.
         for name in typing.__all__:
-            if name[0].isupper() and not hasattr(builtins, name):
+            if name in source and name[0].isupper() and not hasattr(builtins, name):
                 setattr(builtins, name, getattr(typing, name))
         # Not "__main__": what a script does when it is run is not under test.
         module = types.ModuleType("solution")

@@ -4,9 +4,10 @@
 A name of the program is a stand-in here. To call it sends the arguments to the program's own sandbox, and brings back
 the value as data. So what the statements compare are plain values. Standard library only, after the modules above.
 
-Standard input is JSON with ``tests``, ``entry_point``, ``allow_own_helpers`` and ``stop_at_failure``. Out goes one line
-of JSON per test on standard output: true, false, or a text, why the test cannot be trusted. Then, if there may be a
-reward, a line with ``weak``, the numbers of tests that a constant passes, and ``constant``, one that passes all.
+Standard input is JSON with ``tests``, ``entry_point``, ``allow_own_helpers``, ``stop_at_failure`` and
+``looks_for_weak``. Out goes one line of JSON per test on standard output: true, false, or a text, why the test cannot
+be trusted. Then, if that is asked for and there may be a reward, a line with ``weak``, the numbers of tests that a
+constant passes, ``constant``, one that passes all, and ``is_of_tests_alone``, whether that is so for any program.
 """
 
 import ast
@@ -22,7 +23,7 @@ CONSTANTS = ((0, 7919, -7919.5), (True, False), ("", "qz7"), ([], [7919, 2]), ({
 EMPTY = ([], "", {}, ())
 # Answers that no data set expects; True is what a test of truth expects.
 UNLIKELY = (7919, -7919.5, 1e308, "qz7")
-CONSTANTS_TIME_S = 1.0
+CONSTANTS_TIME_S = 0.5
 
 
 class OutOfTime(BaseException):
@@ -114,7 +115,7 @@ def find_weak(tests):
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, CONSTANTS_TIME_S, CONSTANTS_TIME_S / 10)
-    weak, constant = [], None
+    weak, constant, is_whole = [], None, False
     try:
         for number, test in enumerate(tests, start=1):
             is_weak = any(all(_passes(test, value) for value in values) for values in CONSTANTS)
@@ -123,10 +124,13 @@ def find_weak(tests):
         if not all(_passes(test, True) for test in tests):
             unlikely = UNLIKELY if any("" in test.mentions for test in tests) else (*UNLIKELY, "")
             constant = next((value for value in unlikely if all(_passes(test, value) for test in tests)), None)
+        is_whole = True
     except OutOfTime:
         pass
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return {"weak": weak, "constant": constant}
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    is_same_for_all = all(set(test.kinds.values()) == {"callable"} for test in tests)
+    return {"weak": weak, "constant": constant, "is_of_tests_alone": is_whole and is_same_for_all}
 
 
 def _passes(test, value):
@@ -187,7 +191,7 @@ def main():
             if verdict is None or (verdict is not True and request["stop_at_failure"]):
                 break
     all_run = len(tests) == len(request["tests"]) and all(test.is_answerable for test in tests)
-    if all_run and not request["allow_own_helpers"] and (verdict or not request["stop_at_failure"]):
+    if all_run and request["looks_for_weak"] and (verdict or not request["stop_at_failure"]):
         print(json.dumps(find_weak(tests)), file=verdicts, flush=True)
     os._exit(0)
 

@@ -6,6 +6,7 @@ an interpreter, a file or a standard stream; between them is a socket that carri
 """
 
 import functools
+import hashlib
 import json
 import math
 import re
@@ -21,6 +22,8 @@ from mindrlhf.sandbox.run import Program, SandboxLimits
 MAX_ANSWER_RATIO, MAX_ANSWER_BYTES = 4, 1 << 20
 _READ_SIZE_BYTES = 1 << 16
 # What runs in the sandbox of the tests, one after the other.
+_weak_tests: dict[bytes, dict] = {}  # what the judge found of requests, by their checksums
+_MAX_REMEMBERED = 4096
 _JUDGE = ("values", "statements", "distrust", "pytest_stand_in", "judge_link", "judge_harness")
 
 
@@ -92,6 +95,8 @@ def run_statements(
         "allow_own_helpers": allow_own_helpers,
         "stop_at_failure": stop_at_failure,
     }
+    key = hashlib.sha256(json.dumps(request).encode()).digest()
+    request["looks_for_weak"] = key not in _weak_tests and not allow_own_helpers
     files = {"main.py": _text_of(*_JUDGE)}
     ours, theirs = socket.socketpair()
     with ours, theirs, _start_program(source, limits, theirs, setup) as program:
@@ -101,7 +106,11 @@ def run_statements(
             run = judge.collect()
         program.check_started()
     verdicts = [json.loads(line) for line in run.stdout.splitlines()] if run.succeeded else []
-    found = verdicts.pop() if verdicts and isinstance(verdicts[-1], dict) else {"weak": [], "constant": None}
+    found = _weak_tests.get(key, {"weak": [], "constant": None})
+    if verdicts and isinstance(verdicts[-1], dict):
+        found = verdicts.pop()
+        if found["is_of_tests_alone"]:
+            _remember(key, found)
     for number, verdict in enumerate(verdicts, start=1):
         if isinstance(verdict, str):
             raise ValueError(f"unit test {number} cannot be trusted: {verdict}")
@@ -114,6 +123,12 @@ def run_statements(
         raise ValueError(f"the unit tests cannot be trusted: always to return {found['constant']!r} passes them all")
     kept = [verdict for number, verdict in enumerate(verdicts, start=1) if not (verdict and number in found["weak"])]
     return kept + [False] * (len(statements) - len(verdicts))
+
+
+def _remember(key: bytes, found: dict) -> None:
+    if len(_weak_tests) >= _MAX_REMEMBERED:
+        _weak_tests.pop(next(iter(_weak_tests)))
+    _weak_tests[key] = found
 
 
 def _start_program(source: str, limits: SandboxLimits, link: socket.socket, setup: str = "") -> Program:

@@ -7,6 +7,8 @@ import pytest
 from code_forms import FORMS, REFUSED
 from code_rewards import fenced, reward
 
+from mindrlhf.rewards.lint import lint
+from mindrlhf.rewards.types import RewardInput
 from mindrlhf.sandbox.code_tests.unit_tests import UnitTests
 
 pytestmark = [
@@ -42,3 +44,22 @@ def test_some_of_several_functions_that_pytest_collects_are_not_enough():
     tests = "def test_one():\n    assert add(1, 2) == 3\ndef test_two():\n    assert add(2, 2) == 4\n"
     assert reward(fenced("def add(a, b):\n    return 3"), tests) == 0.0
     assert reward(fenced("def add(a, b):\n    return a + b"), json.dumps([tests])) == 1.0
+
+
+def test_rewards_check_says_which_unit_tests_test_nothing():
+    completion = fenced("def add(a, b):\n    return a + b")
+    answers = ("print(add(1, 2))", "assert add(1, 2) != 7", "assert add(1, 2) == 3")
+    samples = [RewardInput(index, completion, answer) for index, answer in enumerate(answers)]
+    errors = [one.text for one in lint("code_execution", samples, {}, timeout_s=30.0) if one.level == "error"]
+    assert len(errors) == 1 and errors[0].startswith("failed on 2 of 3 samples")
+    assert "nothing that it runs asserts anything" in errors[0]
+    assert "they pass whatever the program returns" in errors[0]
+
+
+def test_a_test_that_takes_long_is_looked_at_for_a_moment_only():
+    slow = (
+        "import time\nfor _ in range(2):\n    try:\n        time.sleep(0.4)\n    except BaseException:\n        pass\n"
+    )
+    # Fifteen constants would take twelve seconds.
+    program = fenced("def add(a, b):\n    return a + b")
+    assert reward(program, slow + "assert add(1, 2) == 3", time_limit_s=8) == 1.0
