@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes import LocalTeam
 
 from mindrlhf.cli import main
 from mindrlhf.config import sections
@@ -34,16 +35,6 @@ MODEL = {
     "initializer_range": 0.2,
 }
 ROW_LENGTH = 16
-
-
-class OneRank:
-    """The actor as the only member of a team."""
-
-    def __init__(self, actor):
-        self.actor = actor
-
-    def call(self, method, **arguments):
-        return [getattr(self.actor, method)(**arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +123,7 @@ def skipped(actor, config):
                 np.testing.assert_array_equal(one, other)
     as_skipped = [PolicyUpdate.of([one], batch) for one in (results[0], replace(results[1], grad_norm=float("inf")))]
     record = StepRecord(5, [*samples, *samples], [batch, batch], as_skipped, 0.0, digest)
-    guards = Guards(config, Policy(OneRank(actor), None), first_step=0)
+    guards = Guards(config, Policy(LocalTeam([actor]), None), first_step=0)
     assert guards.review(record, 0.0)["guard/skipped_updates"] == 2
     guards.close()
     return results
