@@ -264,7 +264,7 @@ class Walk:
             self.values = {key: learnt.values[key] for key in kept}
             self.instances = set(learnt.instances)
             self.boxes = {name: set(keys) for name, keys in learnt.boxes.items()}
-        self.readers: dict[tuple, set[str]] = {}
+        self.readers: dict[tuple, dict[str, None]] = {}  # in the order of their first look
         self.uses: dict[str, list[str]] = {}  # by scope: the scopes that it calls or reads, in order
         self._waiting: deque[str] = deque()
         self._current: Scope | None = None
@@ -281,7 +281,7 @@ class Walk:
 
     def read(self, *key: Any) -> Value:
         if self._current is not None:
-            self.readers.setdefault(key, set()).add(self._current.name)
+            self.readers.setdefault(key, {})[self._current.name] = None
         return self.values.get(key, NOTHING)
 
     def write(self, value: Value, *key: Any) -> None:
@@ -363,7 +363,7 @@ class Walk:
     def items(self, value: Value, key: Any = None) -> Value:
         """Return what a container may hold, at ``key`` if it is known."""
         found = NOTHING
-        for atom in value:
+        for atom in ordered(value):
             if atom[0] == "box":
                 keys = self.keys_of(atom[1])
                 chosen = [one for one in keys if one in (key, None)] if key is not None and key in keys else keys
@@ -439,7 +439,7 @@ class Walk:
 
     def attribute(self, value: Value, name: str) -> Value:
         found = NOTHING
-        for atom in value:
+        for atom in ordered(value):
             if atom[0] == "object":
                 found |= self._attribute_of_object(atom[1], name)
             elif atom[0] == "class":
@@ -551,7 +551,7 @@ class Walk:
     ) -> Value:
         """Return what calling may return; ``rest`` are arguments whose places are unknown."""
         found = NOTHING
-        for atom in sorted(callees, key=str):
+        for atom in ordered(callees):
             if atom[0] == "function":
                 found |= self._call_function(self.sources.scopes[atom[1]], arguments, named, rest)
             elif atom[0] == "method":
@@ -572,7 +572,7 @@ class Walk:
     def _call_unknown(self, arguments: Sequence[Value]) -> Value:
         """What is handed out of the package may be called there, with anything; callables may come back."""
         found = NOTHING
-        for atom in NOTHING.union(*arguments):
+        for atom in ordered(NOTHING.union(*arguments)):
             if atom[0] in ("function", "method"):
                 scope = self.sources.scopes[atom[1]]
                 self.use(scope.name)
@@ -810,7 +810,7 @@ class Interpreter:
     def _entered(self, value: Value) -> Value:
         """Return what a context gives, and have it left as well."""
         found = NOTHING
-        for atom in value:
+        for atom in ordered(value):
             one = frozenset([atom])
             if atom[0] == "object":
                 found |= self._walk.call(self._walk.attribute(one, "__enter__"), [])
@@ -844,12 +844,12 @@ class Interpreter:
         if isinstance(target, ast.Name):
             self._store(target.id, value)
         elif isinstance(target, ast.Attribute):
-            for atom in self.value(target.value):
+            for atom in ordered(self.value(target.value)):
                 if atom[0] == "object":
                     walk.write(value, "attribute", atom[1], target.attr)
         elif isinstance(target, ast.Subscript):
             keys = [atom[2] for atom in self.value(target.slice) if atom[0] == "constant"]
-            for atom in self.value(target.value):
+            for atom in ordered(self.value(target.value)):
                 if atom[0] == "box":
                     walk.put(atom[1], keys[0] if len(keys) == 1 else None, value)
                 elif atom[0] == "object":
@@ -991,7 +991,7 @@ class Interpreter:
 
     def _expanded(self, value: Value) -> Iterator[tuple[Any, Value]]:
         """Yield what ``**value`` gives, by name; None for what has no known one."""
-        for atom in value:
+        for atom in ordered(value):
             if atom[0] == "box":
                 for key in self._walk.keys_of(atom[1]):
                     yield key, self._walk.read("item", atom[1], key)
@@ -1107,7 +1107,7 @@ class Interpreter:
         return self._entered(values[0])
 
     def _call_replace(self, node: ast.Call, values: list[Value], named: dict[str, Value]) -> Value:
-        for atom in values[0]:
+        for atom in ordered(values[0]):
             if atom[0] == "object":
                 self._walk.use(atom[1])
                 for field, value in named.items():
@@ -1179,7 +1179,7 @@ class Interpreter:
         if not value and self._walk._trusts_annotations:
             return {True, False}
         found: set[bool] = set()
-        for atom in value:
+        for atom in ordered(value):
             if atom[0] == "constant":
                 found.add(bool(atom[2]))
             elif atom[0] == "box":
@@ -1192,6 +1192,11 @@ class Interpreter:
             else:
                 found.add(True)
         return found
+
+
+def ordered(value: Value) -> Sequence[Atom]:
+    """Return what a value may be in an order that does not change from run to run."""
+    return sorted(value, key=str) if len(value) > 1 else list(value)
 
 
 def compared(operator: ast.cmpop, left: Any, right: Any) -> Value:

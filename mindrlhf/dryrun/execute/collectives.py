@@ -78,15 +78,7 @@ def lower_all_reduce(emitter: Emitter, primitive: ir.PrimitiveProto, groups: Gro
     (value,), output = inputs, emitter.output
     row = emitter.reshape(value, (1, *output.shape))
     gathered = _gather(emitter, primitive, groups, row)
-    emitter.call(
-        _GATHERED_REDUCTIONS[reduction],
-        gathered,
-        (0,),
-        False,
-        shape=output.shape,
-        dtype=output.dtype,
-        name=output.name,
-    )
+    emitter.result(_GATHERED_REDUCTIONS[reduction], gathered, (0,), False)
     return True
 
 

@@ -74,7 +74,7 @@ def lower_one_hot(emitter: Emitter, inputs: Sequence[Value]) -> None:
     numbers = emitter.array(np.arange(output.shape[-1], dtype=np.int32))
     column = emitter.reshape(value, (*value.shape, 1))
     equal = emitter.call("Equal", column, numbers, shape=output.shape, dtype=TensorType.BOOL)
-    emitter.call("Cast", equal, INT32_TYPE_ID, shape=output.shape, dtype=output.dtype, name=output.name)
+    emitter.result("Cast", equal, INT32_TYPE_ID)
 
 
 def lower_cumulative_sum(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -88,9 +88,7 @@ def lower_cumulative_sum(emitter: Emitter, inputs: Sequence[Value]) -> None:
 
 def lower_index_select(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Rows of a tensor."""
-    output = emitter.output
-    axis = emitter.constant_input(1)
-    emitter.call("Gather", inputs[0], inputs[2], axis, 0, shape=output.shape, dtype=output.dtype, name=output.name)
+    emitter.result("Gather", inputs[0], inputs[2], emitter.constant_input(1), 0)
 
 
 def lower_index_add(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -118,7 +116,7 @@ def lower_scatter(emitter: Emitter, inputs: Sequence[Value]) -> None:
     )
     marks = emitter.cast(equal, FLOAT32_TYPE_ID, TensorType.FLOAT)
     placed = emitter.binary("Mul", marks, emitter.reshape(values, (*values.shape, 1)))
-    sums = emitter.call("ReduceSum", placed, (last,), False, False, shape=output.shape, dtype=output.dtype)
+    sums = emitter.sum(placed, (last,), output.shape)
     emitter.binary("Add", into, sums, name=output.name)
 
 
@@ -134,7 +132,7 @@ def lower_dense(emitter: Emitter, inputs: Sequence[Value]) -> None:
     x, weight = inputs[:2]
     if not emitter.is_none(2):
         raise LoweringError("Dense with a bias cannot run on the CPU")
-    rows = emitter.reshape(x, (-1 if not x.shape else _num_rows(x), x.shape[-1]))
+    rows = emitter.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
     product = emitter.matmul(rows, weight, transpose_b=True)
     emitter.reshape(product, emitter.output.shape, name=emitter.output.name)
 
@@ -150,7 +148,7 @@ def lower_matmul(emitter: Emitter, inputs: Sequence[Value]) -> None:
 def lower_gated(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu of the first half, times the second."""
     gate, up = _halves(emitter, inputs[0])
-    sigmoid = emitter.call("Sigmoid", gate, shape=gate.shape, dtype=gate.dtype)
+    sigmoid = emitter.like("Sigmoid", gate)
     emitter.binary("Mul", emitter.binary("Mul", gate, sigmoid), up, name=emitter.output.name)
 
 
@@ -158,7 +156,7 @@ def lower_gated_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """With s = sigmoid(a): da = dy b s (1 + a (1 - s)) and db = dy a s."""
     slope, x = inputs[:2]
     gate, up = _halves(emitter, x)
-    sigmoid = emitter.call("Sigmoid", gate, shape=gate.shape, dtype=gate.dtype)
+    sigmoid = emitter.like("Sigmoid", gate)
     one = emitter.number(1.0, gate.dtype)
     rest = emitter.binary("Mul", gate, emitter.binary("Sub", one, sigmoid))
     curve = emitter.binary("Mul", sigmoid, emitter.binary("Add", one, rest))
@@ -172,8 +170,7 @@ def lower_softmax_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     slope, y = inputs[:2]
     last = len(y.shape) - 1
     products = emitter.binary("Mul", slope, y)
-    shape = (*y.shape[:-1], 1)
-    sums = emitter.call("ReduceSum", products, (last,), True, False, shape=shape, dtype=y.dtype)
+    sums = emitter.sum(products, (last,), (*y.shape[:-1], 1), keep_dims=True)
     emitter.binary("Mul", y, emitter.binary("Sub", slope, sums), name=emitter.output.name)
 
 
@@ -192,8 +189,8 @@ def lower_grouped_matmul(emitter: Emitter, inputs: Sequence[Value]) -> None:
         member = _members(emitter, inputs[_GROUP_ENDS], num_rows)
         rows = emitter.reshape(left, (1, num_rows, size))
         spread = emitter.binary("Mul", rows, emitter.reshape(member, (num_groups, num_rows, 1)))
-        products = _batched(emitter, spread, right, (num_groups, num_rows, width))
-        result = emitter.call("ReduceSum", products, (0,), False, False, shape=output.shape, dtype=output.dtype)
+        products = emitter.batched_matmul(spread, right, (num_groups, num_rows, width))
+        result = emitter.sum(products, (0,), output.shape)
     elif kind == _SUMMED:
         (size, num_rows), width = left.shape, right.shape[1]
         member = _members(emitter, inputs[_GROUP_ENDS], num_rows)
@@ -201,7 +198,7 @@ def lower_grouped_matmul(emitter: Emitter, inputs: Sequence[Value]) -> None:
         spread = emitter.binary("Mul", columns, emitter.reshape(member, (num_groups, 1, num_rows)))
         rows = emitter.reshape(right, (1, num_rows, width))
         others = emitter.binary("Mul", rows, emitter.reshape(member, (num_groups, num_rows, 1)))
-        result = _batched(emitter, spread, others, output.shape)
+        result = emitter.batched_matmul(spread, others, output.shape)
     else:
         raise LoweringError(f"GroupedMatmul with group_type {kind} cannot run on the CPU")
     emitter.make_tuple([result], name=output.name)
@@ -209,11 +206,11 @@ def lower_grouped_matmul(emitter: Emitter, inputs: Sequence[Value]) -> None:
 
 def lower_transpose(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Swap two axes."""
-    output, rank = emitter.output, len(inputs[0].shape)
+    rank = len(inputs[0].shape)
     first, second = (emitter.constant_input(place) % rank for place in (1, 2))
     axes = list(range(rank))
     axes[first], axes[second] = second, first
-    emitter.call("Transpose", inputs[0], tuple(axes), shape=output.shape, dtype=output.dtype, name=output.name)
+    emitter.result("Transpose", inputs[0], tuple(axes))
 
 
 def lower_zeros(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -260,10 +257,6 @@ def _sort(emitter: Emitter, value: Value, axis: int, is_descending: bool) -> lis
     return [emitter.element(found, 0), emitter.cast(places, INT64_TYPE_ID, TensorType.INT64)]
 
 
-def _num_rows(value: Value) -> int:
-    return int(np.prod(value.shape[:-1]))
-
-
 def _halves(emitter: Emitter, value: Value) -> tuple[Value, Value]:
     axis, size = len(value.shape) - 1, value.shape[-1]
     return emitter.slice(value, axis, 0, size // 2), emitter.slice(value, axis, size // 2, size)
@@ -276,7 +269,3 @@ def _members(emitter: Emitter, ends: Value, num_rows: int) -> Value:
     starts = emitter.matmul(emitter.array(np.eye(num_groups, k=-1, dtype=np.float32)), column)
     places = emitter.array(np.arange(num_rows, dtype=np.float32)[None])
     return emitter.between(places, starts, column)
-
-
-def _batched(emitter: Emitter, left: Value, right: Value, shape: Sequence[int]) -> Value:
-    return emitter.call("BatchMatMul", left, right, False, False, shape=shape, dtype=left.dtype)

@@ -16,17 +16,8 @@ HIDDEN_SCORE = -1e9
 _LAYOUT_BSH, _LAYOUT_BNSD = 0, 1
 
 # Inputs of FlashAttentionScore and its gradient behind query, key and value.
-_FORWARD = {"shift": 3, "drop_mask": 4, "mask": 6, "num_heads": 10, "keep": 11, "scale": 12, "layout": 16, "sparse": 17}
-_BACKWARD = {
-    "shift": 4,
-    "drop_mask": 5,
-    "mask": 7,
-    "num_heads": 15,
-    "keep": 16,
-    "scale": 17,
-    "layout": 21,
-    "sparse": 22,
-}
+_FORWARD = {"shift": 3, "drop_mask": 4, "mask": 6, "num_heads": 10, "scale": 12, "layout": 16, "sparse": 17}
+_BACKWARD = {"shift": 4, "drop_mask": 5, "mask": 7, "num_heads": 15, "scale": 17, "layout": 21, "sparse": 22}
 
 
 def lower_rms_norm(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -34,10 +25,10 @@ def lower_rms_norm(emitter: Emitter, inputs: Sequence[Value]) -> None:
     x, weight = inputs[:2]
     normalised, inverse_rms = emitter.outputs
     epsilon = emitter.number(emitter.constant_input(2), x.dtype)
-    square = emitter.call("Square", x, shape=x.shape, dtype=x.dtype)
+    square = emitter.like("Square", x)
     mean = emitter.call("ReduceMean", square, (-1,), True, shape=inverse_rms.shape, dtype=x.dtype)
     shifted = emitter.binary("Add", mean, epsilon)
-    inverse = emitter.call("Rsqrt", shifted, shape=inverse_rms.shape, dtype=x.dtype)
+    inverse = emitter.like("Rsqrt", shifted)
     scaled = emitter.binary("Mul", emitter.binary("Mul", x, inverse), weight)
     emitter.make_tuple([scaled, inverse], name=normalised.name)
 
@@ -54,7 +45,7 @@ def lower_rms_norm_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     gradient = emitter.binary("Mul", direct, inverse)
     rows = tuple(range(len(x.shape) - len(weight.shape)))
     weight_products = emitter.binary("Mul", dy, unit)
-    weight_gradient = _sum(emitter, weight_products, rows, weight.shape)
+    weight_gradient = emitter.sum(weight_products, rows, weight.shape)
     emitter.make_tuple([gradient, weight_gradient], name=dx.name)
     assert dweight.shape == weight.shape, f"RmsNormGrad of {dweight.shape} for a weight of {weight.shape}"
 
@@ -70,23 +61,13 @@ def lower_outer(emitter: Emitter, inputs: Sequence[Value]) -> None:
 def lower_embedding(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Rows of a table."""
     ids, table = inputs[:2]
-    output = emitter.output
-    emitter.call("Gather", table, ids, 0, 0, shape=output.shape, dtype=output.dtype, name=output.name)
+    emitter.result("Gather", table, ids, 0, 0)
 
 
 def lower_embedding_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     """Gradients of rows, added up by row."""
     gradient, ids = inputs[:2]
-    output = emitter.output
-    emitter.call(
-        "UnsortedSegmentSum",
-        gradient,
-        ids,
-        output.shape[0],
-        shape=output.shape,
-        dtype=output.dtype,
-        name=output.name,
-    )
+    emitter.result("UnsortedSegmentSum", gradient, ids, emitter.output.shape[0])
 
 
 def lower_attention(emitter: Emitter, inputs: Sequence[Value]) -> None:
@@ -100,7 +81,7 @@ def lower_attention(emitter: Emitter, inputs: Sequence[Value]) -> None:
     query, key, value = _by_heads(emitter, inputs[:3], _FORWARD)
     scale = emitter.constant_input(_FORWARD["scale"])
     weights = _attention_weights(emitter, query, key, inputs[_FORWARD["mask"]], scale)
-    mixed = emitter.reshape(_matmul(emitter, weights, value, _grouped_shape(query, key)), query.shape)
+    mixed = emitter.reshape(emitter.batched_matmul(weights, value, _grouped_shape(query, key)), query.shape)
     statistics = [emitter.zeros(entry.shape, entry.dtype) for entry in (maxima, sums, reserved)]
     emitter.make_tuple([*statistics, _as_layout(emitter, mixed, output)], name=maxima.name)
 
@@ -110,20 +91,19 @@ def lower_attention_grad(emitter: Emitter, inputs: Sequence[Value]) -> None:
     dquery, dkey, dvalue, dshift = emitter.outputs
     _check_attention(emitter, _BACKWARD)
     query, key, value, doutput = _by_heads(emitter, inputs[:4], _BACKWARD)
-    scale = emitter.number(emitter.constant_input(_BACKWARD["scale"]), query.dtype)
-    mask = inputs[_BACKWARD["mask"]]
-    weights = _attention_weights(emitter, query, key, mask, emitter.constant_input(_BACKWARD["scale"]))
+    scale = emitter.constant_input(_BACKWARD["scale"])
+    weights = _attention_weights(emitter, query, key, inputs[_BACKWARD["mask"]], scale)
     grouped = _grouped_shape(query, key)
     doutput = emitter.reshape(doutput, grouped)
-    value_gradient = _matmul(emitter, weights, doutput, value.shape, transpose_a=True)
-    dweights = _matmul(emitter, doutput, value, weights.shape, transpose_b=True)
+    value_gradient = emitter.batched_matmul(weights, doutput, value.shape, transpose_a=True)
+    dweights = emitter.batched_matmul(doutput, value, weights.shape, transpose_b=True)
     products = emitter.binary("Mul", dweights, weights)
-    row_sums = _sum(emitter, products, (-1,), (*weights.shape[:-1], 1), keep_dims=True)
+    row_sums = emitter.sum(products, (-1,), (*weights.shape[:-1], 1), keep_dims=True)
     dscores = emitter.binary("Mul", weights, emitter.binary("Sub", dweights, row_sums))
-    dscores = emitter.binary("Mul", dscores, scale)
-    query_gradient = emitter.reshape(_matmul(emitter, dscores, key, grouped), query.shape)
+    dscores = emitter.binary("Mul", dscores, emitter.number(scale, query.dtype))
+    query_gradient = emitter.reshape(emitter.batched_matmul(dscores, key, grouped), query.shape)
     grouped_query = emitter.reshape(query, grouped)
-    key_gradient = _matmul(emitter, dscores, grouped_query, key.shape, transpose_a=True)
+    key_gradient = emitter.batched_matmul(dscores, grouped_query, key.shape, transpose_a=True)
     gradients = zip((query_gradient, key_gradient, value_gradient), (dquery, dkey, dvalue))
     # The last output is the gradient of a position bias, which nobody gave: nothing reads it, and it is empty.
     unused = emitter.zeros((1,), dshift.dtype)
@@ -190,24 +170,9 @@ def _attention_weights(emitter: Emitter, query: Value, key: Value, mask: Value, 
     grouped = _grouped_shape(query, key)
     batch, num_heads, length, _ = query.shape
     rows = emitter.binary("Mul", emitter.reshape(query, grouped), emitter.number(scale, query.dtype))
-    scores = _matmul(emitter, rows, key, (*grouped[:-1], key.shape[2]), transpose_b=True)
+    scores = emitter.batched_matmul(rows, key, (*grouped[:-1], key.shape[2]), transpose_b=True)
     hidden = emitter.call("Cast", mask, FLOAT32_TYPE_ID, shape=mask.shape, dtype=query.dtype)
     penalty = emitter.binary("Mul", hidden, emitter.number(HIDDEN_SCORE, query.dtype))
     by_head = emitter.reshape(scores, (batch, num_heads, length, key.shape[2]))
     masked = emitter.reshape(emitter.binary("Add", by_head, penalty), scores.shape)
-    return emitter.call("Softmax", masked, (-1,), shape=scores.shape, dtype=query.dtype)
-
-
-def _sum(emitter: Emitter, value: Value, axes: tuple[int, ...], shape: Sequence[int], keep_dims: bool = False) -> Value:
-    return emitter.call("ReduceSum", value, axes, keep_dims, False, shape=shape, dtype=value.dtype)
-
-
-def _matmul(
-    emitter: Emitter,
-    left: Value,
-    right: Value,
-    shape: Sequence[int],
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-) -> Value:
-    return emitter.call("BatchMatMul", left, right, transpose_a, transpose_b, shape=shape, dtype=left.dtype)
+    return emitter.like("Softmax", masked, (-1,))

@@ -173,10 +173,7 @@ class Emitter:
         primitive = self.program.add_primitive(op_type, attributes)
         names = [value.name if isinstance(value, Value) else self._constant(value) for value in inputs]
         name = name or self.program.new_name(op_type)
-        node = self._node(primitive, names, name)
-        types = node.attribute.add()
-        types.name = "shape"
-        types.type = Attribute.TENSORS
+        types = self._node(primitive, names, name).attribute.add(name="shape", type=Attribute.TENSORS)
         _set_type(types.tensors.add(), shape, dtype)
         return Value(name, tuple(shape), dtype)
 
@@ -184,13 +181,9 @@ class Emitter:
         """Add a tuple of tensors; the result's shape and dtype are those of its first element."""
         name = name or self.program.new_name("MakeTuple")
         node = self._node(self.program.add_primitive("MakeTuple", {}), [value.name for value in values], name)
-        types = node.attribute.add()
-        types.name = "shape"
-        types.type = Attribute.TUPLE
+        types = node.attribute.add(name="shape", type=Attribute.TUPLE)
         for value in values:
-            entry = types.values.add()
-            entry.type = Attribute.TENSORS
-            _set_type(entry.tensors.add(), value.shape, value.dtype)
+            _set_type(types.values.add(type=Attribute.TENSORS).tensors.add(), value.shape, value.dtype)
         return Value(name, values[0].shape, values[0].dtype)
 
     def zeros(self, shape: Sequence[int], dtype: int) -> Value:
@@ -219,14 +212,26 @@ class Emitter:
 
     def number(self, number: float, dtype: int) -> Value:
         """Add a constant tensor without axes."""
-        name = self.program.new_name("number")
-        value = self._constant_node(name)
-        value.type = Attribute.TENSORS
-        tensor = value.tensors.add()
-        tensor.data_type = dtype
-        tensor.name = "value0"
-        tensor.raw_data = np.array(number, NUMPY_DTYPES[dtype]).tobytes()
-        return Value(name, (), dtype)
+        return self.array(np.array(number, NUMPY_DTYPES[dtype]))
+
+    def result(self, op_type: str, *inputs: Value | int | bool | float | tuple[int, ...]) -> Value:
+        """Add the call that gives the only output of the replaced node."""
+        output = self.output
+        return self.call(op_type, *inputs, shape=output.shape, dtype=output.dtype, name=output.name)
+
+    def like(self, op_type: str, value: Value, *options: int | bool | float | tuple[int, ...]) -> Value:
+        """Add a call whose result has the shape and dtype of its first input."""
+        return self.call(op_type, value, *options, shape=value.shape, dtype=value.dtype)
+
+    def sum(self, value: Value, axes: tuple[int, ...], shape: Sequence[int], keep_dims: bool = False) -> Value:
+        """Add a sum over axes."""
+        return self.call("ReduceSum", value, axes, keep_dims, False, shape=shape, dtype=value.dtype)
+
+    def batched_matmul(
+        self, left: Value, right: Value, shape: Sequence[int], transpose_a: bool = False, transpose_b: bool = False
+    ) -> Value:
+        """Add products of two rows of matrices."""
+        return self.call("BatchMatMul", left, right, transpose_a, transpose_b, shape=shape, dtype=left.dtype)
 
     def reshape(self, value: Value, shape: Sequence[int], name: str | None = None) -> Value:
         """Add a reshape."""
@@ -256,11 +261,7 @@ class Emitter:
         """Mark with 1, else 0, which numbers lie from a start up to its end, all float32; the shapes broadcast."""
         after = self.binary("GreaterEqual", numbers, starts)
         before = self.binary("Less", numbers, ends)
-        marks = [
-            self.cast(Value(one.name, one.shape, TensorType.BOOL), FLOAT32_TYPE_ID, TensorType.FLOAT)
-            for one in (after, before)
-        ]
-        return self.binary("Mul", *marks)
+        return self.binary("Mul", *(self.cast(one, FLOAT32_TYPE_ID, TensorType.FLOAT) for one in (after, before)))
 
     def slice(self, value: Value, axis: int, start: int, stop: int, name: str | None = None) -> Value:
         """Add a slice along one axis."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from fakes import LocalTeam
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.config.load import load_config
@@ -74,19 +75,8 @@ class RankWorker(SavesState):
         self.restored.append(directory)
 
 
-class LocalTeam:
-    """Calls the workers of all ranks in this process."""
-
-    world_size = NUM_RANKS
-
-    def __init__(self, is_cut):
-        self.workers = [RankWorker(rank, is_cut) for rank in range(NUM_RANKS)]
-        self.rank_0 = self.workers[0]
-        self.ranks = self
-
-    def call(self, method, per_rank=None, **common):
-        arguments = per_rank or [{}] * NUM_RANKS
-        return [getattr(worker, method)(**common, **own) for worker, own in zip(self.workers, arguments)]
+def team_of(is_cut: bool) -> LocalTeam:
+    return LocalTeam([RankWorker(rank, is_cut) for rank in range(NUM_RANKS)])
 
 
 class Run:
@@ -104,7 +94,7 @@ class Run:
                 data_parallel=parallel.data_parallel, model_parallel=parallel.model_parallel
             ),
         )
-        self.team = LocalTeam(is_cut)
+        self.team = team_of(is_cut)
         team = ReplicaTeam(self.team, parallel) if is_cut else self.team
         self.checkpoints = RunCheckpoints(self.config, team, PromptStream(10, seed=0), SaveRequests())
         self.progress = Progress()
@@ -206,7 +196,7 @@ def test_parts_that_were_copied_together_are_a_checkpoint_for_one_machine(tmp_pa
     model, other = (disk / "step_00000001" / "model" for disk in run.disks)
     for rank in (2, 3):
         shutil.copytree(other / f"rank_{rank}", model / f"rank_{rank}")
-    again = LocalTeam(is_cut=True)
+    again = team_of(is_cut=True)
     for worker in again.workers:
         worker.node = 0
     team = ReplicaTeam(again, Layout.parse("dp=2,mp=2,pp=1"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from fakes import LocalTeam
 
 from mindrlhf.checkpoint.manifest import verify
 from mindrlhf.config.model import ModelSection
@@ -56,24 +57,6 @@ class RankWorker(SavesState):
         return super().is_saving()
 
 
-class LocalTeam:
-    """Calls the workers of all ranks in this process, as the real team does over sockets."""
-
-    world_size = NUM_RANKS
-
-    @property
-    def ranks(self):
-        return self
-
-    def __init__(self):
-        self.workers = [RankWorker(rank) for rank in range(NUM_RANKS)]
-        self.rank_0 = self.workers[0]
-
-    def call(self, method, per_rank=None, **common):
-        assert per_rank is None
-        return [getattr(worker, method)(**common) for worker in self.workers]
-
-
 class Run:
     def __init__(self, tmp_path, **checkpoint):
         self.config = GrpoConfig(
@@ -83,7 +66,7 @@ class Run:
             reward=RewardSection(verifier_function=("length",)),
             checkpoint=CheckpointSection(**{"every_steps": 0, "keep_last": 9, **checkpoint}),
         )
-        self.team = LocalTeam()
+        self.team = LocalTeam([RankWorker(rank) for rank in range(NUM_RANKS)])
         replicas = ReplicaTeam(self.team, Layout.parse("dp=2,mp=2,pp=1"))
         self.checkpoints = RunCheckpoints(self.config, replicas, PromptStream(10, seed=0), SaveRequests())
         self.progress = Progress()

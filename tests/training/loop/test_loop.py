@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes import LocalTeam
 
 from mindrlhf.checkpoint.algorithm_state import GuardsState
 from mindrlhf.config.algorithm import AlgorithmSection, CorrectionSection, DistillationSection
@@ -160,19 +161,6 @@ class Rank:
 
     def sync_reference(self):
         self.journal.append("sync_reference")
-
-
-class LocalTeam:
-    """Ranks in this process."""
-
-    def __init__(self, ranks):
-        self.ranks = ranks
-        self.rank_0 = ranks[0]
-        self.world_size = self.num_devices = len(ranks)
-
-    def call(self, method, per_rank=None, **common):
-        own = per_rank or [{}] * self.world_size
-        return [getattr(rank, method)(**{**common, **extra}) for rank, extra in zip(self.ranks, own, strict=True)]
 
 
 class Board:

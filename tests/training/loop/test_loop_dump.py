@@ -32,9 +32,9 @@ class Ranks:
 
     def call(self, method, **arguments):
         if method == "held_rows":
-            return [Actor.held_rows(_Held(rank), **arguments) for rank in self.team.ranks]
+            return [Actor.held_rows(_Held(rank), **arguments) for rank in self.team.workers]
         self.calls.append((method, arguments))
-        return [None for _ in self.team.ranks]
+        return [None for _ in self.team.workers]
 
 
 class _Held:
@@ -58,7 +58,7 @@ def _keeping(rank):
 def train(directory, *, world_size=1, **section):
     run = Run(num_prompts=6, world_size=world_size, **OPTIONS)
     ranks = Ranks(run.trainer.parts.team)
-    for rank in ranks.team.ranks:
+    for rank in ranks.team.workers:
         rank.compute_logprobs = _keeping(rank)
     key_data = KeyData(MsprobeSection(enabled=True, **section), directory, Policy(ranks, None))
     observers = dataclasses.replace(run.trainer.parts.observers, key_data=key_data)

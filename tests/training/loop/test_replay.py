@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes import LocalTeam
 from made_samples import make_sample
 
 from mindrlhf.cli import main
@@ -36,16 +37,6 @@ MODEL = {
     "initializer_range": 0.2,
 }
 ROW_LENGTH = 16
-
-
-class OneRank:
-    """The actor as the only member of a team."""
-
-    def __init__(self, actor):
-        self.actor = actor
-
-    def call(self, method, **arguments):
-        return [getattr(self.actor, method)(**arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +126,7 @@ def skipped(actor, config):
     both = [*samples, *samples]
     made = {"computed": np.ones(len(both), bool), "batches": [batch, batch], "updates": as_skipped}
     record = Step(5, 5, digest, 0.0, StepSamples(both, both), **made)
-    guards = Guards(config, Policy(OneRank(actor), None), first_step=0)
+    guards = Guards(config, Policy(LocalTeam([actor]), None), first_step=0)
     assert guards.review(record, 0.0)["guard/skipped_updates"] == 2
     guards.close()
     return results

@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from fakes import LocalTeam
 from made_samples import make_sample
 
 from mindrlhf.config.model import ModelSection
@@ -59,19 +60,10 @@ class SumRank:
         return results
 
 
-class Team:
-    def __init__(self, world_size):
-        self.ranks = [SumRank() for _ in range(world_size)]
-        self.world_size = world_size
-
-    def call(self, method, per_rank):
-        return [getattr(rank, method)(**share) for rank, share in zip(self.ranks, per_rank, strict=True)]
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("pack", [True, False])
 def test_the_score_of_the_last_token_is_a_part_of_its_own(world_size, pack):
-    team = Team(world_size)
+    team = LocalTeam([SumRank() for _ in range(world_size)])
     held = []
 
     @contextlib.contextmanager
@@ -95,16 +87,16 @@ def test_the_score_of_the_last_token_is_a_part_of_its_own(world_size, pack):
 
 
 def test_equal_responses_are_scored_once():
-    team = Team(1)
+    team = LocalTeam([SumRank()])
     model = RewardModel(team, RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
     after = model.add_rewards([sample([1], [2, 3]), sample([1], [2, 3]), sample([1, 2], [3]), sample([1], [2, 3])])
     assert [item.reward.parts["reward_model"] for item in after] == [6.0] * 4
-    assert team.ranks[0].num_sequences == 2
+    assert team.rank_0.num_sequences == 2
 
 
 def test_a_score_that_is_no_number_is_replaced_and_noted():
     reward = RewardSection(model_path="m", model_weight=2.0, failure_value=-3.0)
-    model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), reward)
+    model = RewardModel(LocalTeam([SumRank()]), RowOptions((16,), 2, 1, True), reward)
     bad, good = model.add_rewards([sample([1], [63], 1.0), sample([1], [2], 1.0)])
     assert bad.reward.parts["reward_model"] == -3.0 and bad.reward.total == -5.0
     assert bad.reward.failures == {"reward_model": "returned inf, not a finite number"}
@@ -112,7 +104,7 @@ def test_a_score_that_is_no_number_is_replaced_and_noted():
 
 
 def test_with_tools_the_last_token_of_the_model_counts():
-    model = RewardModel(Team(1), RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
+    model = RewardModel(LocalTeam([SumRank()]), RowOptions((16,), 2, 1, True), RewardSection(model_path="m"))
     (after,) = model.add_rewards([sample([1], [2, 3, 4], is_generated=[True, False, True])])
     assert after.reward.parts["reward_model"] == 10.0
 
@@ -120,12 +112,12 @@ def test_with_tools_the_last_token_of_the_model_counts():
 def test_a_warm_up_runs_every_row_length():
     seen = []
 
-    class Recorder(Team):
+    class Recorder(LocalTeam):
         def call(self, method, per_rank):
             seen.extend(rows.mask.shape for own in per_rank for rows in own["batch"].micro_batches)
             return super().call(method, per_rank)
 
-    RewardModel(Recorder(1), RowOptions((8, 32), 4, 1, True), RewardSection(model_path="m")).warm_up()
+    RewardModel(Recorder([SumRank()]), RowOptions((8, 32), 4, 1, True), RewardSection(model_path="m")).warm_up()
     assert seen == [(4, 8), (4, 32)]
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes import LocalTeam
 from offline_cases import PairFile, export_model, write_config
 from rewound import Rewound
 from slow_tests import SLOW
@@ -57,17 +58,6 @@ def _rows(inputs):
     return PackedRows(*(one.asnumpy() for one in inputs[:4]), tokens={})
 
 
-class Ranks:
-    """A team without connections."""
-
-    def __init__(self, workers):
-        self.workers, self.world_size, self.num_devices = workers, len(workers), len(workers)
-
-    def call(self, method, per_rank=None, **common):
-        arguments = per_rank or [{}] * self.world_size
-        return [getattr(worker, method)(**common, **own) for worker, own in zip(self.workers, arguments)]
-
-
 class NoGraphs:
     """Those of a rank whose results another one of its replica has too."""
 
@@ -104,7 +94,7 @@ def make_sharded(whole, make_trainer, token_inputs, *, after_token=False, refere
             outputs = WholeGraphs(reference).outputs if rank else graphs.outputs
             frozen = ShardedModel(reference.model.network, outputs, PARALLEL, rank, {})
         workers.append(ShardedOffline(ShardedLearner(model, graph), frozen))
-    return make_trainer(with_replicas(PARALLEL, Ranks(workers)))
+    return make_trainer(with_replicas(PARALLEL, LocalTeam(workers)))
 
 
 def as_sharded(config):

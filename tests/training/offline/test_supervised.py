@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from fakes import LocalTeam
 from offline_cases import NoCheckpoints, Sinks
 
 from mindrlhf.config.model import ModelSection
@@ -67,16 +68,6 @@ class Rank:
         return HeldOutLogProbs(-3.0 * count)
 
 
-class LocalTeam:
-    def __init__(self, world_size):
-        self.ranks = [Rank() for _ in range(world_size)]
-        self.world_size = self.num_devices = world_size
-
-    def call(self, method, per_rank=None, **common):
-        own = per_rank or [{}] * self.world_size
-        return [getattr(rank, method)(**{**common, **extra}) for rank, extra in zip(self.ranks, own, strict=True)]
-
-
 def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed=0, optimizer=None, **supervised):
     options = {"rows_per_step": 2 * world_size, "micro_batch_size": 1, "epochs": 1, "pack": False, **supervised}
     config = SftConfig(
@@ -86,7 +77,7 @@ def run(lengths, *, world_size=1, held_out=None, max_steps=0, shuffle=True, seed
         supervised=SupervisedSection(**options),
         optimizer=OptimizerSection(**(optimizer or {"start_lr": 1.0})),
     )
-    team, sinks = LocalTeam(world_size), Sinks()
+    team, sinks = LocalTeam([Rank() for _ in range(world_size)]), Sinks()
     inputs = RunInputs(None, Records(lengths), Records(held_out) if held_out else None, (8, 16), 0)
     assert run_steps(OfflineSteps(SupervisedTrainer(config, inputs, team), Progress()), NoCheckpoints(), sinks)
     return team, sinks.metrics
@@ -99,7 +90,7 @@ LENGTHS = [3, 5, 2, 15, 9]
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_epoch_trains_on_every_token_once(world_size, pack):
     team, metrics = run(LENGTHS, world_size=world_size, epochs=3, pack=pack)
-    total = sum((records for rank in team.ranks for _, _, records in rank.updates), Counter())
+    total = sum((records for rank in team.workers for _, _, records in rank.updates), Counter())
     assert total == {i + 1: 3 * length for i, length in enumerate(LENGTHS)}
     assert list(metrics) == list(range(1, len(metrics) + 1))
     for step, values in metrics.items():
@@ -107,15 +98,15 @@ def test_every_epoch_trains_on_every_token_once(world_size, pack):
         assert values["loss"] == pytest.approx(1.0)
         assert values["entropy"] == pytest.approx(2.0)
         assert values["lr"] == 1.0 and values["grad_norm"] == 0.25
-        assert len({rank.updates[step - 1][1] for rank in team.ranks}) == 1
-    assert all(len(rank.updates) == len(metrics) for rank in team.ranks)
+        assert len({rank.updates[step - 1][1] for rank in team.workers}) == 1
+    assert all(len(rank.updates) == len(metrics) for rank in team.workers)
 
 
 def test_the_last_step_of_an_epoch_is_shorter():
     team, metrics = run(LENGTHS, epochs=2)
     # Five rows, two to a step: 2 + 2 + 1, twice.
-    assert [len(records) for _, _, records in team.ranks[0].updates] == [2, 2, 1, 2, 2, 1]
-    for _, num_tokens, records in team.ranks[0].updates:
+    assert [len(records) for _, _, records in team.workers[0].updates] == [2, 2, 1, 2, 2, 1]
+    for _, num_tokens, records in team.workers[0].updates:
         assert num_tokens == sum(LENGTHS[record - 1] for record in records)
 
 
@@ -127,7 +118,7 @@ def test_max_steps_cuts_the_run_short(max_steps, num_steps):
 
 def orders(**options):
     team, _ = run(LENGTHS, epochs=2, rows_per_step=1, **options)
-    records = [next(iter(records)) for _, _, records in team.ranks[0].updates]
+    records = [next(iter(records)) for _, _, records in team.workers[0].updates]
     return records[:5], records[5:]
 
 
@@ -155,7 +146,7 @@ def test_the_held_out_loss_is_a_mean_over_its_tokens(world_size):
     team, metrics = run(LENGTHS, world_size=world_size, held_out=[4, 7, 1, 1])
     assert [step for step, values in metrics.items() if "eval/loss" in values] == [len(metrics)]
     assert metrics[len(metrics)]["eval/loss"] == pytest.approx(3.0)
-    assert sum(count for rank in team.ranks for count in rank.evaluations) == 13
+    assert sum(count for rank in team.workers for count in rank.evaluations) == 13
 
 
 def test_records_are_read_in_blocks():
@@ -200,9 +191,8 @@ def test_ranks_are_sent_the_images_of_each_step():
         data=DataSection(train_file="train", tokenizer_dir="tokenizer"),
         supervised=SupervisedSection(rows_per_step=2, micro_batch_size=1, epochs=2, pack=False),
     )
-    team = LocalTeam(2)
-    team.ranks = [SeeingRank(), SeeingRank()]
+    team = LocalTeam([SeeingRank(), SeeingRank()])
     inputs = RunInputs(None, Pictures(LENGTHS), None, (8, 16, 32), 0, ImageTokens(100, 9, VisionGeometry()))
     assert run_steps(OfflineSteps(SupervisedTrainer(config, inputs, team), Progress()), NoCheckpoints(), Sinks())
-    for rank in team.ranks:
+    for rank in team.workers:
         assert rank.sent == rank.looked_at and any(rank.sent)

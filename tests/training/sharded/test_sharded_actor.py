@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from fakes import ThreadedTeam
 from thread_broadcasts import Network
 
 from mindrlhf.algorithms.losses import POLICY_INPUTS, POLICY_STATISTICS
@@ -250,27 +251,15 @@ def _look(ranks, expected, found, version, bucket):
             found.append(name)
 
 
-class LocalRanks:
-    """A team without connections, whose ranks work at the same time, each on a machine of a name."""
-
-    world_size = num_devices = NUM_RANKS
+class LocalRanks(ThreadedTeam):
+    """Ranks that work at the same time, each on a machine of a name."""
 
     def __init__(self, actors, machines):
         from mindrlhf.training.records import Machine
 
-        self.actors = actors
+        super().__init__(actors)
         for actor, machine in zip(actors, machines, strict=True):
             actor.machine = lambda name=machine: Machine(name)
-
-    def call(self, method, per_rank=None, **common):
-        from concurrent.futures import ThreadPoolExecutor
-
-        from mindrlhf.training.messages import decode, encode
-
-        arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * NUM_RANKS]
-        with ThreadPoolExecutor(NUM_RANKS) as pool:
-            done = [pool.submit(getattr(actor, method), **own) for actor, own in zip(self.actors, arguments)]
-            return [decode(*encode({"result": one.result()}))["result"] for one in done]
 
 
 @pytest.mark.parametrize("carrier", [TCP, COLLECTIVES])
