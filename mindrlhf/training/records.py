@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.training.messages import record
+from mindrlhf.system.messages import record
 
 _RULE = "merged by"
 _CHECKSUM_MODULUS = 2**64  # of the weight board

@@ -18,8 +18,8 @@ import numpy as np
 from mindrlhf.errors import RunFailure, UserError
 from mindrlhf.system import heartbeat, timeline
 from mindrlhf.system.handshake import keep_alive
+from mindrlhf.system.messages import decode, encode
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of, receive_message, send_message
-from mindrlhf.training.messages import decode, encode
 from mindrlhf.training.runtime import Rank
 
 _ADMISSION_TIMEOUT_S = 60.0

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure
+from mindrlhf.system.messages import decode, encode
 from mindrlhf.training.loop.policy import Policy
-from mindrlhf.training.messages import decode, encode
 from mindrlhf.training.nodes import attach_boards, find_needs, find_nodes, start_spanning
 from mindrlhf.training.records import BoardPath, LeaderAddress, Machine, Published, add_by_node
 from mindrlhf.training.worker.node_board import NodeBoard

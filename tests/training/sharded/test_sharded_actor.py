@@ -265,7 +265,7 @@ class LocalRanks:
     def call(self, method, per_rank=None, **common):
         from concurrent.futures import ThreadPoolExecutor
 
-        from mindrlhf.training.messages import decode, encode
+        from mindrlhf.system.messages import decode, encode
 
         arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * NUM_RANKS]
         with ThreadPoolExecutor(NUM_RANKS) as pool:

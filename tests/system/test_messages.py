@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from mindrlhf.data.packing import PackedRows
+from mindrlhf.system.messages import decode, encode, record
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.training import records
-from mindrlhf.training.messages import decode, encode, record
 from mindrlhf.training.records import last, merge, merged_by, result
 
 
