@@ -18,9 +18,9 @@ import time
 import numpy as np
 
 from mindrlhf.system.handshake import SignedConnection, admit, introduce
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import plan_exchange
-from mindrlhf.weights.exchange.tcp import NUM_STREAMS, TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.sync import plan_exchange
+from mindrlhf.weights.publish.tcp import NUM_STREAMS, TcpCarrier
 from mindrlhf.weights.tensors import TensorInfo
 
 SHAPE = (4096, 4096)

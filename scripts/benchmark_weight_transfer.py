@@ -22,8 +22,8 @@ from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.weights.board import TensorInfo, WeightBoard
-from mindrlhf.weights.publishing import plan_publication, write_shards
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.shards import plan_publication, write_shards
 
 HEAD_DIM = 64
 VOCAB = 32000

@@ -26,8 +26,8 @@ from mindrlhf.system.wire import ProtocolError, receive_message, send_message
 from mindrlhf.training import team
 from mindrlhf.training.runtime import Rank
 from mindrlhf.weights.array_file import load_arrays
-from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.open import open_tensors
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 from mindrlhf.weights.safetensors_file import SafetensorsFile
 
 ROOT = Path(__file__).parents[1]
@@ -318,7 +318,7 @@ def test_nothing_listens_but_rank_0_and_between_nodes_node_0():
         ("mindrlhf/launch/nodes/first.py", "create_server("),
         ("mindrlhf/training/nodes.py", "create_server("),
         # The first rank of a node, while weights that are cut over nodes cross to its board; a node for rollout only.
-        ("mindrlhf/weights/exchange/tcp.py", "create_server("),
+        ("mindrlhf/weights/publish/tcp.py", "create_server("),
         # Of a rollout server over several nodes: the rank that owns it, while those of the others connect, and torch's
         # store, which would listen on all addresses.
         ("mindrlhf/rollout/spanning/share.py", "create_server("),

@@ -14,7 +14,7 @@ from mindrlhf.rollout.types import Completion, GenerationRequest, Generator, Sam
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions, cpu_cache_gib, devices_of
 from mindrlhf.system import heartbeat
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.sync import Needs
 from mindrlhf.weights.tensors import TensorInfo
 
 PYTHON_VARIABLE = "MINDRLHF_ROLLOUT_PYTHON"

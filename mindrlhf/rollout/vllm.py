@@ -18,9 +18,9 @@ from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, Sam
 from mindrlhf.rollout.vllm_options import VllmOptions, check_options, sees_images
 from mindrlhf.system import timeline
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, receive_message, send_message
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.weights.exchange.needs import merge_needs
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.buffer import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.needs import merge_needs
+from mindrlhf.weights.publish.sync import Needs
 from mindrlhf.weights.tensors import TensorInfo
 
 _LIVENESS_POLL_S = 0.5

@@ -11,8 +11,8 @@ from mindrlhf.rollout.remote import NodesGenerator, ReplicatedGenerator, accept_
 from mindrlhf.system.wire import family_of
 from mindrlhf.training.records import LeaderAddress, Machine, ServerNeeds
 from mindrlhf.training.team import Team, rank_0_host
-from mindrlhf.weights.exchange.needs import merge_needs
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.needs import merge_needs
+from mindrlhf.weights.publish.sync import Needs
 
 Nodes = list[list[int]]  # the ranks of each machine, rank 0's first
 

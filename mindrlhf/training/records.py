@@ -17,7 +17,7 @@ _RULE = "merged by"
 _CHECKSUM_MODULUS = 2**64  # of the weight board
 
 Result = TypeVar("Result")
-Contribution = dict[str, dict[str, Any]]  # see :meth:`mindrlhf.weights.board.WeightBoard.contribution`
+Contribution = dict[str, dict[str, Any]]  # see :meth:`mindrlhf.weights.publish.buffer.WeightBoard.contribution`
 
 record(PackedRows)
 

@@ -42,7 +42,7 @@ def wire(directory: Path) -> Case:
 
 
 def weight_board(directory: Path) -> Case:
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
     infos = [
         TensorInfo("embed", "float32", (4, 6)),

@@ -19,7 +19,7 @@ from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.specs import find_spec
 from mindrlhf.training.loop.skipped_batches import INFO_NAME, load_skipped
-from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard, WeightBoardError
 
 MANY_DIGITS = "1" * 5000  # Python refuses to read more than 4300
 DEEP = "[" * 100_000

@@ -9,8 +9,8 @@ from causal_logits import CausalLMLogits
 from mindrlhf.errors import UserError
 from mindrlhf.models.causal_lm import CausalLM
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import load_tensors
+from mindrlhf.weights.publish.buffer import WeightBoard
 from mindrlhf.weights.tensors import convert_dtype
 
 

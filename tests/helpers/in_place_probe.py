@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mindrlhf.rollout.server.in_place import InPlaceLoader
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
 HEIGHTS, WIDTH, PADDED = {"q": 6, "k": 3, "words": 10}, 4, 16

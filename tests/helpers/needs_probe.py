@@ -17,7 +17,7 @@ import torch
 
 from mindrlhf.rollout.server.engine import VllmEngine, build_engine
 from mindrlhf.rollout.server.worker import WorkerExtension
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import WeightBoard, WeightBoardError
 from mindrlhf.weights.tensors import TensorInfo
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}

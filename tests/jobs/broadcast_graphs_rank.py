@@ -49,9 +49,9 @@ def exchange(work: dict, directory: Path, rank: int) -> None:
     from mindrlhf.config.sections import ParallelSection
     from mindrlhf.models.context import prepare_mindformers
     from mindrlhf.training.runtime import Rank, start_parallel
-    from mindrlhf.weights.board import WeightBoard
-    from mindrlhf.weights.exchange.collective import CollectiveCarrier
-    from mindrlhf.weights.exchange.plan import Piece, to_box
+    from mindrlhf.weights.publish.buffer import WeightBoard
+    from mindrlhf.weights.publish.collective import CollectiveCarrier
+    from mindrlhf.weights.publish.sync import Piece, to_box
     from mindrlhf.weights.tensors import TensorInfo
 
     world_size = sum(map(len, work["nodes"]))

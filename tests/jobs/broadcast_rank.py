@@ -24,9 +24,9 @@ from random_bits import random_bits
 from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.records import add_contributions
 from mindrlhf.training.sharded.broadcast import group_of, open_broadcast
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.collective import CollectiveCarrier
-from mindrlhf.weights.exchange.plan import completed, plan_exchange
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.collective import CollectiveCarrier
+from mindrlhf.weights.publish.sync import completed, plan_exchange
 from mindrlhf.weights.tensors import TensorInfo
 
 TIMEOUT_S = 200

@@ -271,8 +271,8 @@ def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollo
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
     from mindrlhf.rollout.vllm import VllmGenerator
     from mindrlhf.rollout.vllm_options import VllmOptions
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
     from mindrlhf.weights.convert import export_hf
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
     published = executions[name].published["before"]
     model_dir = tmp_path / "model"

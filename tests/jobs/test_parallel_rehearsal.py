@@ -22,8 +22,8 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.shards.save import finish_saving, plan_saving, write_rank
 from mindrlhf.specs import find_spec
 from mindrlhf.specs.fuse import split
-from mindrlhf.weights.board import TensorInfo, WeightBoard
 from mindrlhf.weights.convert import export_hf
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 from mindrlhf.weights.sharded import ShardedDirectory
 
 pytestmark = [

@@ -147,8 +147,8 @@ def started(network, directory, **rollout):
 
 
 def make_board(network, dtype, bucket_bytes):
-    from mindrlhf.weights.board import WeightBoard
     from mindrlhf.weights.convert import hf_tensor_infos
+    from mindrlhf.weights.publish.buffer import WeightBoard
 
     return WeightBoard.create(hf_tensor_infos(network, dtype), bucket_bytes)
 

@@ -16,7 +16,7 @@ from mindrlhf.rollout.pool import GeneratorPool
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
 pytestmark = pytest.mark.timeout(480)
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm import VllmGenerator
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("MINDRLHF_ROLLOUT_PYTHON", str(ROOT / ".venv-rollout" / "bin" / "python"))

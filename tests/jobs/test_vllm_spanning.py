@@ -31,7 +31,7 @@ from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.rollout.types import GenerationRequest, SamplingParams
 from mindrlhf.rollout.vllm_options import VllmOptions
 from mindrlhf.system.processes import descendants, shared_memory_files
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
 pytestmark = [
     pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="no rollout environment"),

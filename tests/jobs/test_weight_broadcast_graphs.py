@@ -17,9 +17,9 @@ from slow_tests import SLOW
 from mindrlhf.dryrun.compile.request import Collective
 from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import find_spec
-from mindrlhf.weights.exchange.buckets import BUCKET_BYTES, plan_buckets
-from mindrlhf.weights.exchange.plan import plan_exchange
-from mindrlhf.weights.publishing import plan_publication
+from mindrlhf.weights.publish.buckets import BUCKET_BYTES, plan_buckets
+from mindrlhf.weights.publish.shards import plan_publication
+from mindrlhf.weights.publish.sync import plan_exchange
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = [

@@ -17,8 +17,8 @@ from slow_tests import SLOW
 
 from mindrlhf.launch.launch import launch
 from mindrlhf.training.records import add_contributions
-from mindrlhf.weights.exchange.buckets import plan_buckets
-from mindrlhf.weights.exchange.plan import check_received, plan_exchange, regions_of, to_box
+from mindrlhf.weights.publish.buckets import plan_buckets
+from mindrlhf.weights.publish.sync import check_received, plan_exchange, regions_of, to_box
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = pytest.mark.timeout(400)

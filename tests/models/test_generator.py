@@ -176,8 +176,8 @@ def test_a_prompt_without_room_is_the_users_error(generator):
 
 
 def test_weights_come_from_the_board(generator, model):
-    from mindrlhf.weights.board import TensorInfo, WeightBoard
     from mindrlhf.weights.convert import hf_tensor_infos, random_hf_weights
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
     before = collect(generator)
     infos = [TensorInfo(*info) for info in hf_tensor_infos(model)]

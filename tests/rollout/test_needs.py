@@ -13,7 +13,7 @@ from tiny_vl import TinyVl, weights_of, write_tiny_vl
 
 from mindrlhf.specs import find_spec
 from mindrlhf.weights.convert import hf_shapes
-from mindrlhf.weights.exchange.boxes import Box, to_box, whole_box
+from mindrlhf.weights.publish.slices import Box, to_box, whole_box
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = {

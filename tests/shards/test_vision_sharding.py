@@ -23,7 +23,7 @@ from mindrlhf.weights.convert import (
     random_hf_weights,
 )
 from mindrlhf.weights.hf import read_hf_config
-from mindrlhf.weights.publishing import plan_publication
+from mindrlhf.weights.publish.shards import plan_publication
 
 PUBLISHED = Path(__file__).parents[2] / "model_configs" / "qwen2_5_vl"
 MODEL = TinyVl(hidden=32, heads=4, kv_heads=2, intermediate=24, layers=3, vision_hidden=16, vision_intermediate=20)

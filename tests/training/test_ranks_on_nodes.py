@@ -13,7 +13,7 @@ from mindrlhf.training.nodes import attach_boards, find_needs, find_nodes, start
 from mindrlhf.training.records import BoardPath, LeaderAddress, Machine, Published, add_by_node
 from mindrlhf.training.worker.node_board import NodeBoard
 from mindrlhf.training.worker.node_servers import SharesServers
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
 INFOS = (TensorInfo("a", "float32", (4, 2)), TensorInfo("b", "float32", (3,)))

@@ -6,7 +6,7 @@ import pytest
 from mindrlhf.layout.layout import Layout
 from mindrlhf.training.records import ProcessStatistics, Published, UpdateResult
 from mindrlhf.training.replica_team import ReplicaTeam
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 
 
 class Ranks:

@@ -18,7 +18,7 @@ from mindrlhf.layout.server_shards import Box, server_box
 from mindrlhf.layout.servers import place_servers
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.weights.convert import board_dtype, board_infos, file_dtype
-from mindrlhf.weights.publishing import published_shards
+from mindrlhf.weights.publish.shards import published_shards
 from mindrlhf.weights.tensors import STORAGE_DTYPES, cut_into_buckets, size_of
 
 # 200 Gbit/s, as servers with NPUs have it for storage and between hosts.

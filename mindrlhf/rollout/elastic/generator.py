@@ -8,7 +8,7 @@ from mindrlhf.rollout.elastic.member import Member
 from mindrlhf.rollout.pool import Unfinished, merge
 from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 
 class ElasticGenerator:

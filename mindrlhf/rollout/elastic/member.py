@@ -8,7 +8,7 @@ On one connection (:class:`mindrlhf.launch.nodes.channel.Channel`) rank 0 asks a
     abort, while it generates        generated
 
 "failed" {message} and "leaving" may come at any time, and end it. Weights come by the carrier of
-:mod:`mindrlhf.weights.exchange`, as changes since the last version where that is less.
+:mod:`mindrlhf.weights.publish`, as changes since the last version where that is less.
 """
 
 import json
@@ -25,9 +25,9 @@ from mindrlhf.rollout.messages import pack_requests, pack_sampling, unpack_compl
 from mindrlhf.rollout.types import Completion, GenerationRequest, SamplingParams
 from mindrlhf.system import heartbeat
 from mindrlhf.system.handshake import SignedConnection
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import Piece, plan_exchange
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.sync import Piece, plan_exchange
+from mindrlhf.weights.publish.tcp import TcpCarrier
 from mindrlhf.weights.tensors import TensorInfo
 
 LEAD, NODE = 0, 1  # the ends of the exchange

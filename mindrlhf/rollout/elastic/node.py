@@ -18,9 +18,9 @@ from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.types import Cancelled
 from mindrlhf.system.handshake import SignedConnection, introduce
 from mindrlhf.system.wire import ProtocolError
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import check_received, regions_of
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.sync import check_received, regions_of
+from mindrlhf.weights.publish.tcp import TcpCarrier
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_INTERVAL_S = 0.5

@@ -25,8 +25,8 @@ from mindrlhf.rollout.server.multi_step import MultiStep
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.sampler import Stream, StreamSampler
 from mindrlhf.rollout.server.vision import VisionModel
-from mindrlhf.weights.exchange.boxes import Box
-from mindrlhf.weights.exchange.needs import merge_needs
+from mindrlhf.weights.publish.needs import merge_needs
+from mindrlhf.weights.publish.slices import Box
 from mindrlhf.weights.tensors import TensorInfo
 
 # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32. Prompts are read up to so

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindrlhf.rollout.server.needs import storage_of, tensors_in
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 _ATEN = torch.ops.aten
 _SET_TO_CONSTANTS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)

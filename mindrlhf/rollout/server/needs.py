@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
-from mindrlhf.weights.exchange.boxes import Box, merge_boxes
+from mindrlhf.weights.publish.slices import Box, merge_boxes
 from mindrlhf.weights.tensors import TensorInfo
 
 _logger = logging.getLogger(__name__)

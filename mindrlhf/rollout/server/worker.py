@@ -15,8 +15,8 @@ from mindrlhf.rollout.server.in_place import InPlaceLoader
 from mindrlhf.rollout.server.linear import forget_copies
 from mindrlhf.rollout.server.needs import trace_reads, without_memory
 from mindrlhf.rollout.server.span import board_of_node, join_span
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.weights.exchange.boxes import Box
+from mindrlhf.weights.publish.buffer import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.slices import Box
 from mindrlhf.weights.tensors import TensorInfo
 
 # Boards are mapped for reading only; nothing here writes to the tensors made over them.

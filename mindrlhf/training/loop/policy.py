@@ -10,8 +10,8 @@ from mindrlhf.training.batch import Batch, RowOptions, images_of_ranks
 from mindrlhf.training.loop.publication import Publication
 from mindrlhf.training.records import PolicyUpdateResult, Share
 from mindrlhf.training.team import Team
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.plan import Needs
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.sync import Needs
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from mindrlhf.training.records import (
     join,
 )
 from mindrlhf.training.team import Team
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.boxes import Box, to_box
-from mindrlhf.weights.exchange.plan import (
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.slices import Box, to_box
+from mindrlhf.weights.publish.sync import (
     Needs,
     Piece,
     check_received,

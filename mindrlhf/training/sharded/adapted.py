@@ -16,8 +16,8 @@ from mindrlhf.specs.lora import AdaptedRules
 from mindrlhf.training.sharded.model import ShardedModel, set_shard
 from mindrlhf.weights.adapters.merge import merge
 from mindrlhf.weights.adapters.peft import adapter_config
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import PublishedShard, wanted_shards, write_shards
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.shards import PublishedShard, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 
 

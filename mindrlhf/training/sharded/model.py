@@ -18,8 +18,8 @@ from mindrlhf.shards.save import finish_saving, held_shards, plan_saving, write_
 from mindrlhf.shards.sources import ArraySource, open_source
 from mindrlhf.training.sharded.factory import layout_of, network_layouts
 from mindrlhf.training.worker.model import RankModel, frozen_tensors
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.publishing import PublishedShard, plan_publication, wanted_shards, write_shards
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.shards import PublishedShard, plan_publication, wanted_shards, write_shards
 from mindrlhf.weights.sharded import ShardedManifest
 from mindrlhf.weights.tensors import STORAGE_DTYPES, convert_dtype
 

@@ -23,7 +23,7 @@ from mindrlhf.weights.adapters.peft import (
     load_adapter,
     write_adapter,
 )
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 
 class AdaptedModel(WholeModel):

@@ -21,8 +21,8 @@ from mindrlhf.models.graph_cache import run_graph
 from mindrlhf.specs.rules import VISION_PREFIX
 from mindrlhf.training.routing.rows import experts_by_layer
 from mindrlhf.training.runtime import Rank
-from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, hf_tensor_infos, iter_hf_tensors, load_hf_weights
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 
 class RankModel(ABC):

@@ -7,13 +7,13 @@ from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.training.records import BoardPath, Contribution, LeaderAddress, Published, Received
 from mindrlhf.training.team import own_host
 from mindrlhf.training.worker.model import RankModel
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.boxes import Box, to_box
-from mindrlhf.weights.exchange.carrier import Carrier
-from mindrlhf.weights.exchange.collective import CollectiveCarrier
-from mindrlhf.weights.exchange.needs import merge_needs, sum_parts
-from mindrlhf.weights.exchange.plan import Needs, Piece
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.carrier import Carrier
+from mindrlhf.weights.publish.collective import CollectiveCarrier
+from mindrlhf.weights.publish.needs import merge_needs, sum_parts
+from mindrlhf.weights.publish.slices import Box, to_box
+from mindrlhf.weights.publish.sync import Needs, Piece
+from mindrlhf.weights.publish.tcp import TcpCarrier
 
 
 class NodeBoard:
@@ -139,7 +139,7 @@ class NodeBoard:
 
         Args:
             bucket: of the board.
-            pieces: what of it is to be exchanged; the fields of :class:`mindrlhf.weights.exchange.plan.Piece`.
+            pieces: what of it is to be exchanged; the fields of :class:`mindrlhf.weights.publish.sync.Piece`.
             addresses: host and port by node.
             token: a secret of the nodes.
         """

@@ -4,7 +4,7 @@ from mindrlhf.rollout.remote import ReplicatedGenerator
 from mindrlhf.rollout.spanning.share import NodeShare
 from mindrlhf.training.records import LeaderAddress, ServerNeeds
 from mindrlhf.training.team import own_host
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 
 class SharesServers:

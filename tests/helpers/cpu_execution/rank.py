@@ -49,7 +49,7 @@ from mindrlhf.training.runtime import Rank
 from mindrlhf.training.sharded.factory import layout_of
 from mindrlhf.training.team import Team, connect, serve
 from mindrlhf.training.vision.image_rows import ImageTokens
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 

@@ -18,7 +18,7 @@ from mindrlhf.rollout.elastic.door import Door, take_address
 from mindrlhf.rollout.elastic.generator import ElasticGenerator
 from mindrlhf.rollout.types import Cancelled, Completion, GenerationRequest, SamplingParams
 from mindrlhf.system.handshake import Stranger, introduce
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,8 +8,8 @@ from mindrlhf.config.sections import ParallelSection
 from mindrlhf.errors import UserError
 from mindrlhf.specs import find_spec, scorer_config
 from mindrlhf.specs.lora import LoraOptions
-from mindrlhf.weights.board import WeightBoard
 from mindrlhf.weights.convert import export_hf, random_hf_weights
+from mindrlhf.weights.publish.buffer import WeightBoard
 from mindrlhf.weights.tensors import TensorInfo
 
 MODEL = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import WeightBoard, WeightBoardError
 from mindrlhf.weights.tensors import TensorInfo, cut_into_buckets, size_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=12)

@@ -1,7 +1,7 @@
 """The carrier over the devices' own network: ranks broadcast buckets from the board of their node to other boards.
 
 Every rank has a part in it, not only the first of a node: it puts buckets together from the board, which all ranks of a
-node map, or takes them apart into it (:mod:`mindrlhf.weights.exchange.buckets`). What broadcasts is given, so that this
+node map, or takes them apart into it (:mod:`mindrlhf.weights.publish.buckets`). What broadcasts is given, so that this
 module needs no MindSpore: :func:`mindrlhf.training.sharded.broadcast.open_broadcast`.
 
 A bucket holds bits as words of 32, whatever their dtype: one graph serves all, and nothing on the way rounds.
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.boxes import Box
-from mindrlhf.weights.exchange.buckets import BUCKET_BYTES, Bucket, Part, plan_buckets
-from mindrlhf.weights.exchange.carrier import Address
-from mindrlhf.weights.exchange.plan import Piece
-from mindrlhf.weights.exchange.sums import sum_bits
+from mindrlhf.weights.publish.buckets import BUCKET_BYTES, Bucket, Part, plan_buckets
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.carrier import Address
+from mindrlhf.weights.publish.slices import Box
+from mindrlhf.weights.publish.sums import sum_bits
+from mindrlhf.weights.publish.sync import Piece
 
 WORD = np.dtype(np.int32)
 
@@ -29,7 +29,7 @@ OpenBroadcast = Callable[[tuple[int, ...], int, int], Broadcast]
 
 
 class CollectiveCarrier:
-    """A :class:`mindrlhf.weights.exchange.carrier.Carrier`, one per rank; every version travels whole.
+    """A :class:`mindrlhf.weights.publish.carrier.Carrier`, one per rank; every version travels whole.
 
     Args:
         board: of this rank's node, writable.
@@ -65,7 +65,7 @@ class CollectiveCarrier:
     def connect(
         self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
     ) -> None:
-        """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`; addresses and token are not needed."""
+        """See :meth:`mindrlhf.weights.publish.carrier.Carrier.connect`; addresses and token are not needed."""
         self._buckets[bucket] = [
             (one, self._open_broadcast(one.ranks, one.root, one.size_bytes // WORD.itemsize))
             for one in plan_buckets(pieces, self._nodes, self._board.infos, self._bucket_bytes)
@@ -73,7 +73,7 @@ class CollectiveCarrier:
         ]
 
     def exchange(self, version: int, bucket: int = 0) -> dict[tuple[str, Box], int]:
-        """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.exchange`; all ranks do it, also in the same order.
+        """See :meth:`mindrlhf.weights.publish.carrier.Carrier.exchange`; all ranks do it, also in the same order.
 
         Returns:
             The regions of which something came through this rank, each with the sum of the bits of that. Those of all

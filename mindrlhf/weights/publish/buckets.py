@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindrlhf.weights.exchange.plan import Piece
+from mindrlhf.weights.publish.sync import Piece
 from mindrlhf.weights.tensors import TensorInfo
 
 # Large enough for the network to be the limit; a device has two of them at a time.

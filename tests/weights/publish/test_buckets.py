@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.weights.exchange import buckets as planning
-from mindrlhf.weights.exchange.buckets import plan_buckets
-from mindrlhf.weights.exchange.plan import Piece
+from mindrlhf.weights.publish import buckets as planning
+from mindrlhf.weights.publish.buckets import plan_buckets
+from mindrlhf.weights.publish.sync import Piece
 from mindrlhf.weights.tensors import TensorInfo
 
 INFOS = (TensorInfo("wide", "float32", (1 << 20,)), TensorInfo("half", "bfloat16", (1 << 20,)))

@@ -1,7 +1,7 @@
 """What the servers of a node read of each tensor, and the sums of what travels for that.
 
 Where a generator spans several nodes, each of its workers reads a part of most tensors. What the workers of a node read
-together is what its board needs (``needed`` of :func:`mindrlhf.weights.exchange.plan.plan_exchange`). The ranks sum the
+together is what its board needs (``needed`` of :func:`mindrlhf.weights.publish.sync.plan_exchange`). The ranks sum the
 regions that they write; what travels is then less than such a region, and the node where it begins sums it. So that
 nothing changes unseen, that node compares the regions with their sums in the same pass.
 """
@@ -9,10 +9,10 @@ nothing changes unseen, that node compares the regions with their sums in the sa
 from collections.abc import Iterable, Mapping, Sequence
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.boxes import Box, divide, intersect, merge_boxes, to_box
-from mindrlhf.weights.exchange.plan import Contribution, Piece, regions_of
-from mindrlhf.weights.exchange.sums import sum_bits
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.slices import Box, divide, intersect, merge_boxes, to_box
+from mindrlhf.weights.publish.sums import sum_bits
+from mindrlhf.weights.publish.sync import Contribution, Piece, regions_of
 
 
 def merge_needs(workers: Iterable[Mapping[str, Sequence | None]]) -> dict[str, list[Box] | None]:

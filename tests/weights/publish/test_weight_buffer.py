@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindrlhf.weights.board import TensorInfo, WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard, WeightBoardError
 
 INFOS = [
     TensorInfo("embed", "float32", (10, 6)),
@@ -72,7 +72,7 @@ def test_another_version_is_refused(board):
 WRITER = """
 import json, sys
 import numpy as np
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 path, rank = sys.argv[1], int(sys.argv[2])
 with WeightBoard.attach(path, writable=True) as board:
     board.begin(5)
@@ -202,7 +202,7 @@ def test_tensors_larger_than_a_piece_and_not_contiguous():
 
 CREATOR = """
 import sys, time
-from mindrlhf.weights.board import TensorInfo, WeightBoard
+from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
 board = WeightBoard.create([TensorInfo("w", "float32", (1000,))])
 print(board.path, flush=True)
 time.sleep(60)

@@ -12,11 +12,11 @@ from slow_tests import SLOW
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange import plan as planning
-from mindrlhf.weights.exchange import tcp
-from mindrlhf.weights.exchange.plan import check_received, completed, plan_exchange, regions_of
-from mindrlhf.weights.exchange.tcp import TcpCarrier
+from mindrlhf.weights.publish import sync as planning
+from mindrlhf.weights.publish import tcp
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.sync import check_received, completed, plan_exchange, regions_of
+from mindrlhf.weights.publish.tcp import TcpCarrier
 from mindrlhf.weights.tensors import TensorInfo
 
 INFOS = (

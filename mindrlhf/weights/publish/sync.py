@@ -4,7 +4,7 @@ The ranks of a node write what they hold to the board of their node. Where the m
 regions, which come from the boards of nodes that have them: each region along a chain, from one node to all that lack
 it, so that no node sends more than the model once, however many nodes there are.
 
-Where it is known what the servers of each node read (:mod:`mindrlhf.weights.exchange.needs`), of each region only that
+Where it is known what the servers of each node read (:mod:`mindrlhf.weights.publish.needs`), of each region only that
 travels.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.exchange.boxes import Box, divide, num_elements, parts_within, to_box
+from mindrlhf.weights.publish.slices import Box, divide, num_elements, parts_within, to_box
 from mindrlhf.weights.tensors import TensorInfo
 
 # Large regions are cut, so that the nodes of a chain work at the same time, and so do several streams.
 PIECE_BYTES = 8 << 20
 
-Contribution = Mapping[str, Mapping[str, Any]]  # see :meth:`mindrlhf.weights.board.WeightBoard.contribution`
+Contribution = Mapping[str, Mapping[str, Any]]  # see :meth:`mindrlhf.weights.publish.buffer.WeightBoard.contribution`
 Needs = Mapping[str, Sequence[Box] | None]  # by tensor; None is all of it, and one that is not there is not needed
 
 

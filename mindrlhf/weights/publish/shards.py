@@ -13,7 +13,7 @@ import numpy as np
 from mindrlhf.layout.parameter import ParameterLayout
 from mindrlhf.specs import ModelDims, ParameterRule
 from mindrlhf.specs.fuse import fuse
-from mindrlhf.weights.board import WeightBoard
+from mindrlhf.weights.publish.buffer import WeightBoard
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindrlhf.weights.exchange.boxes import Box, first_lacking, intersect, num_elements, to_box, whole_box
+from mindrlhf.weights.publish.slices import Box, first_lacking, intersect, num_elements, to_box, whole_box
 from mindrlhf.weights.tensors import TensorInfo
 
 _SIZE_BYTES = 8  # of the number before the list

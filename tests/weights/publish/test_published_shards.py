@@ -9,7 +9,7 @@ from mindrlhf.layout.layout import Layout, parameter_layouts
 from mindrlhf.specs import DEEPSEEK_V3, QWEN2, QWEN3, QWEN3_MOE
 from mindrlhf.specs.fuse import fuse
 from mindrlhf.weights.convert import hf_shapes
-from mindrlhf.weights.publishing import choose_writers, plan_publication
+from mindrlhf.weights.publish.shards import choose_writers, plan_publication
 
 CONFIG = {
     "num_hidden_layers": 4,

@@ -1,10 +1,10 @@
-"""What brings the pieces of an exchange from node to node; over TCP it is :mod:`mindrlhf.weights.exchange.tcp`."""
+"""What brings the pieces of an exchange from node to node; over TCP it is :mod:`mindrlhf.weights.publish.tcp`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mindrlhf.weights.exchange.boxes import Box
-from mindrlhf.weights.exchange.plan import Piece
+from mindrlhf.weights.publish.slices import Box
+from mindrlhf.weights.publish.sync import Piece
 
 Address = tuple[str, int]
 

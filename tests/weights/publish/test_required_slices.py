@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exchange import INFOS, TOKEN, WHOLE, Nodes, holdings, tensors
+from test_sync import INFOS, TOKEN, WHOLE, Nodes, holdings, tensors
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.board import WeightBoard, WeightBoardError
-from mindrlhf.weights.exchange import plan as planning
-from mindrlhf.weights.exchange import tcp
-from mindrlhf.weights.exchange.boxes import divide, first_lacking, merge_boxes
-from mindrlhf.weights.exchange.needs import merge_needs, sum_parts
-from mindrlhf.weights.exchange.plan import check_received, completed, plan_exchange, regions_of, with_received
+from mindrlhf.weights.publish import sync as planning
+from mindrlhf.weights.publish import tcp
+from mindrlhf.weights.publish.buffer import WeightBoard, WeightBoardError
+from mindrlhf.weights.publish.needs import merge_needs, sum_parts
+from mindrlhf.weights.publish.slices import divide, first_lacking, merge_boxes
+from mindrlhf.weights.publish.sync import check_received, completed, plan_exchange, regions_of, with_received
 
 SHAPES = {info.name: info.shape for info in INFOS}
 ELEMENT_BYTES = {info.name: info.numpy_dtype.itemsize for info in INFOS}

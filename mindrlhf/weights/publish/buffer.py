@@ -36,9 +36,9 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.exchange.boxes import Box, to_box
-from mindrlhf.weights.exchange.parts import find_fault, find_gap, read_parts, write_parts
-from mindrlhf.weights.exchange.sums import copy_and_sum, sum_region
+from mindrlhf.weights.publish.parts import find_fault, find_gap, read_parts, write_parts
+from mindrlhf.weights.publish.slices import Box, to_box
+from mindrlhf.weights.publish.sums import copy_and_sum, sum_region
 from mindrlhf.weights.tensors import TensorInfo, align, cut_into_buckets, size_of
 
 _MAGIC = b"MRLBOARD"

@@ -2,9 +2,9 @@
 
 Each node that has something for another opens a few connections to it (:mod:`mindrlhf.system.handshake`), which carry
 for each piece a signed message, {"piece", "version", "since"}. With "since", the version that the receiver has, the
-message holds what changed (:mod:`mindrlhf.weights.exchange.delta`); else the piece's bytes follow. These are not
+message holds what changed (:mod:`mindrlhf.weights.publish.delta`); else the piece's bytes follow. These are not
 signed: the ranks that wrote them have summed them, and rank 0 compares what lies in memory in the end with that
-(:func:`mindrlhf.weights.exchange.plan.check_received`).
+(:func:`mindrlhf.weights.publish.sync.check_received`).
 """
 
 import contextlib
@@ -19,12 +19,12 @@ import numpy as np
 from mindrlhf.errors import RunFailure
 from mindrlhf.system.handshake import SignedConnection, Stranger, admit, introduce
 from mindrlhf.system.wire import ConnectionClosed, ProtocolError, family_of
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange.boxes import Box
-from mindrlhf.weights.exchange.carrier import Address
-from mindrlhf.weights.exchange.delta import apply_changes, find_changes, may_repeat
-from mindrlhf.weights.exchange.plan import Piece
-from mindrlhf.weights.exchange.sums import sum_bits
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.carrier import Address
+from mindrlhf.weights.publish.delta import apply_changes, find_changes, may_repeat
+from mindrlhf.weights.publish.slices import Box
+from mindrlhf.weights.publish.sums import sum_bits
+from mindrlhf.weights.publish.sync import Piece
 
 # Fast networks limit what one connection carries.
 NUM_STREAMS = 4
@@ -33,7 +33,7 @@ _CONNECT_TIMEOUT_S = 60.0
 
 
 class TcpCarrier:
-    """A :class:`mindrlhf.weights.exchange.carrier.Carrier`.
+    """A :class:`mindrlhf.weights.publish.carrier.Carrier`.
 
     Args:
         board: of this node.
@@ -69,7 +69,7 @@ class TcpCarrier:
     def connect(
         self, pieces: Sequence[Piece], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
     ) -> None:
-        """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.connect`."""
+        """See :meth:`mindrlhf.weights.publish.carrier.Carrier.connect`."""
         self._hang_up()
         self._pieces_of[bucket], self._sent, self._last_version = pieces, {}, None
         streams = [
@@ -85,7 +85,7 @@ class TcpCarrier:
         self._raise_failure()
 
     def exchange(self, version: int, bucket: int = 0) -> dict[tuple[str, Box], int]:
-        """See :meth:`mindrlhf.weights.exchange.carrier.Carrier.exchange`."""
+        """See :meth:`mindrlhf.weights.publish.carrier.Carrier.exchange`."""
         self._pieces = self._pieces_of[bucket]
         coming = [index for index, piece in enumerate(self._pieces) if self._hop(piece)[0] is not None]
         arrived = {index: threading.Event() for index in coming}

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exchange import INFOS, holdings, tensors
+from test_sync import INFOS, holdings, tensors
 from thread_broadcasts import Network
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.board import WeightBoard
-from mindrlhf.weights.exchange import buckets as planning
-from mindrlhf.weights.exchange import plan as pieces_planning
-from mindrlhf.weights.exchange.collective import CollectiveCarrier
-from mindrlhf.weights.exchange.plan import check_received, completed, plan_exchange, regions_of
+from mindrlhf.weights.publish import buckets as planning
+from mindrlhf.weights.publish import sync as pieces_planning
+from mindrlhf.weights.publish.buffer import WeightBoard
+from mindrlhf.weights.publish.collective import CollectiveCarrier
+from mindrlhf.weights.publish.sync import check_received, completed, plan_exchange, regions_of
 
 
 @settings(max_examples=60, deadline=None)
