@@ -33,10 +33,10 @@ def digest_json(value: Any) -> str:
 
 
 def digest_weights(contributions: Iterable[Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return 16 hexadecimal digits of all weights, from the checksums that writing them to the board left.
+    """Return 16 hexadecimal digits of all weights, from the checksums that writing them to the buffer left.
 
     The checksum of a tensor is the sum of its elements' bits modulo 2^64, so it does not depend on how many ranks
-    wrote it; see :meth:`mindrlhf.weights.publish.buffer.WeightBoard.contribution`.
+    wrote it; see :meth:`mindrlhf.weights.publish.buffer.WeightBuffer.contribution`.
 
     Args:
         contributions: by rank, tensor name -> "checksum" of what the rank wrote.

@@ -15,7 +15,7 @@ from mindrlhf.layout.layout import Layout
 from mindrlhf.layout.servers import place_servers, spans_nodes
 from mindrlhf.shards.strategy_files import check_strategy_directory
 from mindrlhf.specs import find_spec, scorer_config
-from mindrlhf.weights.convert import board_infos
+from mindrlhf.weights.convert import buffer_infos
 from mindrlhf.weights.hf import read_hf_config
 from mindrlhf.weights.open import is_sharded
 from mindrlhf.weights.sharded import STRATEGY_NAME
@@ -120,7 +120,7 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
             f"'profiler.vllm' is true, but servers of rollout.tensor_parallel {rollout.tensor_parallel} lie over "
             f"several nodes of {node_size} devices, which vLLM's profiler was not tried with: set it to false"
         )
-    _check_board(config)
+    _check_buffer(config)
     if config.run.device == "cpu":
         return
     hf_config = read_hf_config(config.model.path)
@@ -129,10 +129,10 @@ def check_servers(config: GrpoConfig, world_size: int, num_nodes: int) -> None:
     check_rollout(rollout, find_spec(hf_config).dims(hf_config), num_devices)
 
 
-def _check_board(config: GrpoConfig) -> None:
+def _check_buffer(config: GrpoConfig) -> None:
     hf_config = read_hf_config(config.model.path)
     spec = find_spec(hf_config)
-    infos = board_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
+    infos = buffer_infos(spec, spec.dims(hf_config), config.model.param_dtype, config.rollout.dtype)
     largest, limit = max(infos, key=lambda info: info.size_bytes), config.rollout.board_gib
     needed = align(largest.size_bytes) / 2**30
     if limit and needed > limit:

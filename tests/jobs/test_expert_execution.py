@@ -82,7 +82,7 @@ def test_weights_are_those_of_one_process(executed, plain):
 
 
 def test_publishing_and_resuming(executed):
-    """The board holds the tensors that the ranks began with; updates after a restored checkpoint end alike."""
+    """The buffer holds the tensors that the ranks began with; updates after a restored checkpoint end alike."""
     tensors = hf_weights(EXPERTS)
     assert executed.published["before"].keys() == tensors.keys()
     for name, tensor in tensors.items():

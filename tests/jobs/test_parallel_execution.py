@@ -2,7 +2,7 @@
 
 The ranks run the product's worker of a sharded model, and rank 0 its team and policy. The plain process uses the cells
 of the product on the CPU, which share no code with the Ascend cells, and knows nothing of parallelism. What the ranks
-publish to the weight board is compared with the tensors themselves.
+publish to the weight buffer is compared with the tensors themselves.
 """
 
 import dataclasses
@@ -197,7 +197,7 @@ def test_ranks_that_hold_the_same_shard_stay_equal(executions, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_board_holds_the_logical_tensors(executions, name):
+def test_buffer_holds_the_logical_tensors(executions, name):
     """Written by all ranks from their own shards, before the first step and after the last."""
     published = executions[name].published
     spec = find_spec(MODEL)
@@ -240,7 +240,7 @@ def test_publishing_moves_each_byte_once_and_shares_the_work(executions, name):
     ],
 )
 def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executions, tmp_path, name, carrier):
-    """Each machine has a rank (or two) and holds a part of the model; the boards of both have all of it in the end."""
+    """Each machine has a rank (or two) and holds a part of the model; the buffers of both have all of it in the end."""
     one = executions[name]
     graphs = Path(one.job.graphs[0]).parent
     job = dataclasses.replace(one.job, carrier=carrier)
@@ -254,7 +254,7 @@ def test_two_machines_compute_and_publish_what_one_does_to_the_last_bit(executio
             np.testing.assert_array_equal(two.published[moment][hf_name], tensor, err_msg=f"{moment} {hf_name}")
     for parameter, array in one.weights.items():
         np.testing.assert_array_equal(two.weights[parameter], array, err_msg=parameter)
-    assert len({*one.boards, *two.boards}) == 1, "the boards of both machines hold the same"
+    assert len({*one.buffers, *two.buffers}) == 1, "the buffers of both machines hold the same"
 
 
 def test_fused_kernels_and_collectives_were_lowered(executions):
@@ -265,21 +265,21 @@ def test_fused_kernels_and_collectives_were_lowered(executions):
         assert executions["tp2_dp2_sequence_and_optimizer_parallel"].lowered["ReduceScatter"] >= 1
 
 
-@SLOW  # every day the board is compared with the weights, and test_rollout_parity.py compares vLLM with the cells
+@SLOW  # every day the buffer is compared with the weights, and test_rollout_parity.py compares vLLM with the cells
 @pytest.mark.parametrize("name", ["pp2"])
 def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollout_python, tmp_path, name):
     from mindrlhf.rollout.types import GenerationRequest, SamplingParams
     from mindrlhf.rollout.vllm import VllmGenerator
     from mindrlhf.rollout.vllm_options import VllmOptions
     from mindrlhf.weights.convert import export_hf
-    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBoard
+    from mindrlhf.weights.publish.buffer import TensorInfo, WeightBuffer
 
     published = executions[name].published["before"]
     model_dir = tmp_path / "model"
     export_hf(iter(hf_weights().items()), MODEL, model_dir)
     requests = [GenerationRequest(i, tuple(range(3 + i, 13 + i)), 2, seed=i) for i in range(4)]
 
-    def tokens(load_format, board):
+    def tokens(load_format, buffer):
         options = VllmOptions(
             rollout_python,
             str(model_dir),
@@ -289,18 +289,18 @@ def test_vllm_generates_the_same_tokens_as_from_the_checkpoint(executions, rollo
             kv_cache_gib=0.25,
         )
         with VllmGenerator.start(options) as generator:
-            if board is not None:
-                generator.use_board(board.path)
+            if buffer is not None:
+                generator.use_weight_buffer(buffer.path)
             generator.wait_ready()
-            if board is not None:
+            if buffer is not None:
                 generator.update_weights(1)
             completions = generator.generate(requests, SamplingParams(max_tokens=16))
             return {(item.request_id, item.sample_index): tuple(item.token_ids.tolist()) for item in completions}
 
     infos = [TensorInfo(hf_name, "float32", tensor.shape) for hf_name, tensor in published.items()]
-    with WeightBoard.create(infos) as board:
-        board.begin(1)
+    with WeightBuffer.create(infos) as buffer:
+        buffer.begin(1)
         for hf_name, tensor in published.items():
-            board.write(hf_name, tensor)
-        board.seal()
-        assert tokens("dummy", board) == tokens("auto", None)
+            buffer.write(hf_name, tensor)
+        buffer.commit()
+        assert tokens("dummy", buffer) == tokens("auto", None)

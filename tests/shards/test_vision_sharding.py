@@ -102,8 +102,8 @@ def test_ranks_write_every_element_once(text):
         for name, parts in plan_publication(layouts, rules, dims, rank).items():
             fused = fuse(rules[name], dims, [tensors[hf] for hf in rules[name].hf_names])
             for part in parts:
-                written[part.hf_name][part.region] = fused[places[name].shard_of(rank)][part.rows]
-                counts[part.hf_name][part.region] += 1
+                written[part.hf_name][part.index] = fused[places[name].shard_of(rank)][part.rows]
+                counts[part.hf_name][part.index] += 1
     for name, tensor in tensors.items():
         assert (counts[name] == 1).all(), name
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)

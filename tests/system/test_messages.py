@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from mindrlhf.data.packing import PackedRows
-from mindrlhf.system.messages import decode, encode, record
+from mindrlhf.system.messages import decode, encode, last, merge, merged_by, record, result
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.training import records
-from mindrlhf.training.records import last, merge, merged_by, result
+from mindrlhf.weights.publish import publisher
 
 
 @record
@@ -182,19 +182,19 @@ def test_results_are_merged_field_by_field():
     checksums = [records.SavedShards({f"rank_{rank}": str(rank)}) for rank in range(2)]
     assert merge(checksums) == records.SavedShards({"rank_0": "0", "rank_1": "1"})
     written = [
-        records.Published({"a": {"regions": [[[0, 2]]], "sums": [2**63 + 5], "checksum": 2**63 + 5}}),
-        records.Published(
+        publisher.Published({"a": {"slices": [[[0, 2]]], "sums": [2**63 + 5], "checksum": 2**63 + 5}}),
+        publisher.Published(
             {
-                "a": {"regions": [[[2, 4]]], "sums": [2**63 + 6], "checksum": 2**63 + 6},
-                "b": {"regions": [], "sums": [], "checksum": 1},
+                "a": {"slices": [[[2, 4]]], "sums": [2**63 + 6], "checksum": 2**63 + 6},
+                "b": {"slices": [], "sums": [], "checksum": 1},
             }
         ),
     ]
     assert merge(written).contribution == {
-        "a": {"regions": [[[0, 2]], [[2, 4]]], "sums": [2**63 + 5, 2**63 + 6], "checksum": 11},
-        "b": {"regions": [], "sums": [], "checksum": 1},
+        "a": {"slices": [[[0, 2]], [[2, 4]]], "sums": [2**63 + 5, 2**63 + 6], "checksum": 11},
+        "b": {"slices": [], "sums": [], "checksum": 1},
     }
-    assert written[0].contribution["a"]["regions"] == [[[0, 2]]], "the parts are left as they were"
+    assert written[0].contribution["a"]["slices"] == [[[0, 2]]], "the parts are left as they were"
     assert merge([None, None]) is None
     with pytest.raises(AssertionError, match="different things"):
         merge([None, records.SavingState(True)])

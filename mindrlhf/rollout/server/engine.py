@@ -25,8 +25,7 @@ from mindrlhf.rollout.server.multi_step import MultiStep
 from mindrlhf.rollout.server.routing import RoutingRecorder
 from mindrlhf.rollout.server.sampler import Stream, StreamSampler
 from mindrlhf.rollout.server.vision import VisionModel
-from mindrlhf.weights.publish.needs import merge_needs
-from mindrlhf.weights.publish.slices import Box
+from mindrlhf.weights.publish.slices import RequiredSlices, merge_required
 from mindrlhf.weights.tensors import TensorInfo
 
 # vLLM caches whole blocks of this many tokens only, and its CPU kernels want multiples of 32. Prompts are read up to so
@@ -105,7 +104,7 @@ class VllmEngine:
         with cpu.without_listeners() if is_alone else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**self._engine_arguments(config)))
         self._weights_load_in_place = False
-        self._needs: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
+        self._required: tuple[list[TensorInfo], list] | None = None  # of each worker, for these tensors
         self._recorder = RoutingRecorder(self._model_runner()) if config["record_routing"] else None
         self._prompt_lengths: list[int] = []  # of the batch
         self._internal_names: dict[str, str] = {}  # vLLM's of the pending samples
@@ -176,10 +175,10 @@ class VllmEngine:
         self._pending.clear()
         self._internal_names.clear()
 
-    def update_weights(self, version: int, board_path: str) -> None:
-        """Load what the board has of ``version``; when that is all of it now, forget all cached prefixes."""
-        arguments = (board_path, version, self._weights_load_in_place)
-        if not all(self._engine.collective_rpc("load_board", args=arguments)):
+    def update_weights(self, version: int, buffer_path: str) -> None:
+        """Load what the buffer has of ``version``; when that is all of it now, forget all cached prefixes."""
+        arguments = (buffer_path, version, self._weights_load_in_place)
+        if not all(self._engine.collective_rpc("load_weight_buffer", args=arguments)):
             return
         if self._kv_cache_is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
@@ -190,20 +189,20 @@ class VllmEngine:
             # What the old tower saw; no other reset forgets it.
             self._engine.reset_encoder_cache()
 
-    def find_needs(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> dict[str, list[Box] | None]:
-        """Return which parts of the tensors of a board the workers read together.
+    def find_required_slices(self, infos: Sequence[TensorInfo], node: int = 0, num_nodes: int = 1) -> RequiredSlices:
+        """Return which parts of the tensors of a buffer the workers read together.
 
         Args:
             node: of those that the server lies on; its workers are meant.
 
         Returns:
-            By tensor, disjoint boxes, (start, stop) per axis; None for all of it. It stays so.
+            Disjoint slices by tensor. It stays so.
         """
-        if self._needs is None or self._needs[0] != list(infos):
-            self._needs = list(infos), self._engine.collective_rpc("find_needs", args=(list(infos),))
-        workers = self._needs[1]
+        if self._required is None or self._required[0] != list(infos):
+            self._required = list(infos), self._engine.collective_rpc("find_required_slices", args=(list(infos),))
+        workers = self._required[1]
         size = len(workers) // num_nodes
-        return merge_needs(workers[node * size : (node + 1) * size])
+        return merge_required(workers[node * size : (node + 1) * size])
 
     def sleep(self) -> None:
         """Give up device memory: weights and KV cache are discarded (level 2). Nothing to do on a CPU."""

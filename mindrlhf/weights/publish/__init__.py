@@ -1,1 +1,1 @@
-"""The weight boards of several nodes: what each lacks travels from a node that has it."""
+"""Publishing weights: a buffer in shared memory on each node, who writes what to it, and the sync between nodes."""

@@ -1,4 +1,4 @@
-"""The weight board: the logical Hugging Face tensors of one model version in memory shared by a node.
+"""The weight buffer: the logical Hugging Face tensors of one model version in memory shared by a node.
 
 Training ranks write their own shards in place; the rollout server maps the same pages and reads them. So any
 training layout reaches any rollout layout through the full tensor, and no rank ever gathers one.
@@ -8,17 +8,17 @@ The memory is a ``memfd``: it has no name in any file system, other processes of
 gone. Nothing is left behind by ``kill -9``, and the size limit of ``/dev/shm`` (64 MiB in many containers)
 does not apply. The creating process must outlive every attach, not every use.
 
-Where the memory of a node is not to hold all tensors at once, they share it: the board then holds one bucket of them
+Where the memory of a node is not to hold all tensors at once, they share it: it then holds one bucket of them
 after the other (:func:`mindrlhf.weights.tensors.cut_into_buckets`), and all of the following is done for each.
 
 One version at a time::
 
-    rank 0          board = WeightBoard.create(infos); send board.path to the others
-    every rank      board.begin(version); board.write(name, array, region); send board.contribution() to rank 0
-    rank 0          board.seal(contributions); tell the server
-    server          board = WeightBoard.attach(path); for name, dtype, array in board.tensors(version): ...
+    rank 0          buffer = WeightBuffer.create(infos); send buffer.path to the others
+    every rank      buffer.begin(version); buffer.write(name, array, index); send buffer.contribution() to rank 0
+    rank 0          buffer.commit(contributions); tell the server
+    server          buffer = WeightBuffer.attach(path); for name, dtype, array in buffer.tensors(version): ...
 
-The ranks and the server take turns by messages of their own (the board has no locks): nobody writes between ``seal``
+The ranks and the server take turns by messages of their own (there are no locks): nobody writes between ``commit``
 and the reader's answer.
 
 Needs the standard library and NumPy only: both interpreters (training and rollout) import it.
@@ -36,29 +36,39 @@ from typing import Any
 import numpy as np
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.publish.parts import find_fault, find_gap, read_parts, write_parts
-from mindrlhf.weights.publish.slices import Box, to_box
-from mindrlhf.weights.publish.sums import copy_and_sum, sum_region
+from mindrlhf.weights.publish.slices import (
+    RequiredSlices,
+    TensorSlice,
+    copy_and_sum,
+    first_missing,
+    intersect,
+    num_elements,
+    sum_chunks,
+    to_index,
+    to_slice,
+    whole_slice,
+)
 from mindrlhf.weights.tensors import TensorInfo, align, cut_into_buckets, size_of
 
-_MAGIC = b"MRLBOARD"
+_MAGIC = b"MRLBUFFR"
 _HEADER = struct.Struct("<8sqqQQQ")  # magic, visible version, its bucket, manifest size, checksums' offset, bucket size
 _VISIBLE = struct.Struct("<qq")  # after the magic
 _NO_VERSION = -1
 _STORED_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_SIZE_BYTES = 8  # of the number before the list of committed slices
 
-Region = tuple[slice, ...]
-
-
-class WeightBoardError(RunFailure):
-    """The tensors on the board are not the ones they should be."""
+Index = tuple[slice, ...]
 
 
-class WeightBoard:
+class WeightBufferError(RunFailure):
+    """The tensors in the weight buffer are not the ones they should be."""
+
+
+class WeightBuffer:
     """A mapping of the shared memory, made by ``create`` or ``attach``. Not thread-safe.
 
     Attributes:
-        parts_offset: bytes before the list of the parts that a board has, behind the tensors.
+        slices_offset: bytes before the list of committed slices, behind the tensors.
     """
 
     def __init__(self, memory: mmap.mmap, fd: int, path: str, infos: tuple[TensorInfo, ...], writable: bool):
@@ -71,79 +81,79 @@ class WeightBoard:
         *_, checksums_offset, bucket_bytes = _HEADER.unpack_from(memory)
         self._checksums = np.frombuffer(memory, np.uint64, len(infos), checksums_offset)
         self._buckets, self._views = cut_into_buckets(infos, bucket_bytes), []
-        self.parts_offset = first = align(checksums_offset + 8 * len(infos))
+        self.slices_offset = first = align(checksums_offset + 8 * len(infos))
         for bucket in self._buckets:
             offset = first
             for info in infos[bucket.start : bucket.stop]:
                 view = np.frombuffer(memory, info.numpy_dtype, info.num_elements, offset).reshape(info.shape)
                 self._views.append(view)
                 offset = align(offset + info.size_bytes)
-            self.parts_offset = max(self.parts_offset, offset)
+            self.slices_offset = max(self.slices_offset, offset)
         self._version_in_progress: int | None = None
         self._bucket_in_progress = 0
         self._contribution: dict[str, dict[str, Any]] = {}
         self._earlier: dict[str, dict[str, Any]] = {}
 
     @classmethod
-    def create(cls, infos: Iterable[TensorInfo], bucket_bytes: int = 0) -> "WeightBoard":
-        """Allocate a board for ``infos``; all of its memory is taken at once.
+    def create(cls, infos: Iterable[TensorInfo], bucket_bytes: int = 0) -> "WeightBuffer":
+        """Allocate a buffer for ``infos``; all of its memory is taken at once.
 
         Args:
             bucket_bytes: see :func:`mindrlhf.weights.tensors.cut_into_buckets`.
 
         Raises:
-            WeightBoardError: a repeated name or unknown dtype, or the memory cannot be had.
+            WeightBufferError: a repeated name or unknown dtype, or the memory cannot be had.
         """
         infos = tuple(infos)
         names = {info.name for info in infos}
         if len(names) != len(infos):
-            raise WeightBoardError("the weight board was given two tensors of one name")
+            raise WeightBufferError("the weight buffer was given two tensors of one name")
         for info in infos:
             if info.dtype not in _STORED_DTYPES:
-                raise WeightBoardError(
-                    f"tensor '{info.name}' has dtype {info.dtype}; the weight board holds {', '.join(_STORED_DTYPES)}"
+                raise WeightBufferError(
+                    f"tensor '{info.name}' has dtype {info.dtype}; the weight buffer holds {', '.join(_STORED_DTYPES)}"
                 )
         manifest = json.dumps([[info.name, info.dtype, list(info.shape)] for info in infos]).encode()
         checksums_offset = align(_HEADER.size + len(manifest))
         data_offset = align(checksums_offset + 8 * len(infos))
         size_bytes = data_offset + max(size_of(bucket, infos) for bucket in cut_into_buckets(infos, bucket_bytes))
-        fd = os.memfd_create("mindrlhf-weight-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("mindrlhf-weight-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, size_bytes)
-            # A board that shrank under a reader would kill it with SIGBUS; it grows by the list of its parts.
+            # A buffer that shrank under a reader would kill it with SIGBUS; it grows by the list of committed slices.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             memory = mmap.mmap(fd, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise WeightBoardError(
-                f"no {size_bytes / 2**30:.2f} GiB of shared memory for the weight board: {error}"
+            raise WeightBufferError(
+                f"no {size_bytes / 2**30:.2f} GiB of shared memory for the weight buffer: {error}"
             ) from error
         memory[_HEADER.size : _HEADER.size + len(manifest)] = manifest
         _HEADER.pack_into(memory, 0, _MAGIC, _NO_VERSION, 0, len(manifest), checksums_offset, bucket_bytes)
         return cls(memory, fd, f"/proc/{os.getpid()}/fd/{fd}", infos, writable=True)
 
     @classmethod
-    def attach(cls, path: str, writable: bool = False) -> "WeightBoard":
-        """Map the board that another process created; ``path`` is that process' ``board.path``.
+    def attach(cls, path: str, writable: bool = False) -> "WeightBuffer":
+        """Map the buffer that another process created; ``path`` is that process' ``buffer.path``.
 
         Raises:
-            WeightBoardError: there is no board at ``path``, for example because its creator has ended.
+            WeightBufferError: there is no buffer at ``path``, for example because its creator has ended.
         """
         try:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as error:
-            raise WeightBoardError(f"cannot open the weight board {path}: {error.strerror}") from error
+            raise WeightBufferError(f"cannot open the weight buffer {path}: {error.strerror}") from error
         try:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
             magic, _, _, manifest_size, _, _ = _HEADER.unpack_from(memory)
             if magic != _MAGIC:
-                raise ValueError("it is not a weight board")
+                raise ValueError("it is not a weight buffer")
             manifest = json.loads(memory[_HEADER.size : _HEADER.size + manifest_size])
             return cls(memory, fd, path, tuple(_info(entry) for entry in manifest), writable)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
             os.close(fd)
-            raise WeightBoardError(f"cannot read the weight board {path}: {error}") from error
+            raise WeightBufferError(f"cannot read the weight buffer {path}: {error}") from error
 
     @property
     def size_bytes(self) -> int:
@@ -157,7 +167,7 @@ class WeightBoard:
 
     @property
     def version(self) -> int | None:
-        """The version that readers see, or None while none is sealed."""
+        """The version that readers see, or None while none is committed."""
         version = self._visible()[0]
         return None if version == _NO_VERSION else version
 
@@ -169,9 +179,9 @@ class WeightBoard:
     def begin(self, version: int, bucket: int = 0) -> None:
         """Start writing a bucket of ``version`` (at least 0): what this process wrote before no longer counts.
 
-        From the creator's ``begin`` to its ``seal``, readers see no version.
+        From the creator's ``begin`` to its ``commit``, readers see no version.
         """
-        assert self._writable, "the weight board was attached for reading only"
+        assert self._writable, "the weight buffer was attached for reading only"
         assert version >= 0, f"version {version} is negative"
         self._version_in_progress, self._bucket_in_progress = version, bucket
         self._earlier |= self._contribution
@@ -182,34 +192,34 @@ class WeightBoard:
         """Whether the tensor ``name`` belongs to the bucket that is being written."""
         return self._index.get(name) in self._buckets[self._bucket_in_progress]
 
-    def write(self, name: str, array: np.ndarray, region: Region | None = None) -> None:
-        """Copy ``array`` into the tensor ``name``, or into its ``region``: one slice with step 1 per leading axis.
+    def write(self, name: str, array: np.ndarray, index: Index | None = None) -> None:
+        """Copy ``array`` into the tensor ``name``, or where ``index`` says: one slice with step 1 per leading axis.
 
         float32 is rounded to the nearest value of a tensor that has 2 bytes an element.
 
         Raises:
-            WeightBoardError: unknown name, or ``array`` has another dtype or shape than its place.
+            WeightBufferError: unknown name, or ``array`` has another dtype or shape than its place.
         """
         assert self._version_in_progress is not None, "write() before begin()"
         info, view = self._find(name)
         assert self.wants(name), f"tensor '{name}' is not of bucket {self._bucket_in_progress}"
         if array.dtype not in (info.numpy_dtype, np.float32) or array.dtype.itemsize < info.numpy_dtype.itemsize:
-            raise WeightBoardError(
-                f"tensor '{name}' is {info.dtype} (as {info.numpy_dtype}) on the weight board but was given as "
+            raise WeightBufferError(
+                f"tensor '{name}' is {info.dtype} (as {info.numpy_dtype}) in the weight buffer but was given as "
                 f"{array.dtype}"
             )
-        bounds = _bounds(info, region)
-        target = view[(*(slice(start, stop) for start, stop in bounds), ...)]  # the ellipsis keeps scalars views
+        bounds = _bounds(info, index or ())
+        target = view[to_index(bounds)]
         if target.shape != array.shape:
-            raise WeightBoardError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
-        entry = self._contribution.setdefault(name, {"regions": [], "sums": [], "checksum": 0})
-        entry["regions"].append(bounds)
+            raise WeightBufferError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
+        entry = self._contribution.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
+        entry["slices"].append(bounds)
         entry["sums"].append(copy_and_sum(target, array, info.dtype))
         entry["checksum"] = (entry["checksum"] + entry["sums"][-1]) % 2**64
 
-    def view(self, name: str, box: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return a region, (start, stop) per axis, in the shared memory, for those who bring it from another board."""
-        return self._find(name)[1][(*(slice(start, stop) for start, stop in box), ...)]
+    def view(self, name: str, bounds: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return a slice, (start, stop) per axis, in the shared memory, for those who bring it from another buffer."""
+        return self._find(name)[1][to_index(bounds)]
 
     def keep(self, name: str) -> bool:
         """Count the tensor ``name`` as written, as this process wrote it for an earlier version.
@@ -226,40 +236,41 @@ class WeightBoard:
     def contribution(self) -> dict[str, dict[str, Any]]:
         """What this process has written since ``begin``, as JSON-able values.
 
-        By tensor name: "regions", lists of [start, stop] per axis, "sums", the sum of the bits of each, and "checksum",
+        By tensor name: "slices", lists of [start, stop] per axis, "sums", the sum of the bits of each, and "checksum",
         their sum modulo 2^64.
         """
         return self._contribution
 
-    def seal(
+    def commit(
         self,
         contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None,
-        needed: Mapping[str, Sequence[Box] | None] | None = None,
+        required: RequiredSlices | None = None,
     ) -> None:
         """Make the bucket visible, after checking that the ranks together wrote each element of it exactly once.
 
         Args:
             contributions: those of all ranks, the caller's included; None when the caller alone has written.
-            needed: what readers will read, where that is not everything: boxes by tensor, None for all of it, nothing
-                of a tensor that is not there. Then each of these elements must have been written, and none twice.
+            required: what readers will read, where that is not everything. Then each of these elements must have been
+                written, and none twice.
 
         Raises:
-            WeightBoardError: a gap or an overlap, naming the tensor. No version is visible then.
+            WeightBufferError: a gap or an overlap, naming the tensor. No version is visible then.
         """
-        assert self._version_in_progress is not None, "seal() before begin()"
+        assert self._version_in_progress is not None, "commit() before begin()"
         contributions = [self._contribution] if contributions is None else contributions
         written = {}
         for i in self._buckets[self._bucket_in_progress]:
             info = self.infos[i]
-            parts = [contribution[info.name] for contribution in contributions if info.name in contribution]
-            boxes = written[info.name] = [to_box(bounds) for part in parts for bounds in part["regions"]]
-            if fault := find_fault(info, boxes, needed):
-                raise WeightBoardError(fault)
-            self._checksums[i] = sum(part["checksum"] for part in parts) % 2**64
+            entries = [contribution[info.name] for contribution in contributions if info.name in contribution]
+            written[info.name] = [to_slice(bounds) for entry in entries for bounds in entry["slices"]]
+            _check_written(info, written[info.name], required)
+            self._checksums[i] = sum(entry["checksum"] for entry in entries) % 2**64
+        text = b"" if required is None else json.dumps(written).encode()
         try:
-            write_parts(self._fd, self.parts_offset, None if needed is None else written)
+            if text or any(os.pread(self._fd, _SIZE_BYTES, self.slices_offset)):
+                os.pwrite(self._fd, len(text).to_bytes(_SIZE_BYTES, "little") + text, self.slices_offset)
         except OSError as error:
-            raise WeightBoardError(f"no shared memory for the list of the weight board's parts: {error}") from error
+            raise WeightBufferError(f"no shared memory for the list of the weight buffer's slices: {error}") from error
         self._show(self._version_in_progress, self._bucket_in_progress)
         self._version_in_progress = None
 
@@ -267,7 +278,7 @@ class WeightBoard:
         """Yield (name, dtype name, array) of every tensor of the bucket; the arrays are views of the shared memory.
 
         Raises:
-            WeightBoardError: the board does not hold ``version``.
+            WeightBufferError: the buffer does not hold ``version``.
         """
         self._require(version)
         for i in self._buckets[self.bucket]:
@@ -279,63 +290,59 @@ class WeightBoard:
         The checksum is the sum of the elements' bits as unsigned integers of the element's width, modulo that width
         (32 bits for float32, 16 for bfloat16). Sums do not depend on order, so those of shards written by different
         ranks add up, and they run as fast as memory. They notice torn, late and lost writes, not an exchange of
-        elements. Of a board that was sealed with parts of its tensors, these are compared.
+        elements. Where slices of the tensors were committed, these are compared.
 
         Raises:
-            WeightBoardError: the board does not hold ``version``, or a tensor differs.
+            WeightBufferError: the buffer does not hold ``version``, or a tensor differs.
         """
-        parts = self.parts(version)
+        slices = self.slices(version)
         for i in self._buckets[self.bucket]:
             info, view = self.infos[i], self._views[i]
-            regions = [view] if parts is None else [self.view(info.name, box) for box in parts[info.name]]
-            checksum = sum(map(sum_region, regions)) % _modulus(info)
+            arrays = [view] if slices is None else [self.view(info.name, one) for one in slices[info.name]]
+            checksum = sum(map(sum_chunks, arrays)) % _modulus(info)
             expected = int(self._checksums[i]) % _modulus(info)
             if checksum != expected:
-                raise WeightBoardError(
+                raise WeightBufferError(
                     f"tensor '{info.name}' of weights version {version} changed after it was written "
                     f"(checksum {checksum:#x}, expected {expected:#x})"
                 )
 
-    def parts(self, version: int) -> dict[str, list[Box]] | None:
-        """Return by tensor the disjoint boxes that the board has of it; None where it has all of every tensor.
+    def slices(self, version: int) -> dict[str, list[TensorSlice]] | None:
+        """Return by tensor the disjoint slices that were committed; None where it is all of every tensor.
 
         Raises:
-            WeightBoardError: the board does not hold ``version``, or the list of its parts is damaged.
+            WeightBufferError: the buffer does not hold ``version``, or the list of slices is damaged.
         """
         self._require(version)
         try:
-            parts = read_parts(self._fd, self.parts_offset, self.infos)
+            slices = _read_slices(self._fd, self.slices_offset, self.infos)
         except (ValueError, RecursionError) as error:
-            raise WeightBoardError(f"cannot read the weight board {self.path}: {error}") from error
-        if parts is None:
+            raise WeightBufferError(f"cannot read the weight buffer {self.path}: {error}") from error
+        if slices is None:
             return None
-        return {self.infos[i].name: parts.get(self.infos[i].name, []) for i in self._buckets[self.bucket]}
+        return {self.infos[i].name: slices.get(self.infos[i].name, []) for i in self._buckets[self.bucket]}
 
-    def require(self, version: int, needed: Mapping[str, Sequence[Box] | None]) -> None:
-        """Check that the board has what a reader reads of each tensor.
-
-        Args:
-            needed: as for :meth:`seal`.
+    def require(self, version: int, required: RequiredSlices) -> None:
+        """Check that what a reader reads of each tensor was committed.
 
         Raises:
-            WeightBoardError: it lacks some of it.
+            WeightBufferError: some of it was not.
         """
-        parts = self.parts(version)
-        for i in self._buckets[self.bucket] if parts is not None else ():
-            if gap := find_gap(self.infos[i], parts[self.infos[i].name], needed):
-                raise WeightBoardError(gap)
+        slices = self.slices(version)
+        for i in self._buckets[self.bucket] if slices is not None else ():
+            _check_required(self.infos[i], slices[self.infos[i].name], required)
 
     def checksums(self, version: int) -> np.ndarray:
         """Return what ``verify`` compares with, uint64 [tensors].
 
         Raises:
-            WeightBoardError: the board does not hold ``version``.
+            WeightBufferError: the buffer does not hold ``version``.
         """
         self._require(version)
         return np.array(self._checksums)
 
     def close(self) -> None:
-        """Unmap the board. Arrays taken from it keep the memory alive until they are gone."""
+        """Unmap the buffer. Arrays taken from it keep the memory alive until they are gone."""
         self._views, self._checksums = [], np.empty(0, np.uint64)
         with contextlib.suppress(BufferError):
             self._memory.close()
@@ -343,7 +350,7 @@ class WeightBoard:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> "WeightBoard":
+    def __enter__(self) -> "WeightBuffer":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -351,7 +358,7 @@ class WeightBoard:
 
     def _find(self, name: str) -> tuple[TensorInfo, np.ndarray]:
         if name not in self._index:
-            raise WeightBoardError(f"the weight board has no tensor '{name}'")
+            raise WeightBufferError(f"the weight buffer has no tensor '{name}'")
         return self.infos[self._index[name]], self._views[self._index[name]]
 
     def _visible(self) -> tuple[int, int]:
@@ -363,9 +370,9 @@ class WeightBoard:
     def _require(self, version: int) -> None:
         if self.version != version:
             held = "no complete version" if self.version is None else f"version {self.version}"
-            raise WeightBoardError(f"weights version {version} was asked for; the board {self.path} holds {held}")
+            raise WeightBufferError(f"weights version {version} was asked for; the buffer {self.path} holds {held}")
         if not 0 <= self.bucket < len(self._buckets):
-            raise WeightBoardError(f"cannot read the weight board {self.path}: it has no bucket {self.bucket}")
+            raise WeightBufferError(f"cannot read the weight buffer {self.path}: it has no bucket {self.bucket}")
 
 
 def _info(entry: Any) -> TensorInfo:
@@ -382,15 +389,69 @@ def _modulus(info: TensorInfo) -> int:
     return 1 << (8 * info.numpy_dtype.itemsize)
 
 
-def _bounds(info: TensorInfo, region: Region | None) -> list[list[int]]:
-    """The [start, stop] per axis that ``region`` means."""
-    region = region or ()
-    if len(region) > len(info.shape):
-        raise WeightBoardError(f"tensor '{info.name}' has {len(info.shape)} axes, its region {len(region)}")
+def _bounds(info: TensorInfo, index: Index) -> list[list[int]]:
+    """The [start, stop] per axis that ``index`` means."""
+    if len(index) > len(info.shape):
+        raise WeightBufferError(f"tensor '{info.name}' has {len(info.shape)} axes, its index {len(index)}")
     bounds = []
     for axis, size in enumerate(info.shape):
-        start, stop, step = (region[axis] if axis < len(region) else slice(None)).indices(size)
+        start, stop, step = (index[axis] if axis < len(index) else slice(None)).indices(size)
         if step != 1:
-            raise WeightBoardError(f"tensor '{info.name}': regions have step 1, not {step}")
+            raise WeightBufferError(f"tensor '{info.name}': slices have step 1, not {step}")
         bounds.append([start, max(start, stop)])
     return bounds
+
+
+def _check_required(info: TensorInfo, held: Sequence[TensorSlice], required: RequiredSlices) -> None:
+    """Check that disjoint slices of a tensor have what is required of it."""
+    read = required.get(info.name, ())
+    missing = first_missing(held, [whole_slice(info.shape)] if read is None else read)
+    if missing is not None:
+        raise WeightBufferError(f"the weight buffer lacks some of {missing} of tensor '{info.name}', which is read")
+
+
+def _check_written(info: TensorInfo, written: Sequence[TensorSlice], required: RequiredSlices | None) -> None:
+    """Check that each element of a tensor, or each that is required, was written exactly once."""
+    written = [one for one in written if num_elements(one)]
+    for i, one in enumerate(written):
+        for other in written[:i]:
+            if intersect(one, other) is not None:
+                raise WeightBufferError(f"tensor '{info.name}' was written twice: slices {other} and {one} overlap")
+    # Slices that are pairwise disjoint and hold as many elements as the tensor cover it exactly.
+    num_written = sum(map(num_elements, written))
+    if required is not None:
+        _check_required(info, written, required)
+    elif num_written != info.num_elements:
+        raise WeightBufferError(f"tensor '{info.name}' has {info.num_elements} elements but {num_written} were written")
+
+
+def _read_slices(fd: int, offset: int, infos: Sequence[TensorInfo]) -> dict[str, list[TensorSlice]] | None:
+    """Return the list of committed slices that lies at a place in a file, None where there is none.
+
+    Raises:
+        ValueError: what lies there is no list of slices of these tensors.
+    """
+    size_bytes = int.from_bytes(os.pread(fd, _SIZE_BYTES, offset), "little")
+    if not size_bytes:
+        return None
+    if offset + _SIZE_BYTES + size_bytes > os.fstat(fd).st_size:
+        raise ValueError(f"its list of slices is said to have {size_bytes} bytes, which the file has not")
+    slices = json.loads(os.pread(fd, size_bytes, offset + _SIZE_BYTES))
+    shapes = {info.name: info.shape for info in infos}
+    for name, own in slices.items() if isinstance(slices, dict) else [("", None)]:
+        is_list = name in shapes and isinstance(own, list)
+        if not (is_list and all(_is_slice(bounds, shapes[name]) for bounds in own)):
+            raise ValueError(f"its list of slices is damaged at {name!r}")
+    return {name: [to_slice(bounds) for bounds in own] for name, own in slices.items()}
+
+
+def _is_slice(bounds: Any, shape: Sequence[int]) -> bool:
+    """Whether a value that was read is a slice of a tensor of this shape."""
+    return (
+        isinstance(bounds, list)
+        and len(bounds) == len(shape)
+        and all(
+            isinstance(pair, list) and [type(end) for end in pair] == [int, int] and 0 <= pair[0] <= pair[1] <= size
+            for pair, size in zip(bounds, shape, strict=True)
+        )
+    )

@@ -1,148 +1,255 @@
-"""Which node sends which part of which tensor to which other.
+"""Weight sync between nodes: which node sends which slice of which tensor to which other, and what is checked of it.
 
-The ranks of a node write what they hold to the board of their node. Where the model is cut over nodes, that board lacks
-regions, which come from the boards of nodes that have them: each region along a chain, from one node to all that lack
-it, so that no node sends more than the model once, however many nodes there are.
+The ranks of a node write what they hold to the weight buffer of their node. Where the model is sharded over nodes, that
+buffer lacks slices, which come from the buffers of nodes that have them: each slice along a chain, from one node to all
+that lack it, so that no node sends more than the model once, however many nodes there are. Where it is known what the
+servers of each node read, of each slice only that travels.
 
-Where it is known what the servers of each node read (:mod:`mindrlhf.weights.publish.needs`), of each region only that
-travels.
+Whatever travels is compared with the sums of bits that the ranks made as they wrote it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.publish.slices import Box, divide, num_elements, parts_within, to_box
+from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.slices import (
+    RequiredSlices,
+    TensorSlice,
+    divide,
+    intersect,
+    num_elements,
+    slices_within,
+    sum_bits,
+    to_slice,
+)
 from mindrlhf.weights.tensors import TensorInfo
 
-# Large regions are cut, so that the nodes of a chain work at the same time, and so do several streams.
-PIECE_BYTES = 8 << 20
+# Large slices are cut, so that the nodes of a chain work at the same time, and so do several streams.
+TRANSFER_BYTES = 8 << 20
 
-Contribution = Mapping[str, Mapping[str, Any]]  # see :meth:`mindrlhf.weights.publish.buffer.WeightBoard.contribution`
-Needs = Mapping[str, Sequence[Box] | None]  # by tensor; None is all of it, and one that is not there is not needed
+Contribution = Mapping[str, Mapping[str, Any]]  # see :meth:`mindrlhf.weights.publish.buffer.WeightBuffer.contribution`
+Sums = Mapping[tuple[str, TensorSlice], int]  # of the bits of slices, by tensor and slice
+Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor, and its way.
+class Transfer:
+    """A slice of a tensor, and its way.
 
     Attributes:
         name: of the tensor.
-        region: what it is a piece of: a region that one rank wrote, or what some nodes need of one.
-        box: what it covers of the tensor.
+        source: the slice that it is a part of, which one rank wrote, or what some nodes require of such a one.
+        slice: what travels.
         nodes: the one that has it, and those that lack it in the order in which they get it, each from the one before.
     """
 
     name: str
-    region: Box
-    box: Box
+    source: TensorSlice
+    slice: TensorSlice
     nodes: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Size of the part."""
-        return num_elements(self.box)
+        """Size of the slice."""
+        return num_elements(self.slice)
 
 
-def regions_of(contribution: Contribution) -> dict[tuple[str, Box], int]:
-    """Return the regions that were written, each with the sum of its bits."""
+class Transport(Protocol):
+    """What brings the transfers into the weight buffer of this node and out of it; one per node.
+
+    Attributes:
+        address: host and port where the other nodes reach this one.
+    """
+
+    address: Address
+
+    def connect(
+        self, transfers: Sequence[Transfer], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
+    ) -> None:
+        """Make ready for some transfers, in place of others; all nodes do it at the same time.
+
+        Args:
+            transfers: of all nodes.
+            addresses: by node.
+            token: a secret of the nodes.
+            bucket: to which the transfers belong; those of other buckets remain.
+
+        Raises:
+            RunFailure: a node cannot be reached, or does not come.
+        """
+
+    def sync(self, version: int, bucket: int = 0) -> Sums:
+        """Send what other nodes lack of ``version`` and receive what this one lacks, into the memory of its buffer.
+
+        All nodes do it at the same time, after all ranks have written.
+
+        Returns:
+            The sums of the bits of what came, by source, as it now lies in memory, modulo the element's width.
+
+        Raises:
+            RunFailure: a node cannot be reached any more, or something arrived that was not sent.
+        """
+
+    def close(self) -> None:
+        """End the connections."""
+
+
+def sums_of(contribution: Contribution) -> dict[tuple[str, TensorSlice], int]:
+    """Return the sums of the slices that were written."""
     return {
-        (name, to_box(bounds)): checksum
+        (name, to_slice(bounds)): checksum
         for name, written in contribution.items()
-        for bounds, checksum in zip(written["regions"], written["sums"], strict=True)
+        for bounds, checksum in zip(written["slices"], written["sums"], strict=True)
     }
 
 
-def plan_exchange(
-    written: Sequence[Contribution], infos: Sequence[TensorInfo], needed: Sequence[Needs] | None = None
-) -> list[Piece]:
-    """Return the pieces that have to travel, in the order in which every node sends and receives them.
+def contribution_of(sums: Sums) -> dict[str, dict[str, Any]]:
+    """Return the contribution of one that has written these slices; the inverse of :func:`sums_of`."""
+    entries: dict[str, dict[str, Any]] = {}
+    for (name, one), checksum in sums.items():
+        entry = entries.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
+        entry["slices"].append([list(bounds) for bounds in one])
+        entry["sums"].append(checksum)
+        entry["checksum"] = (entry["checksum"] + checksum) % 2**64
+    return entries
+
+
+def add_contributions(contributions: Sequence[Contribution]) -> dict[str, dict[str, Any]]:
+    """Add up what ranks wrote; what two of them wrote is in it twice."""
+    total: dict[str, dict[str, Any]] = {}
+    for contribution in contributions:
+        for name, written in contribution.items():
+            entry = total.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
+            entry["slices"] = [*entry["slices"], *written["slices"]]
+            entry["sums"] = [*entry["sums"], *written["sums"]]
+            entry["checksum"] = (entry["checksum"] + written["checksum"]) % 2**64
+    return total
+
+
+def merge_contributions(contributions: Sequence[Contribution]) -> dict[str, dict[str, Any]]:
+    """Return what some nodes wrote together; a slice that several wrote counts once, with the sum of the first."""
+    sums: dict[tuple[str, TensorSlice], int] = {}
+    for contribution in contributions:
+        sums = {**sums_of(contribution), **sums}
+    return contribution_of(sums)
+
+
+def plan_sync(
+    written: Sequence[Contribution], infos: Sequence[TensorInfo], required: Sequence[RequiredSlices] | None = None
+) -> list[Transfer]:
+    """Return the transfers in the order in which every node sends and receives them.
 
     Args:
-        written: by node, what its ranks wrote to its board. Regions of two ranks are the same or disjoint.
-        infos: the tensors of a board.
-        needed: by node, what its servers read; None where every node gets everything.
+        written: by node, what its ranks wrote to its buffer. Slices of two ranks are the same or disjoint.
+        infos: the tensors of a buffer.
+        required: by node, what its servers read; None where every node gets everything.
     """
     element_bytes = {info.name: info.numpy_dtype.itemsize for info in infos}
-    held = [regions_of(contribution) for contribution in written]
+    held = [sums_of(contribution) for contribution in written]
     sent_bytes = [0] * len(written)
-    pieces = []
-    for name, region in dict.fromkeys(key for regions in held for key in regions):
-        holders = [node for node, regions in enumerate(held) if (name, region) in regions]
-        for part, nodes in _lacking_parts(name, region, set(range(len(held))) - set(holders), needed):
+    transfers = []
+    for name, source in dict.fromkeys(key for sums in held for key in sums):
+        holders = [node for node, sums in enumerate(held) if (name, source) in sums]
+        for part, nodes in _lacking_parts(name, source, set(range(len(held))) - set(holders), required):
             origin = min(holders, key=lambda node: (sent_bytes[node], node))
             # In a ring, so that few pairs of nodes talk to each other.
             others = sorted(nodes, key=lambda node: (node - origin) % len(held))
             size_bytes = element_bytes[name] * num_elements(part)
             for node in (origin, *others[:-1]):
                 sent_bytes[node] += size_bytes
-            pieces += [Piece(name, part, box, (origin, *others)) for box in _cut(part, size_bytes)]
-    return pieces
+            transfers += [Transfer(name, part, one, (origin, *others)) for one in _cut(part, size_bytes)]
+    return transfers
 
 
-def completed(written: Contribution, others: Sequence[Contribution]) -> dict[str, dict[str, Any]]:
-    """Return what a node's ranks wrote and, where they wrote nothing, what those of the other nodes did."""
-    regions = regions_of(written)
-    for other in others:
-        regions = {**regions_of(other), **regions}
-    return _contribution(regions)
+def _lacking_parts(
+    name: str, source: TensorSlice, nodes: set[int], required: Sequence[RequiredSlices] | None
+) -> list[tuple[TensorSlice, Sequence[int]]]:
+    """Return the parts of a slice that some nodes, which lack it, have to get, each with these nodes."""
+    if not nodes:
+        return []
+    if required is None:
+        return [(source, sorted(nodes))]
+    slices_of = {node: required[node].get(name, ()) for node in sorted(nodes)}
+    return divide(
+        {node: [source] if slices is None else slices_within(slices, source) for node, slices in slices_of.items()}
+    )
 
 
-def with_received(written: Contribution, received: Mapping[tuple[str, Box], int]) -> dict[str, dict[str, Any]]:
-    """Return what a node's ranks wrote and the regions that came, given with their sums."""
-    return _contribution({**regions_of(written), **received})
+def _cut(one: TensorSlice, size_bytes: int) -> list[TensorSlice]:
+    if not one or size_bytes <= TRANSFER_BYTES:
+        return [one]
+    (start, stop), *others = one
+    num_rows = max(1, (stop - start) * TRANSFER_BYTES // size_bytes)
+    firsts = range(start, stop, num_rows)
+    return [((first, min(first + num_rows, stop)), *others) for first in firsts]
 
 
-def check_received(
-    found: Mapping[tuple[str, Box], int],
-    expected: Mapping[tuple[str, Box], int],
-    infos: Sequence[TensorInfo],
-    node: int,
-) -> None:
+def sum_sent(
+    buffer: WeightBuffer, transfers: Sequence[Transfer], node: int, written: Contribution
+) -> dict[tuple[str, TensorSlice], int]:
+    """Return the sums of what a node is the first to send, where that is less than a slice that a rank wrote.
+
+    The ranks sum what they write; of parts of it the node where they begin does. So that nothing changes unseen, it
+    compares what was written with its sums in the same pass.
+
+    Args:
+        buffer: of this node, after all of its ranks have written.
+        transfers: of all nodes.
+        written: what the ranks of this node wrote.
+
+    Raises:
+        RunFailure: a slice of which a part is to be sent is not as it was written.
+    """
+    written_sums = sums_of(written)
+    parts_of: dict[str, set[TensorSlice]] = {}
+    for transfer in transfers:
+        if transfer.nodes[0] == node and (transfer.name, transfer.source) not in written_sums:
+            parts_of.setdefault(transfer.name, set()).add(transfer.source)
+    sums = {
+        (name, part): sum_bits(buffer.view(name, part)) for name, parts in parts_of.items() for part in sorted(parts)
+    }
+    for (name, one), checksum in written_sums.items():
+        own = [part for part in parts_of.get(name, ()) if intersect(part, one)]
+        if own:
+            rest = [part for part, groups in divide({"all": [one], "sent": own}) if groups == ("all",)]
+            total = sum(sums[name, part] for part in own) + sum(sum_bits(buffer.view(name, part)) for part in rest)
+            if (total - checksum) % (1 << 8 * buffer.view(name, one).itemsize):
+                raise RunFailure(f"tensor '{name}' changed on node {node} after it was written: {one}")
+    return sums
+
+
+def check_received(found: Sums, expected: Sums, infos: Sequence[TensorInfo], node: int) -> None:
     """Compare what lies in a node's memory now with what the writing ranks have summed.
 
     Args:
-        found: the sums of the regions that came, over the node's memory.
-        expected: those of all regions; see :func:`regions_of`.
+        found: the sums of what came, over the node's memory.
+        expected: those of all slices; see :func:`sums_of`.
 
     Raises:
         RunFailure: it differs, or something is missing; the message names node and tensor.
     """
-    modulus = {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}
-    for (name, region), checksum in found.items():
-        if (checksum - expected[name, region]) % modulus[name]:
-            raise RunFailure(f"tensor '{name}' came to node {node} with other values than were written: {region}")
+    modulus = _moduli(infos)
+    for (name, one), checksum in found.items():
+        if (checksum - expected[name, one]) % modulus[name]:
+            raise RunFailure(f"tensor '{name}' came to node {node} with other values than were written: {one}")
 
 
-def _lacking_parts(
-    name: str, region: Box, nodes: set[int], needed: Sequence[Needs] | None
-) -> list[tuple[Box, Sequence[int]]]:
-    """Return the parts of a region that some nodes, which lack it, have to get, each with these nodes."""
-    if not nodes:
-        return []
-    if needed is None:
-        return [(region, sorted(nodes))]
-    boxes_of = {node: needed[node].get(name, ()) for node in sorted(nodes)}
-    return divide(
-        {node: [region] if boxes is None else parts_within(boxes, region) for node, boxes in boxes_of.items()}
-    )
+def check_replicas(written: Sequence[Contribution], infos: Sequence[TensorInfo]) -> None:
+    """Check that nodes that wrote the same slice wrote the same into it.
+
+    Raises:
+        RunFailure: they did not; two replicas of the model have diverged.
+    """
+    modulus = _moduli(infos)
+    first: dict[tuple[str, TensorSlice], tuple[int, int]] = {}
+    for node, contribution in enumerate(written):
+        for (name, one), checksum in sums_of(contribution).items():
+            other, expected = first.setdefault((name, one), (node, checksum))
+            if (checksum - expected) % modulus[name]:
+                raise RunFailure(f"the weights of node {node} are not those of node {other}: tensor '{name}', {one}")
 
 
-def _contribution(regions: Mapping[tuple[str, Box], int]) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
-    for (name, box), checksum in regions.items():
-        entry = entries.setdefault(name, {"regions": [], "sums": [], "checksum": 0})
-        entry["regions"].append([list(bounds) for bounds in box])
-        entry["sums"].append(checksum)
-        entry["checksum"] = (entry["checksum"] + checksum) % 2**64
-    return entries
-
-
-def _cut(region: Box, size_bytes: int) -> list[Box]:
-    if not region or size_bytes <= PIECE_BYTES:
-        return [region]
-    (start, stop), *others = region
-    num_rows = max(1, (stop - start) * PIECE_BYTES // size_bytes)
-    firsts = range(start, stop, num_rows)
-    return [((first, min(first + num_rows, stop)), *others) for first in firsts]
+def _moduli(infos: Sequence[TensorInfo]) -> dict[str, int]:
+    return {info.name: 1 << (8 * info.numpy_dtype.itemsize) for info in infos}

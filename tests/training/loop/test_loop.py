@@ -27,7 +27,8 @@ from mindrlhf.training.loop.parts import Observers, Parts, Rollout
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.loop.prompts import PromptSampling
 from mindrlhf.training.loop.trainer import Trainer
-from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, Published, TokenArrays
+from mindrlhf.training.records import PolicyUpdateResult, ProcessStatistics, TokenArrays
+from mindrlhf.weights.publish.publisher import Published
 
 END = 0
 NUM_GENERATIONS = 3
@@ -149,7 +150,7 @@ class Rank:
             logprobs=tuple(-1.5 * rows.mask for rows in micro_batches),
         )
 
-    def publish(self, version, bucket):
+    def publish(self, version, bucket, purpose):
         assert bucket == 0
         self.journal.append(f"publish {version}")
         return Published({"weight": {"checksum": version}})
@@ -171,7 +172,7 @@ class LocalTeam:
         return [getattr(rank, method)(**{**common, **extra}) for rank, extra in zip(self.ranks, own, strict=True)]
 
 
-class Board:
+class Buffer:
     num_buckets = 1
 
     def __init__(self, journal):
@@ -180,7 +181,7 @@ class Board:
     def begin(self, version, bucket):
         self.version = version
 
-    def seal(self, contributions):
+    def commit(self, contributions):
         assert all(part == {"weight": {"checksum": self.version}} for part in contributions)
         self.journal.append(f"seal {len(contributions)}")
 
@@ -274,7 +275,7 @@ class Run:
         team = LocalTeam(self.ranks)
         parts = Parts(
             team=team,
-            policy=Policy(team, Board(self.journal)),
+            policy=Policy(team, Buffer(self.journal)),
             rows=RowOptions((8, 16), training.batch_size, world_size, training.pack, training.packing),
             rollout=Rollout(self.generator, prompts, sampler, questions, more),
             observers=Observers(self.memory, self.memory, Course(self.memory)),

@@ -67,12 +67,13 @@ def actor(config, tmp_path_factory):
     from mindrlhf.training.worker.actor import Actor
     from mindrlhf.training.worker.policy_learner import PolicyLearner
     from mindrlhf.training.worker.policy_loss import build_policy_loss
+    from mindrlhf.weights.publish.publisher import PUBLISH
 
     rank = start_runtime(config.run, tmp_path_factory.mktemp("log"))
     network = load_model(config.model, config.model.path, config.run, ROW_LENGTH)
     loss = build_policy_loss(config, PolicyLogProbs(network, config.rollout.temperature, "cpu"))
     actor = Actor(PolicyLearner(network, loss, config.optimizer, rank, "cpu"), None, saves_reference=False)
-    actor.create_board()
+    actor.open_weights(PUBLISH, is_owner=True)
     return actor
 
 
