@@ -79,7 +79,7 @@ def make_buffer(model: dict) -> WeightBuffer:
     return WeightBuffer.create(infos)
 
 
-def sealed(buffer: WeightBuffer, contributions: list[dict]) -> dict[str, np.ndarray]:
+def committed(buffer: WeightBuffer, contributions: list[dict]) -> dict[str, np.ndarray]:
     """What the ranks have written to a buffer, each element once."""
     with buffer:
         buffer.begin(1)
@@ -129,10 +129,10 @@ def rehearsal(request, tmp_path_factory):
     assert finished.returncode == 0, (finished.stderr[-2000:], logs)
     reports = [json.loads((root / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
     tensors = [
-        sealed(buffer, [report["contributions"][number] for report in reports]) for number, buffer in enumerate(buffers)
+        committed(buffer, [report["contributions"][number] for report in reports]) for number, buffer in enumerate(buffers)
     ]
     with critic_buffer:
-        tensors.append(sealed(critic_buffer, [report["of_critic"] for report in reports]) if ppo else {})
+        tensors.append(committed(critic_buffer, [report["of_critic"] for report in reports]) if ppo else {})
     return root, tensors, reports
 
 

@@ -74,7 +74,7 @@ class Servers:
 
     def update_weights(self, version: int) -> None:
         if version == 13:
-            raise RunFailure("no such version\non the buffer")
+            raise RunFailure("no such version\nin the buffer")
         self.version = version
 
     def sleep(self) -> None:

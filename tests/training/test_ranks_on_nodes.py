@@ -191,7 +191,7 @@ class ThreadedRanks(Ranks):
         self.ranks, self.world_size = ranks, len(ranks)
 
     def call(self, method: str, per_rank=None, **common):
-        arguments = [decode(*encode(given)) for given in per_rank or [common] * self.world_size]
+        arguments = [decode(*encode({**common, **own})) for own in per_rank or [{}] * self.world_size]
         with ThreadPoolExecutor(self.world_size) as pool:
             done = [pool.submit(getattr(rank, method), **given) for rank, given in zip(self.ranks, arguments)]
             return [decode(*encode({"result": one.result()}))["result"] for one in done]

@@ -100,7 +100,7 @@ class ExecutionResult:
             tensors' own size, the lower bound, since each element has to be written once.
         exported: the Hugging Face directory that rank 0 wrote.
         machines: the machine of each rank.
-        buffers: a digest of all that lies on the buffer of each rank's node at the end.
+        buffers: a digest of all that lies in the buffer of each rank's node at the end.
         lowered: nodes rewritten for the CPU on rank 0, by operator.
     """
 

@@ -183,7 +183,7 @@ class Buffer:
 
     def commit(self, contributions):
         assert all(part == {"weight": {"checksum": self.version}} for part in contributions)
-        self.journal.append(f"seal {len(contributions)}")
+        self.journal.append(f"commit {len(contributions)}")
 
 
 class Memory:
@@ -329,9 +329,9 @@ def test_one_step_in_order():
     run()
     assert run.journal == [
         "warm_up [8, 16] 4 []",
-        *("publish 1", "seal 1", "wake", "update_weights 1"),
+        *("publish 1", "commit 1", "wake", "update_weights 1"),
         *("generate 2", "sleep", "update 0"),
-        *("publish 2", "seal 1", "wake", "update_weights 2"),
+        *("publish 2", "commit 1", "wake", "update_weights 2"),
     ]
     assert run.progress.step == 1 and run.progress.weights_version == 2
 
@@ -536,7 +536,7 @@ def test_a_resumed_run_goes_on_with_the_next_step():
     resumed.stream.next(6)
     metrics = resumed()
     assert list(metrics) == [4, 5]
-    assert resumed.journal[:4] == ["publish 5", "seal 1", "wake", "update_weights 5"]
+    assert resumed.journal[:4] == ["publish 5", "commit 1", "wake", "update_weights 5"]
     seeds = [[request.seed for request in requests] for requests, _ in whole.generator.requests]
     assert [[request.seed for request in requests] for requests, _ in resumed.generator.requests] == seeds[3:]
 

@@ -143,13 +143,13 @@ def test_the_next_step_is_sampled_while_one_is_trained_on(monkeypatch):
 
 def test_weights_are_replaced_when_the_samples_of_the_next_step_are_there(monkeypatch):
     monkeypatch.setattr(Server, "delay_s", 0.02)
-    seal = test_loop.Buffer.seal
+    commit = test_loop.Buffer.commit
 
-    def seal_and_look(self, contributions):
+    def commit_and_look(self, contributions):
         self.counts.append((len(self.server.requests), self.num_left()))
-        seal(self, contributions)
+        commit(self, contributions)
 
-    monkeypatch.setattr(test_loop.Buffer, "seal", seal_and_look)
+    monkeypatch.setattr(test_loop.Buffer, "commit", commit_and_look)
     run = start(1, steps=4)
     buffer = run.trainer.parts.policy._publisher._buffer
     buffer.counts, buffer.server = [], run.generator
