@@ -4,7 +4,7 @@
 
 ``sync.json`` there has "infos", the fields of the tensors, and "cases": a name, "nodes" (the ranks of each),
 "bucket_bytes" and, by node, "held": regions [[tensor, [[start, stop], ...]], ...] that its ranks write between them.
-Node N of a case leaves its buffer as ``CASE_N_VERSION.npz``, and each rank ``CASE_wrote_R_VERSION``, its contribution,
+Node N of a case leaves its buffer as ``CASE_N_VERSION.npz``, and each rank ``CASE_wrote_R_VERSION``, what it wrote,
 ``CASE_came_R_VERSION``, the sums of what came through it, and ``CASE_done_R_VERSION``, the bytes that it has sent.
 """
 
@@ -25,7 +25,7 @@ from mindrlhf.system.processes import die_with_launcher
 from mindrlhf.training.sharded.broadcast import group_of, open_broadcast
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.collective import CollectiveTransport
-from mindrlhf.weights.publish.sync import add_contributions, merge_contributions, plan_sync
+from mindrlhf.weights.publish.sync import plan_sync, sums_of, written_of
 from mindrlhf.weights.tensors import TensorInfo
 
 TIMEOUT_S = 200
@@ -95,8 +95,8 @@ def sync(case: dict, infos: list[TensorInfo], files: Files, rank: int) -> None:
         for name, bounds in case["held"][node][place :: len(nodes[node])]:
             region = tuple(slice(start, stop) for start, stop in bounds)
             buffer.write(name, values[name][(*region, ...)], region)
-        files.tell(f"wrote_{rank}_{version}", buffer.contribution())
-        written = [add_contributions([files.hear(f"wrote_{one}_{version}") for one in ranks]) for ranks in nodes]
+        files.tell(f"wrote_{rank}_{version}", buffer.written())
+        written = [sums_of(one for rank in ranks for one in files.hear(f"wrote_{rank}_{version}")) for ranks in nodes]
         if version == VERSIONS[0]:
             transport.connect(plan_sync(written, infos), {}, b"")
         sums = transport.sync(version)
@@ -104,7 +104,7 @@ def sync(case: dict, infos: list[TensorInfo], files: Files, rank: int) -> None:
         for one in nodes[node]:
             files.hear(f"came_{one}_{version}")
         if place == 0:
-            buffer.commit([merge_contributions([written[node], *written])])
+            buffer.commit(written_of({key: one for own in written for key, one in own.items()} | written[node]))
             buffer.verify(version)
             np.savez(files.path(f"{node}_{version}.npz"), **{name: array for name, _, array in buffer.tensors(version)})
         files.tell(f"done_{rank}_{version}", transport.sent_bytes)

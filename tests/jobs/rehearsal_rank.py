@@ -61,23 +61,23 @@ def rehearse(work: dict, directory: Path, index: int) -> None:
     prepare_mindformers("ascend", directory / "mindformers")
     config = build(GrpoConfig, work["config"])
     actor = build_sharded_actor(config, tuple(work["row_lengths"]), Rank(index, work["world_size"]))
-    contributions = []
+    written = []
     for buffer in work["buffers"]:
-        if contributions:
+        if written:
             actor.restore(work["checkpoint"])
         actor._buffers.clear()  # a run has one for good
         actor.attach_weights(PUBLISH, buffer)
-        contributions.append(actor.publish(1).contribution)
+        written.append(actor.publish(1).written["0"])
     actor.begin_saving(work["save"], copies=True)
     checksums = actor.end_saving().checksums
-    of_critic = {}
+    of_critic = []
     if work["critic_buffer"]:
         actor.attach_weights(EXPORT, work["critic_buffer"], of="critic")
-        of_critic = actor.publish(1, purpose=EXPORT).contribution
+        of_critic = actor.publish(1, purpose=EXPORT).written["0"]
         actor.close_weights(EXPORT)
-        assert actor.publish(2).contribution.keys() == contributions[0].keys()
+        assert {one[0] for one in actor.publish(2).written["0"]} == {one[0] for one in written[0]}
     report = {
-        "contributions": contributions,
+        "written": written,
         "of_critic": of_critic,
         "state_size_bytes": actor.state_size_bytes(),
         "checksums": checksums,

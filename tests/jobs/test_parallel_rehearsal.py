@@ -79,11 +79,11 @@ def make_buffer(model: dict) -> WeightBuffer:
     return WeightBuffer.create(infos)
 
 
-def committed(buffer: WeightBuffer, contributions: list[dict]) -> dict[str, np.ndarray]:
+def committed(buffer: WeightBuffer, written: list[list]) -> dict[str, np.ndarray]:
     """What the ranks have written to a buffer, each element once."""
     with buffer:
         buffer.begin(1)
-        buffer.commit(contributions)
+        buffer.commit([one for own in written for one in own])
         buffer.verify(1)
         return {name: array.copy() for name, _, array in buffer.tensors(1)}
 
@@ -129,7 +129,7 @@ def rehearsal(request, tmp_path_factory):
     assert finished.returncode == 0, (finished.stderr[-2000:], logs)
     reports = [json.loads((root / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
     tensors = [
-        committed(buffer, [report["contributions"][number] for report in reports]) for number, buffer in enumerate(buffers)
+        committed(buffer, [report["written"][number] for report in reports]) for number, buffer in enumerate(buffers)
     ]
     with critic_buffer:
         tensors.append(committed(critic_buffer, [report["of_critic"] for report in reports]) if ppo else {})

@@ -90,23 +90,19 @@ def published(layout: Layout, nodes: list[tuple[int, ...]]) -> tuple[list[Tensor
     infos = [TensorInfo(name, "bfloat16", tuple(shape)) for name, shape in shapes.items()]
     written: list[dict] = []
     for ranks in nodes:
-        entries: dict[str, dict] = {}
+        sums: dict = {}
         for rank in ranks:
             for parts in plan_publication(layouts, rules, dims, rank, ranks).values():
                 for part in parts:
-                    bounds = [
-                        list(one.indices(size)[:2]) for one, size in zip(part.index, shapes[part.hf_name], strict=True)
-                    ]
-                    entry = entries.setdefault(part.hf_name, {"slices": [], "sums": []})
-                    entry["slices"].append(bounds)
-                    entry["sums"].append(0)
-        written.append(entries)
+                    sizes = shapes[part.hf_name]
+                    bounds = (one.indices(size)[:2] for one, size in zip(part.index, sizes, strict=True))
+                    sums[part.hf_name, tuple(bounds)] = 0
+        written.append(sums)
     return infos, written
 
 
-def num_elements(contribution: dict) -> int:
-    boxes = (box for entry in contribution.values() for box in entry["slices"])
-    return sum(math.prod(stop - start for start, stop in box) for box in boxes)
+def num_elements(written: dict) -> int:
+    return sum(math.prod(stop - start for start, stop in one) for _, one in written)
 
 
 def compile_all(work: dict, directory: Path) -> list[list[dict]]:

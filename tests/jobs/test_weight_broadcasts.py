@@ -17,7 +17,7 @@ from slow_tests import SLOW
 
 from mindrlhf.launch.launch import launch
 from mindrlhf.weights.publish.collective import plan_buckets
-from mindrlhf.weights.publish.sync import add_contributions, check_received, plan_sync, sums_of, to_slice
+from mindrlhf.weights.publish.sync import check_received, plan_sync, sums_of, to_slice
 from mindrlhf.weights.tensors import TensorInfo
 
 pytestmark = pytest.mark.timeout(400)
@@ -78,8 +78,8 @@ def check(case: dict, version: int, directory: Path) -> None:
 
     expected = random_bits(INFOS, version)
     nodes = case["nodes"]
-    written = [add_contributions([told(f"wrote_{rank}") for rank in ranks]) for ranks in nodes]
-    all_sums = {key: one for own in written for key, one in sums_of(own).items()}
+    written = [sums_of(one for rank in ranks for one in told(f"wrote_{rank}")) for ranks in nodes]
+    all_sums = {key: one for own in written for key, one in own.items()}
     for node, ranks in enumerate(nodes):
         with np.load(directory / f"{case['name']}_{node}_{version}.npz") as buffer:
             assert buffer.files == list(expected)
@@ -88,7 +88,7 @@ def check(case: dict, version: int, directory: Path) -> None:
         came: Counter = Counter()
         for rank in ranks:
             came.update({(name, to_slice(region)): one for name, region, one in told(f"came_{rank}")})
-        assert came.keys() == all_sums.keys() - sums_of(written[node]).keys()
+        assert came.keys() == all_sums.keys() - written[node].keys()
         check_received(came, all_sums, INFOS, node)
     buckets = plan_buckets(plan_sync(written, INFOS), nodes, INFOS, case["bucket_bytes"])
     planned = Counter()

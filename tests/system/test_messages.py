@@ -182,19 +182,14 @@ def test_results_are_merged_field_by_field():
     checksums = [records.SavedShards({f"rank_{rank}": str(rank)}) for rank in range(2)]
     assert merge(checksums) == records.SavedShards({"rank_0": "0", "rank_1": "1"})
     written = [
-        publisher.Published({"a": {"slices": [[[0, 2]]], "sums": [2**63 + 5], "checksum": 2**63 + 5}}),
-        publisher.Published(
-            {
-                "a": {"slices": [[[2, 4]]], "sums": [2**63 + 6], "checksum": 2**63 + 6},
-                "b": {"slices": [], "sums": [], "checksum": 1},
-            }
-        ),
+        publisher.Published({"0": [["a", [[0, 2]], 2**63 + 5]]}),
+        publisher.Published({"0": [["a", [[2, 4]], 2**63 + 6], ["b", [], 1]], "1": []}),
     ]
-    assert merge(written).contribution == {
-        "a": {"slices": [[[0, 2]], [[2, 4]]], "sums": [2**63 + 5, 2**63 + 6], "checksum": 11},
-        "b": {"slices": [], "sums": [], "checksum": 1},
+    assert merge(written).written == {
+        "0": [["a", [[0, 2]], 2**63 + 5], ["a", [[2, 4]], 2**63 + 6], ["b", [], 1]],
+        "1": [],
     }
-    assert written[0].contribution["a"]["slices"] == [[[0, 2]]], "the parts are left as they were"
+    assert written[0].written["0"] == [["a", [[0, 2]], 2**63 + 5]], "the parts are left as they were"
     assert merge([None, None]) is None
     with pytest.raises(AssertionError, match="different things"):
         merge([None, records.SavingState(True)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.system.messages import decode, encode
+from mindrlhf.system.messages import decode, encode, merge
 from mindrlhf.training.loop.policy import Policy
 from mindrlhf.training.nodes import ServingWorker, find_nodes, find_required_slices, start_spanning
 from mindrlhf.training.records import Machine
@@ -18,7 +18,6 @@ from mindrlhf.weights.publish.publisher import (
     LeaderAddress,
     Published,
     PublishingWorker,
-    add_by_node,
     open_weight_buffers,
 )
 from mindrlhf.weights.tensors import TensorInfo
@@ -58,13 +57,12 @@ class Rank:
         self.buffer.begin(version, bucket)
         for name in sorted(self.tensors)[self.ranks.index(self.index) :: len(self.ranks)]:
             self.buffer.write(name, self.tensors[name])
-        written = self.buffer.contribution()
-        return Published({}, {str(self.node): written}) if self.node else Published(written)
+        return Published({str(self.node): self.buffer.written()})
 
-    def commit_weights(self, purpose: str, contributions: dict) -> None:
+    def commit_weights(self, purpose: str, written: dict) -> None:
         if self.opened and self.node:
             self.committed += 1
-            self.buffer.commit([contributions[str(self.node)]])
+            self.buffer.commit(written[str(self.node)])
 
 
 class Ranks:
@@ -148,13 +146,10 @@ def test_a_node_whose_weights_differ_ends_the_run(published):
         policy.publish(1)
 
 
-def test_contributions_are_added_up_by_node():
-    one = {"a": {"slices": [[[0, 2], [0, 2]]], "sums": [2**64 - 1], "checksum": 2**64 - 1}}
-    two = {"a": {"slices": [[[2, 4], [0, 2]]], "sums": [3], "checksum": 3}}
-    assert add_by_node([{}, {"1": one}, {"2": two}, {"1": two}]) == {
-        "1": {"a": {"slices": [[[0, 2], [0, 2]], [[2, 4], [0, 2]]], "sums": [2**64 - 1, 3], "checksum": 2}},
-        "2": two,
-    }
+def test_what_ranks_wrote_is_put_together_by_node():
+    one, two = ["a", [[0, 2], [0, 2]], 2**64 - 1], ["a", [[2, 4], [0, 2]], 3]
+    wrote = [Published({}), Published({"1": [one]}), Published({"2": [two]}), Published({"1": [two]})]
+    assert merge(wrote).written == {"1": [one, two], "2": [two]}
 
 
 class Shards:

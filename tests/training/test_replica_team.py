@@ -62,11 +62,11 @@ def test_what_all_ranks_wrote_is_committed():
                 mine.begin(1)
                 part = slice(2 * rank, 2 * rank + 2)
                 mine.write("weight", tensor[part], (part,))
-                contributions.append(mine.contribution())
-        team = ReplicaTeam(Ranks(8, lambda rank: Published(contributions[rank])), LAYOUT)
+                contributions.append(mine.written())
+        team = ReplicaTeam(Ranks(8, lambda rank: Published({"0": contributions[rank]})), LAYOUT)
         results = team.call("publish", version=1)
         assert len(results) == 2
-        buffer.commit([result.contribution for result in results])
+        buffer.commit([one for result in results for one in result.written["0"]])
         buffer.verify(1)
         np.testing.assert_array_equal({name: array for name, _, array in buffer.tensors(1)}["weight"], tensor)
 

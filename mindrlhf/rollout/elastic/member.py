@@ -27,7 +27,7 @@ from mindrlhf.system import heartbeat
 from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.slices import whole_slice
-from mindrlhf.weights.publish.sync import Transfer, contribution_of, plan_sync
+from mindrlhf.weights.publish.sync import Sums, Transfer, plan_sync
 from mindrlhf.weights.publish.tcp import TcpTransport
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -37,10 +37,10 @@ LEAVING, FAILED = "leaving", "failed"
 _ENDS = {LOST: "{how}", LEAVING: "leaves", FAILED: "has failed: {message}"}
 
 
-def whole_tensors(infos: Sequence[TensorInfo], checksums: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Return the contribution of one that has written every tensor whole."""
-    sums = zip(infos, map(int, checksums), strict=True)
-    return contribution_of({(info.name, whole_slice(info.shape)): checksum for info, checksum in sums})
+def whole_tensors(infos: Sequence[TensorInfo], checksums: Sequence[int]) -> Sums:
+    """Return the sums of one that has written every tensor whole."""
+    named = zip(infos, map(int, checksums), strict=True)
+    return {(info.name, whole_slice(info.shape)): checksum for info, checksum in named}
 
 
 def transfers_of(infos: Sequence[TensorInfo]) -> list[Transfer]:

@@ -19,7 +19,7 @@ from mindrlhf.rollout.types import Cancelled
 from mindrlhf.system.handshake import SignedConnection, introduce
 from mindrlhf.system.wire import ProtocolError
 from mindrlhf.weights.publish.buffer import WeightBuffer
-from mindrlhf.weights.publish.sync import check_received, sums_of
+from mindrlhf.weights.publish.sync import check_received, written_of
 from mindrlhf.weights.publish.tcp import TcpTransport
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -192,11 +192,11 @@ class _Answering:
         self._buffer.begin(version)
         try:
             sums = self._transport.sync(version)
-            check_received(sums, sums_of(expected), infos, NODE)
+            check_received(sums, expected, infos, NODE)
         except RunFailure as failure:
             say(f"{failure}; connecting to rank 0 again")
             return False
-        self._buffer.commit([expected])
+        self._buffer.commit(written_of(expected))
         self._generator.update_weights(version)
         self._channel.send("weights")
         return True

@@ -139,7 +139,7 @@ def _weights_digest(learner) -> str:
     with learner.model.create_weight_buffer() as buffer:
         buffer.begin(1)
         learner.model.write_to(buffer)
-        return digest_weights([buffer.contribution()])
+        return digest_weights(buffer.written())
 
 
 def _extremes(

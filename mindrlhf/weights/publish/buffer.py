@@ -14,8 +14,8 @@ after the other (:func:`mindrlhf.weights.tensors.cut_into_buckets`), and all of 
 One version at a time::
 
     rank 0          buffer = WeightBuffer.create(infos); send buffer.path to the others
-    every rank      buffer.begin(version); buffer.write(name, array, index); send buffer.contribution() to rank 0
-    rank 0          buffer.commit(contributions); tell the server
+    every rank      buffer.begin(version); buffer.write(name, array, index); send buffer.written() to rank 0
+    rank 0          buffer.commit(written); tell the server
     server          buffer = WeightBuffer.attach(path); for name, dtype, array in buffer.tensors(version): ...
 
 The ranks and the server take turns by messages of their own (there are no locks): nobody writes between ``commit``
@@ -30,7 +30,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,8 @@ _STORED_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _SIZE_BYTES = 8  # of the number before the list of committed slices
 
 Index = tuple[slice, ...]
+# A tensor's name, (start, stop) per axis of what was written of it, and the sum of the bits there.
+WrittenSlice = list[Any]
 
 
 class WeightBufferError(RunFailure):
@@ -91,8 +93,8 @@ class WeightBuffer:
             self.slices_offset = max(self.slices_offset, offset)
         self._version_in_progress: int | None = None
         self._bucket_in_progress = 0
-        self._contribution: dict[str, dict[str, Any]] = {}
-        self._earlier: dict[str, dict[str, Any]] = {}
+        self._written: dict[str, list[WrittenSlice]] = {}
+        self._earlier: dict[str, list[WrittenSlice]] = {}
 
     @classmethod
     def create(cls, infos: Iterable[TensorInfo], bucket_bytes: int = 0) -> "WeightBuffer":
@@ -184,8 +186,8 @@ class WeightBuffer:
         assert self._writable, "the weight buffer was attached for reading only"
         assert version >= 0, f"version {version} is negative"
         self._version_in_progress, self._bucket_in_progress = version, bucket
-        self._earlier |= self._contribution
-        self._contribution = {}
+        self._earlier |= self._written
+        self._written = {}
         self._show(_NO_VERSION, bucket)
 
     def wants(self, name: str) -> bool:
@@ -212,10 +214,7 @@ class WeightBuffer:
         target = view[to_index(bounds)]
         if target.shape != array.shape:
             raise WeightBufferError(f"tensor '{name}': shape {array.shape} was written to a place of {target.shape}")
-        entry = self._contribution.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
-        entry["slices"].append(bounds)
-        entry["sums"].append(copy_and_sum(target, array, info.dtype))
-        entry["checksum"] = (entry["checksum"] + entry["sums"][-1]) % 2**64
+        self._written.setdefault(name, []).append([name, bounds, copy_and_sum(target, array, info.dtype)])
 
     def view(self, name: str, bounds: Sequence[Sequence[int]]) -> np.ndarray:
         """Return a slice, (start, stop) per axis, in the shared memory, for those who bring it from another buffer."""
@@ -230,26 +229,18 @@ class WeightBuffer:
         assert self._version_in_progress is not None, "keep() before begin()"
         is_there = name in self._earlier and self.num_buckets == 1
         if is_there:
-            self._contribution[name] = self._earlier[name]
+            self._written[name] = self._earlier[name]
         return is_there
 
-    def contribution(self) -> dict[str, dict[str, Any]]:
-        """What this process has written since ``begin``, as JSON-able values.
+    def written(self) -> list[WrittenSlice]:
+        """What this process has written since ``begin``, as JSON-able values."""
+        return [one for own in self._written.values() for one in own]
 
-        By tensor name: "slices", lists of [start, stop] per axis, "sums", the sum of the bits of each, and "checksum",
-        their sum modulo 2^64.
-        """
-        return self._contribution
-
-    def commit(
-        self,
-        contributions: Sequence[Mapping[str, Mapping[str, Any]]] | None = None,
-        required: RequiredSlices | None = None,
-    ) -> None:
+    def commit(self, written: Iterable[WrittenSlice] | None = None, required: RequiredSlices | None = None) -> None:
         """Make the bucket visible, after checking that the ranks together wrote each element of it exactly once.
 
         Args:
-            contributions: those of all ranks, the caller's included; None when the caller alone has written.
+            written: by all ranks, the caller included; None when the caller alone has written.
             required: what readers will read, where that is not everything. Then each of these elements must have been
                 written, and none twice.
 
@@ -257,15 +248,16 @@ class WeightBuffer:
             WeightBufferError: a gap or an overlap, naming the tensor. No version is visible then.
         """
         assert self._version_in_progress is not None, "commit() before begin()"
-        contributions = [self._contribution] if contributions is None else contributions
-        written = {}
-        for i in self._buckets[self._bucket_in_progress]:
-            info = self.infos[i]
-            entries = [contribution[info.name] for contribution in contributions if info.name in contribution]
-            written[info.name] = [to_slice(bounds) for entry in entries for bounds in entry["slices"]]
-            _check_written(info, written[info.name], required)
-            self._checksums[i] = sum(entry["checksum"] for entry in entries) % 2**64
-        text = b"" if required is None else json.dumps(written).encode()
+        infos = [self.infos[i] for i in self._buckets[self._bucket_in_progress]]
+        slices: dict[str, list[TensorSlice]] = {info.name: [] for info in infos}
+        checksums = dict.fromkeys(slices, 0)
+        for name, bounds, checksum in self.written() if written is None else written:
+            slices[name].append(to_slice(bounds))
+            checksums[name] = (checksums[name] + checksum) % 2**64
+        for info in infos:
+            _check_written(info, slices[info.name], required)
+            self._checksums[self._index[info.name]] = checksums[info.name]
+        text = b"" if required is None else json.dumps(slices).encode()
         try:
             if text or any(os.pread(self._fd, _SIZE_BYTES, self.slices_offset)):
                 os.pwrite(self._fd, len(text).to_bytes(_SIZE_BYTES, "little") + text, self.slices_offset)

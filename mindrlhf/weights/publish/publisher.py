@@ -10,7 +10,6 @@ The ranks of a node share a weight buffer, one for each purpose: one from which 
 """
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,34 +20,25 @@ from mindrlhf.config.sections import COLLECTIVES, TCP
 from mindrlhf.observe.fingerprint import digest_weights
 from mindrlhf.system.messages import join, last, merged_by, result, union
 from mindrlhf.system.wire import own_host
-from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.collective import Broadcast, CollectiveTransport
 from mindrlhf.weights.publish.slices import RequiredSlices, TensorSlice, merge_required, to_slice
 from mindrlhf.weights.publish.sync import (
-    Contribution,
     Sums,
     Transfer,
     Transport,
-    add_contributions,
     check_received,
     check_replicas,
-    contribution_of,
-    merge_contributions,
     plan_sync,
     sum_sent,
     sums_of,
+    written_of,
 )
 from mindrlhf.weights.publish.tcp import TcpTransport
 
 PUBLISH, EXPORT = "publish", "export"
 # Of a buffer through which a model is exported: its memory comes on top of what the run has.
 _EXPORT_BUCKET_BYTES = 4 << 30
-
-
-def add_by_node(values: Sequence[Mapping[str, Contribution]]) -> dict[str, dict[str, Any]]:
-    """Add up what ranks wrote to the buffers of several nodes, by node."""
-    nodes = dict.fromkeys(node for value in values for node in value)
-    return {node: add_contributions([value[node] for value in values if node in value]) for node in nodes}
 
 
 @result
@@ -60,15 +50,9 @@ class BufferPath:
 
 @result
 class Published:
-    """What a rank wrote to the weight buffer of its node.
+    """What a rank wrote to the weight buffer of its node: by node, see ``WrittenSlice``."""
 
-    Attributes:
-        contribution: to that of rank 0's node.
-        elsewhere: to those of other nodes, by node.
-    """
-
-    contribution: dict[str, dict[str, Any]] = merged_by(add_contributions)
-    elsewhere: dict[str, dict[str, dict[str, Any]]] = merged_by(add_by_node, default_factory=dict)
+    written: dict[str, list] = merged_by(join)
 
 
 @result
@@ -80,15 +64,15 @@ class LeaderAddress:
 
 @result
 class Received:
-    """What crossed between nodes: by node, lists of name, slice and sum of the bits in memory there.
+    """What crossed between nodes, as it lies in memory there: by node, see ``WrittenSlice``.
 
     Attributes:
         slices: what came to the node; where several of its ranks got parts of a slice, their sums add up.
         sent: what it was the first to send, where that is less than what a rank wrote.
     """
 
-    slices: dict[str, Any] = merged_by(join)
-    sent: dict[str, Any] = merged_by(union, default_factory=dict)
+    slices: dict[str, list] = merged_by(join)
+    sent: dict[str, list] = merged_by(union, default_factory=dict)
 
 
 class PublishedModel(Protocol):
@@ -186,11 +170,10 @@ class PublishingWorker:
         own = self._buffers[purpose]
         own.buffer.begin(version, bucket)
         own.model.write_to(own.buffer, own.ranks)
-        written = own.buffer.contribution()
-        return Published({}, {str(own.node): written}) if own.node else Published(written)
+        return Published({str(own.node): own.buffer.written()})
 
     def sync_weights(
-        self, purpose: str, version: int, bucket: int, written: dict[str, Contribution] | None = None
+        self, purpose: str, version: int, bucket: int, written: dict[str, list[WrittenSlice]] | None = None
     ) -> Received:
         """On a rank with a transport, send what other nodes' buffers lack, and receive what this one does.
 
@@ -203,18 +186,14 @@ class PublishingWorker:
         came = own.transport.sync(version, bucket)
         node, sent = str(own.node), {}
         if written is not None and own.is_owner:
-            sent = sum_sent(own.buffer, own.transfers[bucket], own.node, written[node])
-        return Received({node: _listed(came)}, {node: _listed(sent)})
+            sent = sum_sent(own.buffer, own.transfers[bucket], own.node, sums_of(written[node]))
+        return Received({node: written_of(came)}, {node: written_of(sent)})
 
-    def commit_weights(self, purpose: str, contributions: dict[str, Contribution]) -> None:
-        """On the first rank of another node than rank 0's, make what was published visible there.
-
-        Args:
-            contributions: of the ranks of each such node, by node.
-        """
+    def commit_weights(self, purpose: str, written: dict[str, list[WrittenSlice]]) -> None:
+        """On the first rank of another node than rank 0's, make what was written, by node, visible there."""
         own = self._buffers[purpose]
         if own.node and own.is_owner:
-            own.buffer.commit([contributions[str(own.node)]], own.required)
+            own.buffer.commit(written[str(own.node)], own.required)
 
     def require_slices(self, required: dict[str, Any] | None) -> None:
         """Take what the servers of this node read of each tensor, on its first rank; it gets no more from now on."""
@@ -336,34 +315,32 @@ class WeightPublisher:
         Raises:
             RunFailure: the buffers of two nodes differ, or one lacks something.
         """
-        contributions: list[Contribution] = []
+        written: list[WrittenSlice] = []
         for bucket in range(self._buffer.num_buckets):
-            contributions += self.put(version, bucket)
+            written += self.put(version, bucket)
             if load is not None:
                 load(version, bucket)
-        return digest_weights(contributions)
+        return digest_weights(written)
 
-    def put(self, version: int, bucket: int) -> list[Contribution]:
+    def put(self, version: int, bucket: int) -> list[WrittenSlice]:
         """Put a bucket of the weights into the buffers; return what the ranks together have written."""
         self._buffer.begin(version, bucket)
         results: list[Published] = self._call("publish", version=version, bucket=bucket)
-        contributions = [one.contribution for one in results]
-        elsewhere = add_by_node([one.elsewhere for one in results])
-        if not elsewhere:
-            self._buffer.commit(contributions)
-            return contributions
-        nodes = sorted(elsewhere, key=int)
-        written = [add_contributions(contributions), *(elsewhere[node] for node in nodes)]
+        by_node = join([one.written for one in results])
+        if len(by_node) == 1:
+            self._buffer.commit(by_node["0"])
+            return by_node["0"]
+        written = [sums_of(by_node[str(node)]) for node in range(len(by_node))]
         check_replicas(written, self._buffer.infos)
         received = self._sync(version, bucket, written)
         # What came has the sums of the ranks that wrote it: whoever reads a buffer compares its memory with them.
-        whole = merge_contributions(written)
+        whole = {key: checksum for sums in reversed(written) for key, checksum in sums.items()}
         own = [whole] * len(written)
         if self._required is not None:
-            own = [contribution_of({**sums_of(one), **received.get(node, {})}) for node, one in enumerate(written)]
-        self._buffer.commit([own[0]], self._required and self._required[0])
-        self._call("commit_weights", contributions=dict(zip(nodes, own[1:])))
-        return [whole]
+            own = [{**sums, **received.get(node, {})} for node, sums in enumerate(written)]
+        self._buffer.commit(written_of(own[0]), self._required and self._required[0])
+        self._call("commit_weights", written={str(node): written_of(own[node]) for node in range(1, len(own))})
+        return written_of(whole)
 
     def require(self, required: Sequence[RequiredSlices | None]) -> None:
         """Have the buffers get what is required of the tensors alone, by node; None for everything."""
@@ -373,25 +350,25 @@ class WeightPublisher:
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         return self._team.call(method, purpose=self._purpose, **arguments)
 
-    def _sync(self, version: int, bucket: int, written: Sequence[Contribution]) -> dict[int, Sums]:
+    def _sync(self, version: int, bucket: int, written: Sequence[Sums]) -> dict[int, Sums]:
         """Have every node's buffer get what its ranks did not write, check it, and return its sums by node."""
         infos, transfers = self._buffer.infos, self._plan(bucket, written)
         if not transfers:
             return {}
-        by_node = None if self._required is None else {str(node): one for node, one in enumerate(written)}
+        by_node = None if self._required is None else {str(node): written_of(one) for node, one in enumerate(written)}
         results: list[Received] = self._call("sync_weights", version=version, bucket=bucket, written=by_node)
-        expected = {key: checksum for contribution in written for key, checksum in sums_of(contribution).items()}
+        expected = {key: checksum for sums in written for key, checksum in sums.items()}
         for one in results:
             for sent in one.sent.values():
-                expected |= _summed(sent)
-        received = {int(node): _summed(came) for node, came in join([one.slices for one in results]).items()}
+                expected |= sums_of(sent)
+        received = {int(node): sums_of(came) for node, came in join([one.slices for one in results]).items()}
         for node, found in received.items():
             check_received(found, expected, infos, node)
         return received
 
-    def _plan(self, bucket: int, written: Sequence[Contribution]) -> list[Transfer]:
+    def _plan(self, bucket: int, written: Sequence[Sums]) -> list[Transfer]:
         """Return what has to travel of a bucket; the nodes are connected for it."""
-        slices = [list(sums_of(contribution)) for contribution in written]
+        slices = [list(sums) for sums in written]
         if self._written.get(bucket) != slices:  # as a rule what it was: a large model's plan takes seconds
             required, infos = None, self._buffer.infos
             if self._required is not None:
@@ -433,14 +410,3 @@ def sharded_tensors(
             publisher.put(1, bucket)
             yield from ((name, array) for name, _, array in buffer.tensors(1))
     ranks.call("close_weights", purpose=EXPORT)
-
-
-def _listed(sums: Sums) -> list[list[Any]]:
-    return [[name, one, checksum] for (name, one), checksum in sums.items()]
-
-
-def _summed(listed: Sequence[Sequence]) -> dict[tuple[str, TensorSlice], int]:
-    sums: Counter[tuple[str, TensorSlice]] = Counter()
-    for name, one, checksum in listed:
-        sums[name, to_slice(one)] += checksum  # of parts that came to several ranks
-    return dict(sums)

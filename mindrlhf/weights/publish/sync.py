@@ -8,12 +8,13 @@ servers of each node read, of each slice only that travels.
 Whatever travels is compared with the sums of bits that the ranks made as they wrote it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mindrlhf.errors import RunFailure
-from mindrlhf.weights.publish.buffer import WeightBuffer
+from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
 from mindrlhf.weights.publish.slices import (
     RequiredSlices,
     TensorSlice,
@@ -29,7 +30,6 @@ from mindrlhf.weights.tensors import TensorInfo
 # Large slices are cut, so that the nodes of a chain work at the same time, and so do several streams.
 TRANSFER_BYTES = 8 << 20
 
-Contribution = Mapping[str, Mapping[str, Any]]  # see :meth:`mindrlhf.weights.publish.buffer.WeightBuffer.contribution`
 Sums = Mapping[tuple[str, TensorSlice], int]  # of the bits of slices, by tensor and slice
 Address = tuple[str, int]
 
@@ -96,48 +96,21 @@ class Transport(Protocol):
         """End the connections."""
 
 
-def sums_of(contribution: Contribution) -> dict[tuple[str, TensorSlice], int]:
-    """Return the sums of the slices that were written."""
-    return {
-        (name, to_slice(bounds)): checksum
-        for name, written in contribution.items()
-        for bounds, checksum in zip(written["slices"], written["sums"], strict=True)
-    }
+def sums_of(written: Iterable[WrittenSlice]) -> dict[tuple[str, TensorSlice], int]:
+    """Return the sums of slices that were written, or came; those of what came through several ranks add up."""
+    sums: Counter[tuple[str, TensorSlice]] = Counter()
+    for name, bounds, checksum in written:
+        sums[name, to_slice(bounds)] += checksum
+    return dict(sums)
 
 
-def contribution_of(sums: Sums) -> dict[str, dict[str, Any]]:
-    """Return the contribution of one that has written these slices; the inverse of :func:`sums_of`."""
-    entries: dict[str, dict[str, Any]] = {}
-    for (name, one), checksum in sums.items():
-        entry = entries.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
-        entry["slices"].append([list(bounds) for bounds in one])
-        entry["sums"].append(checksum)
-        entry["checksum"] = (entry["checksum"] + checksum) % 2**64
-    return entries
-
-
-def add_contributions(contributions: Sequence[Contribution]) -> dict[str, dict[str, Any]]:
-    """Add up what ranks wrote; what two of them wrote is in it twice."""
-    total: dict[str, dict[str, Any]] = {}
-    for contribution in contributions:
-        for name, written in contribution.items():
-            entry = total.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
-            entry["slices"] = [*entry["slices"], *written["slices"]]
-            entry["sums"] = [*entry["sums"], *written["sums"]]
-            entry["checksum"] = (entry["checksum"] + written["checksum"]) % 2**64
-    return total
-
-
-def merge_contributions(contributions: Sequence[Contribution]) -> dict[str, dict[str, Any]]:
-    """Return what some nodes wrote together; a slice that several wrote counts once, with the sum of the first."""
-    sums: dict[tuple[str, TensorSlice], int] = {}
-    for contribution in contributions:
-        sums = {**sums_of(contribution), **sums}
-    return contribution_of(sums)
+def written_of(sums: Sums) -> list[WrittenSlice]:
+    """Return the inverse of :func:`sums_of`."""
+    return [[name, one, checksum] for (name, one), checksum in sums.items()]
 
 
 def plan_sync(
-    written: Sequence[Contribution], infos: Sequence[TensorInfo], required: Sequence[RequiredSlices] | None = None
+    written: Sequence[Sums], infos: Sequence[TensorInfo], required: Sequence[RequiredSlices] | None = None
 ) -> list[Transfer]:
     """Return the transfers in the order in which every node sends and receives them.
 
@@ -147,15 +120,14 @@ def plan_sync(
         required: by node, what its servers read; None where every node gets everything.
     """
     element_bytes = {info.name: info.numpy_dtype.itemsize for info in infos}
-    held = [sums_of(contribution) for contribution in written]
     sent_bytes = [0] * len(written)
     transfers = []
-    for name, source in dict.fromkeys(key for sums in held for key in sums):
-        holders = [node for node, sums in enumerate(held) if (name, source) in sums]
-        for part, nodes in _lacking_parts(name, source, set(range(len(held))) - set(holders), required):
+    for name, source in dict.fromkeys(key for sums in written for key in sums):
+        holders = [node for node, sums in enumerate(written) if (name, source) in sums]
+        for part, nodes in _lacking_parts(name, source, set(range(len(written))) - set(holders), required):
             origin = min(holders, key=lambda node: (sent_bytes[node], node))
             # In a ring, so that few pairs of nodes talk to each other.
-            others = sorted(nodes, key=lambda node: (node - origin) % len(held))
+            others = sorted(nodes, key=lambda node: (node - origin) % len(written))
             size_bytes = element_bytes[name] * num_elements(part)
             for node in (origin, *others[:-1]):
                 sent_bytes[node] += size_bytes
@@ -187,7 +159,7 @@ def _cut(one: TensorSlice, size_bytes: int) -> list[TensorSlice]:
 
 
 def sum_sent(
-    buffer: WeightBuffer, transfers: Sequence[Transfer], node: int, written: Contribution
+    buffer: WeightBuffer, transfers: Sequence[Transfer], node: int, written: Sums
 ) -> dict[tuple[str, TensorSlice], int]:
     """Return the sums of what a node is the first to send, where that is less than a slice that a rank wrote.
 
@@ -202,15 +174,14 @@ def sum_sent(
     Raises:
         RunFailure: a slice of which a part is to be sent is not as it was written.
     """
-    written_sums = sums_of(written)
     parts_of: dict[str, set[TensorSlice]] = {}
     for transfer in transfers:
-        if transfer.nodes[0] == node and (transfer.name, transfer.source) not in written_sums:
+        if transfer.nodes[0] == node and (transfer.name, transfer.source) not in written:
             parts_of.setdefault(transfer.name, set()).add(transfer.source)
     sums = {
         (name, part): sum_bits(buffer.view(name, part)) for name, parts in parts_of.items() for part in sorted(parts)
     }
-    for (name, one), checksum in written_sums.items():
+    for (name, one), checksum in written.items():
         own = [part for part in parts_of.get(name, ()) if intersect(part, one)]
         if own:
             rest = [part for part, groups in divide({"all": [one], "sent": own}) if groups == ("all",)]
@@ -236,7 +207,7 @@ def check_received(found: Sums, expected: Sums, infos: Sequence[TensorInfo], nod
             raise RunFailure(f"tensor '{name}' came to node {node} with other values than were written: {one}")
 
 
-def check_replicas(written: Sequence[Contribution], infos: Sequence[TensorInfo]) -> None:
+def check_replicas(written: Sequence[Sums], infos: Sequence[TensorInfo]) -> None:
     """Check that nodes that wrote the same slice wrote the same into it.
 
     Raises:
@@ -244,8 +215,8 @@ def check_replicas(written: Sequence[Contribution], infos: Sequence[TensorInfo])
     """
     modulus = _moduli(infos)
     first: dict[tuple[str, TensorSlice], tuple[int, int]] = {}
-    for node, contribution in enumerate(written):
-        for (name, one), checksum in sums_of(contribution).items():
+    for node, sums in enumerate(written):
+        for (name, one), checksum in sums.items():
             other, expected = first.setdefault((name, one), (node, checksum))
             if (checksum - expected) % modulus[name]:
                 raise RunFailure(f"the weights of node {node} are not those of node {other}: tensor '{name}', {one}")

@@ -88,7 +88,7 @@ def main(directory: Path) -> None:
 
 def _written_bytes(actor) -> int:
     """Return the bytes of the last version that this rank wrote to the buffer."""
-    slices = [one for written in actor.weight_buffer().contribution().values() for one in written["slices"]]
+    slices = (one for _, one, _ in actor.weight_buffer().written())
     return sum(4 * math.prod(stop - start for start, stop in one) for one in slices)
 
 

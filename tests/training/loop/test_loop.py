@@ -153,7 +153,7 @@ class Rank:
     def publish(self, version, bucket, purpose):
         assert bucket == 0
         self.journal.append(f"publish {version}")
-        return Published({"weight": {"checksum": version}})
+        return Published({"0": [["weight", [], version]]})
 
     def sync_reference(self):
         self.journal.append("sync_reference")
@@ -181,9 +181,9 @@ class Buffer:
     def begin(self, version, bucket):
         self.version = version
 
-    def commit(self, contributions):
-        assert all(part == {"weight": {"checksum": self.version}} for part in contributions)
-        self.journal.append(f"commit {len(contributions)}")
+    def commit(self, written):
+        assert all(one == ["weight", [], self.version] for one in written)
+        self.journal.append(f"commit {len(written)}")
 
 
 class Memory:

@@ -145,9 +145,9 @@ def test_weights_are_replaced_when_the_samples_of_the_next_step_are_there(monkey
     monkeypatch.setattr(Server, "delay_s", 0.02)
     commit = test_loop.Buffer.commit
 
-    def commit_and_look(self, contributions):
+    def commit_and_look(self, written):
         self.counts.append((len(self.server.requests), self.num_left()))
-        commit(self, contributions)
+        commit(self, written)
 
     monkeypatch.setattr(test_loop.Buffer, "commit", commit_and_look)
     run = start(1, steps=4)

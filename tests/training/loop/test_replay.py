@@ -114,7 +114,7 @@ def skipped(actor, config):
     batch = make_batch(sequences, RowOptions((ROW_LENGTH,), 1, 1, True))
     assert len(batch.micro_batches) > 1
     advantages = [stream.standard_normal(len(item.response_ids)) for item in samples]
-    digest = digest_weights([actor.publish(version=1).contribution])
+    digest = digest_weights(actor.publish(version=1).written["0"])
     actor.export(config_dir := checkpoint_dir(config, 5), None)
     assert (config_dir / "config.json").exists()
     before, state = weights(actor), optimizer_state(actor)

@@ -93,7 +93,7 @@ def published(ranks, base, bucket_bytes):
                 for own, rank in zip(buffers, ranks):
                     own.begin(version, bucket)
                     rank.write_to(own)
-                buffer.commit([own.contribution() for own in buffers])
+                buffer.commit([one for own in buffers for one in own.written()])
                 buffer.verify(version)
                 found |= {name: array.copy() for name, _, array in buffer.tensors(version)}
         for own in buffers:

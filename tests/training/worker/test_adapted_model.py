@@ -135,7 +135,7 @@ def test_what_is_published_and_exported_is_the_sum(stepped, model_dirs):
     worker = stepped[0]
     worker.open_weights(PUBLISH, is_owner=True)
     with worker.weight_buffer() as buffer:
-        buffer.commit([worker.publish(1).contribution])
+        buffer.commit(worker.publish(1).written["0"])
         published = {name: array.copy() for name, _, array in buffer.tensors(1)}
         worker.export(model_dirs / "out" / "final", None)
     final = load_file(model_dirs / "out" / "final" / "model.safetensors")

@@ -16,7 +16,7 @@ from mindrlhf.weights.publish import collective
 from mindrlhf.weights.publish import sync as planning
 from mindrlhf.weights.publish.buffer import WeightBuffer
 from mindrlhf.weights.publish.collective import CollectiveTransport
-from mindrlhf.weights.publish.sync import check_received, merge_contributions, plan_sync, sums_of
+from mindrlhf.weights.publish.sync import check_received, plan_sync, sums_of, written_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,21 +48,21 @@ def publish_twice(held, nodes, bucket_bytes) -> None:
             buffer.begin(version)
             for name, region in regions:
                 buffer.write(name, values[name][(*region, ...)], region)
-        written = [buffer.contribution() for buffer in buffers]
+        written = [sums_of(buffer.written()) for buffer in buffers]
         transfers = plan_sync(written, INFOS)
         with ThreadPoolExecutor(len(transports)) as pool:
             if version == 1:
                 list(pool.map(CollectiveTransport.connect, transports, repeat(transfers), repeat({}), repeat(b"")))
             found = list(pool.map(CollectiveTransport.sync, transports, repeat(version)))
-        expected = {key: value for one in written for key, value in sums_of(one).items()}
+        expected = {key: value for one in written for key, value in one.items()}
         for node, ranks in enumerate(nodes):
             sums: Counter = Counter()
             for rank in ranks:
                 sums.update(found[rank])
             check_received(sums, expected, INFOS, node)
-            lacking = expected.keys() - sums_of(written[node]).keys()
+            lacking = expected.keys() - written[node].keys()
             assert sums.keys() == {key for key in lacking if all(start < stop for start, stop in key[1])}
-            buffers[node].commit([merge_contributions([written[node], *written])])
+            buffers[node].commit(written_of({**expected, **written[node]}))
             buffers[node].verify(version)
             for name, _, array in buffers[node].tensors(version):
                 assert array.tobytes() == values[name].tobytes(), name  # also of numbers that are none
@@ -82,7 +82,7 @@ def test_what_arrives_changed_shows_in_the_sums():
         buffer.begin(1)
         for name, region in regions:
             buffer.write(name, values[name][(*region, ...)], region)
-    written = [buffer.contribution() for buffer in buffers]
+    written = [sums_of(buffer.written()) for buffer in buffers]
     network = Network()
 
     def open_damaged(ranks, root, num_words):
@@ -102,6 +102,6 @@ def test_what_arrives_changed_shows_in_the_sums():
         sent, received = pool.map(lambda transport: transport.sync(1), transports)
     assert sent == {}
     with pytest.raises(RunFailure, match="tensor 'matrix' came to node 1 with other values than were written"):
-        check_received(received, sums_of(written[0]), INFOS, 1)
+        check_received(received, written[0], INFOS, 1)
     for buffer in buffers:
         buffer.close()

@@ -15,7 +15,7 @@ from mindrlhf.system.handshake import SignedConnection
 from mindrlhf.weights.publish import sync as planning
 from mindrlhf.weights.publish import tcp
 from mindrlhf.weights.publish.buffer import WeightBuffer
-from mindrlhf.weights.publish.sync import check_received, merge_contributions, plan_sync, sums_of
+from mindrlhf.weights.publish.sync import check_received, plan_sync, sums_of, written_of
 from mindrlhf.weights.publish.tcp import TcpTransport
 from mindrlhf.weights.tensors import TensorInfo
 
@@ -61,17 +61,17 @@ class Nodes:
             buffer.begin(version)
             for name, region in regions:
                 buffer.write(name, values[name][(*region, ...)], region)
-        written = [buffer.contribution() for buffer in self.buffers]
+        written = [sums_of(buffer.written()) for buffer in self.buffers]
         transfers = plan_sync(written, self.infos)
         addresses = {node: transport.address for node, transport in enumerate(self.transports)}
         if version == 1:
             self.on_all(lambda transport: transport.connect(transfers, addresses, TOKEN))
         found = self.on_all(lambda transport: transport.sync(version))
-        expected = {key: value for one in written for key, value in sums_of(one).items()}
+        expected = {key: value for one in written for key, value in one.items()}
         for node, sums in enumerate(found):
             check_received(sums, expected, self.infos, node)
         for buffer, own in zip(self.buffers, written):
-            buffer.commit([merge_contributions([own, *written])])
+            buffer.commit(written_of({**expected, **own}))
         return transfers
 
     def on_all(self, action) -> list:
@@ -114,7 +114,7 @@ WHOLE = [(info.name, tuple(slice(0, size) for size in info.shape)) for info in I
 
 
 def test_nodes_that_hold_everything_exchange_nothing():
-    written = [{name: {"slices": [[[0, 4]]], "sums": [3], "checksum": 3} for name in ("a", "b")}] * 3
+    written = [{(name, ((0, 4),)): 3 for name in ("a", "b")}] * 3
     assert plan_sync(written, [TensorInfo("a", "float32", (4,)), TensorInfo("b", "float32", (4,))]) == []
 
 

@@ -16,11 +16,10 @@ from mindrlhf.weights.publish.buffer import WeightBuffer, WeightBufferError
 from mindrlhf.weights.publish.slices import divide, first_missing, merge_required, merge_slices
 from mindrlhf.weights.publish.sync import (
     check_received,
-    contribution_of,
-    merge_contributions,
     plan_sync,
     sum_sent,
     sums_of,
+    written_of,
 )
 
 SHAPES = {info.name: info.shape for info in INFOS}
@@ -103,12 +102,7 @@ def test_every_needed_element_travels_once_and_nothing_else(data, held, transfer
     workers = data.draw(needs(len(held)))
     written = []
     for regions in held:
-        entries = {}
-        for name, region in regions:
-            entry = entries.setdefault(name, {"slices": [], "sums": [], "checksum": 0})
-            entry["slices"].append([[part.start, part.stop] for part in region])
-            entry["sums"].append(0)
-        written.append(entries)
+        written.append({(name, tuple((part.start, part.stop) for part in region)): 0 for name, region in regions})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "TRANSFER_BYTES", transfer_bytes)
         transfers = plan_sync(written, INFOS, [merge_required(json.loads(json.dumps(node))) for node in workers])
@@ -137,7 +131,7 @@ def test_every_needed_element_travels_once_and_nothing_else(data, held, transfer
 
 
 def test_nodes_that_need_the_same_get_it_along_a_chain():
-    written = [{"matrix": {"slices": [[[0, 12], [0, 10]]], "sums": [0], "checksum": 0}}, {}, {}, {}]
+    written = [{("matrix", ((0, 12), (0, 10))): 0}, {}, {}, {}]
     rows, columns = ((0, 6), (0, 10)), ((0, 12), (0, 5))
     transfers = plan_sync(written, INFOS, [{}, {"matrix": [rows]}, {"matrix": [columns]}, {"matrix": [rows]}])
     assert [(transfer.slice, transfer.nodes) for transfer in transfers] == [
@@ -159,18 +153,18 @@ class PartialNodes(Nodes):
             buffer.begin(version)
             for name, region in regions:
                 buffer.write(name, values[name][(*region, ...)], region)
-        written = [buffer.contribution() for buffer in self.buffers]
+        written = [sums_of(buffer.written()) for buffer in self.buffers]
         transfers = plan_sync(written, self.infos, self.needed)
         addresses = {node: transport.address for node, transport in enumerate(self.transports)}
         if version == 1:
             self.on_all(lambda transport: transport.connect(transfers, addresses, TOKEN))
-        expected = {key: value for one in written for key, value in sums_of(one).items()}
+        expected = {key: value for one in written for key, value in one.items()}
         for node, (buffer, own) in enumerate(zip(self.buffers, written)):
             expected |= sum_sent(buffer, transfers, node, own)
         for node, (found, own) in enumerate(zip(self.on_all(lambda transport: transport.sync(version)), written)):
             check_received(found, expected, self.infos, node)
             came = {key: expected[key] for key in found}
-            self.buffers[node].commit([contribution_of({**sums_of(own), **came})], self.needed[node])
+            self.buffers[node].commit(written_of({**own, **came}), self.needed[node])
         return transfers
 
 
@@ -255,7 +249,7 @@ def test_a_buffer_notices_changes_where_it_has_parts_and_is_whole_again_afterwar
 def test_a_region_that_changed_before_a_part_of_it_was_sent_is_named():
     with PartialNodes([WHOLE, []], [{}, HALF]) as nodes:
         nodes.publish(1, tensors(1))
-        write = WeightBuffer.contribution
+        write = WeightBuffer.written
 
         def late(buffer):
             if buffer is nodes.buffers[0]:
@@ -263,10 +257,11 @@ def test_a_region_that_changed_before_a_part_of_it_was_sent_is_named():
             return write(buffer)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WeightBuffer, "contribution", late)
+            patch.setattr(WeightBuffer, "written", late)
             with pytest.raises(RunFailure, match="tensor 'matrix' changed on node 0 after it was written"):
                 nodes.publish(2, tensors(2))
-        assert merge_contributions([nodes.buffers[0].contribution()]) == nodes.buffers[0].contribution()
+        written = nodes.buffers[0].written()
+        assert sums_of(written_of(sums_of(written))) == sums_of(written)
 
 
 def test_what_workers_read_is_merged_and_all_wins():

@@ -83,7 +83,7 @@ with WeightBuffer.attach(path, writable=True) as buffer:
         buffer.write("norm", np.arange(7, dtype=np.uint16))
     else:
         buffer.write("scale", np.array(2.0, np.float32))
-    print(json.dumps(buffer.contribution()))
+    print(json.dumps(buffer.written()))
 """
 
 
@@ -93,7 +93,7 @@ def test_processes_write_their_own_shards(buffer):
         subprocess.run([sys.executable, "-c", WRITER, buffer.path, rank], capture_output=True, timeout=60, check=True)
         for rank in "01"
     ]
-    buffer.commit([json.loads(writer.stdout) for writer in writers])
+    buffer.commit([one for writer in writers for one in json.loads(writer.stdout)])
     buffer.verify(5)
     tensors = {name: array for name, _, array in buffer.tensors(5)}
     np.testing.assert_array_equal(tensors["embed"], np.arange(60).reshape(10, 6))
