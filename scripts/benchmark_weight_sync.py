@@ -1,4 +1,4 @@
-"""Time the exchange of weights between the buffers of two nodes against plain sockets on the same link, in turn.
+"""Time the sync of weights between the buffers of two nodes against plain sockets on the same link, in turn.
 
     python scripts/benchmark_weight_sync.py [--gib 0.5] [--rounds 5] [--layout rows|columns]
     python scripts/benchmark_weight_sync.py --node 0 --master 10.0.0.1:9000    # on one machine, and on the other:
@@ -66,22 +66,22 @@ def run(node: int, control: SignedConnection, own_host: str, arguments: argparse
     with WeightBuffer.create(infos) as buffer:
         transport = TcpTransport(buffer, node, own_host)
         addresses = {node: transport.address, 1 - node: tuple(_swap(control, list(transport.address)))}
-        written = [_regions(regions) for regions in held]
+        written = [{(name, to_bounds(index)): 0 for name, index in own} for own in held]
         transfers = plan_sync(written, infos)
         transport.connect(transfers, addresses, SECRET)
         plain = _plain_connections(node, control, own_host)
         half_bytes = buffer.size_bytes // 2
-        rates: dict[str, list[float]] = {"exchange": [], "sockets": []}
-        processor_s = {"exchange": 0.0, "sockets": 0.0}
+        rates: dict[str, list[float]] = {"sync": [], "sockets": []}
+        processor_s = {"sync": 0.0, "sockets": 0.0}
         for version in range(arguments.rounds + 1):
             buffer.begin(version)
             values = np.random.default_rng(version + node).random(SHAPE, np.float32)
-            for name, region in held[node]:
-                buffer.write(name, values[region], region)
-            for what in ("exchange", "sockets"):
+            for name, index in held[node]:
+                buffer.write(name, values[index], index)
+            for what in ("sync", "sockets"):
                 _swap(control, "ready")
                 start_s, start_processor_s = time.perf_counter(), time.process_time()
-                if what == "exchange":
+                if what == "sync":
                     transport.sync(version)
                 else:
                     _plain(plain, buffer, half_bytes)
@@ -93,16 +93,13 @@ def run(node: int, control: SignedConnection, own_host: str, arguments: argparse
             for what, measured in rates.items():
                 cost_s = processor_s[what] / arguments.rounds / (2 * half_bytes / 2**30)
                 print(f"{what:9} {_shown(measured[1:])} GiB/s each way; processor time of a node {cost_s:.2f} s/GiB")
-            ratios = [one / other for one, other in zip(rates["exchange"], rates["sockets"])][1:]
+            ratios = [one / other for one, other in zip(rates["sync"], rates["sockets"])][1:]
             print(f"ratio     {_shown(ratios)}: the median is {np.median(ratios):.2f}")
         transport.close()
 
 
-def _regions(regions: list) -> dict:
-    return {
-        name: {"slices": [[[part.start, part.stop] for part in region]], "sums": [0], "checksum": 0}
-        for name, region in regions
-    }
+def to_bounds(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((one.start, one.stop) for one in index)
 
 
 def _plain_connections(node: int, control: SignedConnection, host: str) -> list[socket.socket]:

@@ -91,7 +91,7 @@ def report(times: dict[str, np.ndarray], size_bytes: int) -> None:
 
 
 def write_layouts(layouts: Sequence[Layout], config: dict, sources: dict[str, np.ndarray], repeats: int) -> None:
-    """Write and seal a buffer from the shards of each layout, rank after rank, and print a line for each."""
+    """Write and commit a buffer from the shards of each layout, rank after rank, and print a line for each."""
     spec = find_spec(config)
     dims = spec.dims(config)
     rules = {rule.mf_name: rule for rule in spec.rules(dims)}

@@ -73,7 +73,7 @@ class Bucket:
 
 
 class CollectiveTransport:
-    """A :class:`mindrlhf.weights.publish.sync.Transport`, one per rank; every version travels whole.
+    """Does what :class:`mindrlhf.weights.publish.tcp.TcpTransport` does; one per rank. Every version travels whole.
 
     Args:
         buffer: of this rank's node, writable.
@@ -83,11 +83,8 @@ class CollectiveTransport:
         bucket_bytes: the most that a bucket may hold.
 
     Attributes:
-        address: none; ranks find each other through the library of collectives.
         sent_bytes: of buckets that this rank has sent so far.
     """
-
-    address: Address = ("", 0)
 
     def __init__(
         self,
@@ -109,7 +106,7 @@ class CollectiveTransport:
     def connect(
         self, transfers: Sequence[Transfer], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
     ) -> None:
-        """See :meth:`mindrlhf.weights.publish.sync.Transport.connect`; addresses and token are not needed."""
+        """Make ready for some transfers; ranks find each other without addresses and token."""
         self._buckets[bucket] = [
             (one, self._open_broadcast(one.ranks, one.root, one.size_bytes // WORD.itemsize))
             for one in plan_buckets(transfers, self._nodes, self._buffer.infos, self._bucket_bytes)
@@ -117,10 +114,10 @@ class CollectiveTransport:
         ]
 
     def sync(self, version: int, bucket: int = 0) -> dict[tuple[str, TensorSlice], int]:
-        """See :meth:`mindrlhf.weights.publish.sync.Transport.sync`; all ranks do it, also in the same order.
+        """Broadcast and receive; all ranks do it at the same time, in the same order.
 
         Returns:
-            The sources of which something came through this rank, each with the sum of the bits of that. Those of all
+            The sums of the bits of what came through this rank, by tensor and source of the transfers. Those of all
             ranks of a node add up to the sum of the source.
         """
         sums: Counter[tuple[str, TensorSlice]] = Counter()

@@ -26,7 +26,6 @@ from mindrlhf.weights.publish.slices import RequiredSlices, TensorSlice, merge_r
 from mindrlhf.weights.publish.sync import (
     Sums,
     Transfer,
-    Transport,
     check_received,
     check_replicas,
     plan_sync,
@@ -37,6 +36,7 @@ from mindrlhf.weights.publish.sync import (
 from mindrlhf.weights.publish.tcp import TcpTransport
 
 PUBLISH, EXPORT = "publish", "export"
+Transport = TcpTransport | CollectiveTransport
 # Of a buffer through which a model is exported: its memory comes on top of what the run has.
 _EXPORT_BUCKET_BYTES = 4 << 30
 
@@ -72,17 +72,7 @@ class Received:
     """
 
     slices: dict[str, list] = merged_by(join)
-    sent: dict[str, list] = merged_by(union, default_factory=dict)
-
-
-class PublishedModel(Protocol):
-    """What a rank holds of a model; see :class:`mindrlhf.training.worker.model.RankModel`."""
-
-    def create_weight_buffer(self, dtype: str | None = None, bucket_bytes: int = 0) -> WeightBuffer:
-        """Make a weight buffer for the whole model, of the dtype of those who read it."""
-
-    def write_to(self, buffer: WeightBuffer, ranks: Sequence[int] | None = None) -> None:
-        """Write this rank's share of the tensors that a buffer wants; ``ranks`` share it, None for all."""
+    sent: dict[str, list] = merged_by(join, default_factory=dict)
 
 
 @dataclass
@@ -90,7 +80,7 @@ class _NodeBuffer:
     """The weight buffer of a rank's node for one purpose, and what the rank knows of it.
 
     Attributes:
-        model: what goes through it.
+        model: what goes through it, a :class:`mindrlhf.training.worker.model.RankModel`.
         is_owner: this rank, the first of its node, has made it.
         node: number of the node.
         ranks: those of the node; None for all.
@@ -100,7 +90,7 @@ class _NodeBuffer:
         transfers: of all nodes, by bucket.
     """
 
-    model: PublishedModel
+    model: Any
     buffer: WeightBuffer
     is_owner: bool
     node: int = 0
@@ -116,10 +106,10 @@ class PublishingWorker:
     """The part of a rank's worker that publishes and exports its model; its public methods are called through the team.
 
     Args:
-        model: what is published, and exported where nothing else is said.
+        model: what is published, and exported where nothing else is said; see :class:`_NodeBuffer`.
     """
 
-    def __init__(self, model: PublishedModel):
+    def __init__(self, model: Any):
         self.model = model
         self._buffers: dict[str, _NodeBuffer] = {}  # by purpose
 
@@ -233,7 +223,7 @@ class PublishingWorker:
             own.transport.connect(planned, places, token.encode(), bucket)
             own.transfers[bucket] = planned
 
-    def _published_model(self, name: str) -> PublishedModel:
+    def _published_model(self, name: str) -> Any:
         """Return the model that a rank means by a name."""
         return self.model
 

@@ -11,7 +11,6 @@ Whatever travels is compared with the sums of bits that the ranks made as they w
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mindrlhf.errors import RunFailure
 from mindrlhf.weights.publish.buffer import WeightBuffer, WrittenSlice
@@ -54,46 +53,6 @@ class Transfer:
     def num_elements(self) -> int:
         """Size of the slice."""
         return num_elements(self.slice)
-
-
-class Transport(Protocol):
-    """What brings the transfers into the weight buffer of this node and out of it; one per node.
-
-    Attributes:
-        address: host and port where the other nodes reach this one.
-    """
-
-    address: Address
-
-    def connect(
-        self, transfers: Sequence[Transfer], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
-    ) -> None:
-        """Make ready for some transfers, in place of others; all nodes do it at the same time.
-
-        Args:
-            transfers: of all nodes.
-            addresses: by node.
-            token: a secret of the nodes.
-            bucket: to which the transfers belong; those of other buckets remain.
-
-        Raises:
-            RunFailure: a node cannot be reached, or does not come.
-        """
-
-    def sync(self, version: int, bucket: int = 0) -> Sums:
-        """Send what other nodes lack of ``version`` and receive what this one lacks, into the memory of its buffer.
-
-        All nodes do it at the same time, after all ranks have written.
-
-        Returns:
-            The sums of the bits of what came, by source, as it now lies in memory, modulo the element's width.
-
-        Raises:
-            RunFailure: a node cannot be reached any more, or something arrived that was not sent.
-        """
-
-    def close(self) -> None:
-        """End the connections."""
 
 
 def sums_of(written: Iterable[WrittenSlice]) -> dict[tuple[str, TensorSlice], int]:

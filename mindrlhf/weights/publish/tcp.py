@@ -36,7 +36,7 @@ COUNTS, OFFSETS, VALUES = "counts", "offsets", "values"
 
 
 class TcpTransport:
-    """A :class:`mindrlhf.weights.publish.sync.Transport`.
+    """Brings the transfers into the weight buffer of this node and out of it; one per node.
 
     Args:
         buffer: of this node.
@@ -72,7 +72,17 @@ class TcpTransport:
     def connect(
         self, transfers: Sequence[Transfer], addresses: Mapping[int, Address], token: bytes, bucket: int = 0
     ) -> None:
-        """See :meth:`mindrlhf.weights.publish.sync.Transport.connect`."""
+        """Make ready for some transfers, in place of others; all nodes do it at the same time.
+
+        Args:
+            transfers: of all nodes.
+            addresses: by node.
+            token: a secret of the nodes.
+            bucket: to which the transfers belong; those of other buckets remain.
+
+        Raises:
+            RunFailure: a node cannot be reached, or does not come.
+        """
         self._hang_up()
         self._transfers_of[bucket], self._sent, self._last_version = transfers, {}, None
         streams = [
@@ -88,15 +98,24 @@ class TcpTransport:
         self._raise_failure()
 
     def sync(self, version: int, bucket: int = 0) -> dict[tuple[str, TensorSlice], int]:
-        """See :meth:`mindrlhf.weights.publish.sync.Transport.sync`."""
+        """Send what other nodes lack of ``version`` and receive what this one lacks, into the memory of its buffer.
+
+        All nodes do it at the same time, after all ranks have written.
+
+        Returns:
+            The sums of the bits of what came, by tensor and source of the transfers, as it now lies in memory.
+
+        Raises:
+            RunFailure: a node cannot be reached any more, or something arrived that was not sent.
+        """
         self._transfers = self._transfers_of[bucket]
         coming = [index for index, transfer in enumerate(self._transfers) if self._hop(transfer)[0] is not None]
         arrived = {index: threading.Event() for index in coming}
         sums: dict[tuple[str, TensorSlice], int] = {}
         threads = []
-        for connections, transfer in ((self._outgoing, self._send), (self._incoming, self._receive)):
+        for connections, move in ((self._outgoing, self._send), (self._incoming, self._receive)):
             for (node, stream), connection in connections.items():
-                action = partial(transfer, connection, node, stream, version, arrived, sums)
+                action = partial(move, connection, node, stream, version, arrived, sums)
                 threads.append(threading.Thread(target=self._guard, args=(action, node, arrived)))
         for thread in threads:
             thread.start()

@@ -26,7 +26,7 @@ SHAPES = {info.name: info.shape for info in INFOS}
 ELEMENT_BYTES = {info.name: info.numpy_dtype.itemsize for info in INFOS}
 
 
-def boxes(shape):
+def random_slices(shape):
     spans = [st.tuples(*[st.integers(0, size)] * 2).map(lambda span: tuple(sorted(span))) for size in shape]
     return st.tuples(*spans)
 
@@ -36,7 +36,7 @@ def slices(box):
 
 
 def mask(shape, covered) -> np.ndarray:
-    """How often each element lies in some boxes."""
+    """How often each element lies in some random_slices."""
     counts = np.zeros(shape, np.int64)
     for box in covered:
         counts[slices(box)] += 1
@@ -45,9 +45,9 @@ def mask(shape, covered) -> np.ndarray:
 
 @st.composite
 def needs(draw, num_nodes):
-    """By node, of one to three workers by tensor: some boxes, all, or no word of it."""
+    """By node, of one to three workers by tensor: some random_slices, all, or no word of it."""
     read = {
-        name: st.one_of(st.none(), st.lists(boxes(shape), max_size=3), st.just("absent"))
+        name: st.one_of(st.none(), st.lists(random_slices(shape), max_size=3), st.just("absent"))
         for name, shape in SHAPES.items()
     }
     workers = [draw(st.lists(st.fixed_dictionaries(read), min_size=1, max_size=3)) for _ in range(num_nodes)]
@@ -66,10 +66,10 @@ def is_needed(workers) -> dict[str, np.ndarray]:
 @given(st.data())
 def test_merged_boxes_cover_the_same_once(data):
     shape = data.draw(st.lists(st.integers(1, 6), max_size=3))
-    given_boxes = data.draw(st.lists(boxes(shape), max_size=6))
-    merged = merge_slices(given_boxes)
-    np.testing.assert_array_equal(mask(shape, merged), mask(shape, given_boxes) > 0)
-    assert merged == merge_slices(given_boxes[::-1] + given_boxes)
+    given_slices = data.draw(st.lists(random_slices(shape), max_size=6))
+    merged = merge_slices(given_slices)
+    np.testing.assert_array_equal(mask(shape, merged), mask(shape, given_slices) > 0)
+    assert merged == merge_slices(given_slices[::-1] + given_slices)
     whole = tuple((0, size) for size in shape)
     lacking = first_missing(merged, [whole])
     assert lacking == (None if mask(shape, merged).all() else whole)
@@ -87,7 +87,7 @@ def test_boxes_of_shards_that_touch_are_joined():
 @given(st.data())
 def test_what_groups_cover_is_divided_by_who_covers_it(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
-    groups = {name: data.draw(st.lists(boxes(shape), max_size=3)) for name in range(3)}
+    groups = {name: data.draw(st.lists(random_slices(shape), max_size=3)) for name in range(3)}
     parts = divide(groups)
     for name, own in groups.items():
         found = mask(shape, [box for box, names in parts if name in names])
@@ -246,7 +246,7 @@ def test_a_buffer_notices_changes_where_it_has_parts_and_is_whole_again_afterwar
         reader.require(2, dict.fromkeys(values))
 
 
-def test_a_region_that_changed_before_a_part_of_it_was_sent_is_named():
+def test_a_slice_that_changed_before_a_part_of_it_was_sent_is_named():
     with PartialNodes([WHOLE, []], [{}, HALF]) as nodes:
         nodes.publish(1, tensors(1))
         write = WeightBuffer.written

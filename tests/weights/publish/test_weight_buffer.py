@@ -53,7 +53,7 @@ def test_a_reader_sees_what_was_written(buffer):
                 array[...] = 0
 
 
-def test_nothing_is_visible_between_begin_and_seal(buffer):
+def test_nothing_is_visible_between_begin_and_commit(buffer):
     fill(buffer, 1)
     assert buffer.version is None
     buffer.commit()
