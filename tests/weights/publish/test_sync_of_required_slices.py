@@ -31,21 +31,21 @@ def random_slices(shape):
     return st.tuples(*spans)
 
 
-def slices(box):
-    return (*(slice(start, stop) for start, stop in box), ...)
+def slices(one):
+    return (*(slice(start, stop) for start, stop in one), ...)
 
 
 def mask(shape, covered) -> np.ndarray:
-    """How often each element lies in some random_slices."""
+    """How often each element lies in some slices."""
     counts = np.zeros(shape, np.int64)
-    for box in covered:
-        counts[slices(box)] += 1
+    for one in covered:
+        counts[slices(one)] += 1
     return counts
 
 
 @st.composite
-def needs(draw, num_nodes):
-    """By node, of one to three workers by tensor: some random_slices, all, or no word of it."""
+def reads(draw, num_nodes):
+    """By node, of one to three workers by tensor: some slices, all, or no word of it."""
     read = {
         name: st.one_of(st.none(), st.lists(random_slices(shape), max_size=3), st.just("absent"))
         for name, shape in SHAPES.items()
@@ -90,16 +90,16 @@ def test_what_groups_cover_is_divided_by_who_covers_it(data):
     groups = {name: data.draw(st.lists(random_slices(shape), max_size=3)) for name in range(3)}
     parts = divide(groups)
     for name, own in groups.items():
-        found = mask(shape, [box for box, names in parts if name in names])
+        found = mask(shape, [one for one, names in parts if name in names])
         np.testing.assert_array_equal(found, mask(shape, own) > 0)
-    assert mask(shape, [box for box, _ in parts]).max(initial=0) <= 1
+    assert mask(shape, [one for one, _ in parts]).max(initial=0) <= 1
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), held=holdings(), transfer_bytes=st.sampled_from([40, 1 << 20]))
 def test_every_needed_element_travels_once_and_nothing_else(data, held, transfer_bytes):
     """The exchange simulated: each node's memory is what it wrote, and what each hop of a transfer brings."""
-    workers = data.draw(needs(len(held)))
+    workers = data.draw(reads(len(held)))
     written = []
     for regions in held:
         written.append({(name, tuple((part.start, part.stop) for part in region)): 0 for name, region in regions})
@@ -171,7 +171,7 @@ class PartialNodes(Nodes):
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), held=holdings(), transfer_bytes=st.sampled_from([40, 1 << 20]))
 def test_buffers_get_what_their_servers_need_over_connections(data, held, transfer_bytes):
-    workers = data.draw(needs(len(held)))
+    workers = data.draw(reads(len(held)))
     needed = [merge_required(node) for node in workers]
     with pytest.MonkeyPatch.context() as patch, PartialNodes(held, needed) as nodes:
         patch.setattr(planning, "TRANSFER_BYTES", transfer_bytes)
